@@ -1,0 +1,52 @@
+# Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
+#
+#   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
+#   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
+#                            https://download.pytorch.org/whl/cpu (without it your own index decides)
+#   ARGS="-k fetch -x"       added to the command of demo, test and bench
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint clean
+
+help:  ## this text
+	@echo "make <target>, where <target> is one of"
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
+	@$(BIN)/odc compare --demo $(ARGS)
+
+test: $(READY)  ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)  ## measure fetch, push and the arms on this machine (tens of minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 $(ARGS)
+
+lint: $(READY)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove .venv and everything that tools and runs left behind
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "odc needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 | tail -n 1)." \
+	         "Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; it downloads torch and may take some minutes)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \
+	    "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,120 @@
+"""Fetch: `module.unshard()` of one unit against memcpy of the same bytes into the same destinations.
+
+Both allocate the unsharded parameters anew, as every unshard does, so both pay the same page faults; "memcpy warm" is
+the copy alone, into destinations that are there already. gloo is FSDP2's `unshard`, both ranks in lockstep. Rounds of
+all of them alternate. Target: ratio >= 0.85 for units of 1 MiB and more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from bench._crew import Crew, held
+from bench._units import MIB, Shape, build, drop
+
+_BYTES = 1 << 30  # to fetch in all of one case's rounds, within the bounds below
+_LEAST, _MOST, _GLOO = 15, 200, 7  # rounds
+CASES = [
+    pytest.param(mib, dtype, shape, id=f"{mib}MiB-{str(dtype)[6:]}-{shape}")
+    for shape, mibs in (("block", (1, 4, 16, 64)), ("one", (1, 16)))
+    for mib in mibs
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def build_and_open(nbytes: int, dtype: torch.dtype, shape: Shape) -> None:
+    """A unit that peers can fetch: its minibatch is open."""
+    build("odc", nbytes, dtype, shape)
+    unshard_and_back()
+
+
+def unshard_and_back() -> float:
+    """Seconds of one `unshard`; resharded after."""
+    begin = time.perf_counter()
+    held.module.unshard()
+    took = time.perf_counter() - begin
+    held.module.reshard()
+    return took
+
+
+def unshard_times(rounds: int) -> list[float]:
+    """`rounds` of `unshard_and_back`, after a warm-up of two."""
+    return [unshard_and_back() for _ in range(rounds + 2)][2:]
+
+
+class Memcpy:
+    """The same bytes from private memory that is there already into the module's own destinations."""
+
+    def __init__(self) -> None:
+        from odc.fsdp import root_of
+
+        (group,) = root_of(held.module).groups
+        held.module.unshard()
+        self._outputs = [param.allocate(2) for param in group.odc_params]
+        held.module.reshard()
+        self._sizes = [output.numel() * output.itemsize for output in self._outputs]
+        self._sources = [torch.ones(size, dtype=torch.uint8) for size in self._sizes]
+        self.nbytes = sum(self._sizes)
+
+    def cold(self) -> float:
+        """Seconds to allocate and copy; freed after."""
+        begin = time.perf_counter()
+        for output, source, size in zip(self._outputs, self._sources, self._sizes, strict=True):
+            output.untyped_storage().resize_(size)
+            ctypes.memmove(output.data_ptr(), source.data_ptr(), size)
+        took = time.perf_counter() - begin
+        for output in self._outputs:
+            output.untyped_storage().resize_(0)
+        return took
+
+    def warm(self) -> float:
+        """Seconds of the copies alone, into memory that was written before."""
+        if not hasattr(self, "_there"):
+            self._there = [torch.ones_like(source) for source in self._sources]
+        begin = time.perf_counter()
+        for there, source, size in zip(self._there, self._sources, self._sizes, strict=True):
+            ctypes.memmove(there.data_ptr(), source.data_ptr(), size)
+        return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize(("mib", "dtype", "shape"), CASES)
+def test_fetch(
+    mib: int, dtype: torch.dtype, shape: Shape, crew: Crew, note: Callable[..., None], benchmark: Any
+) -> None:
+    crew.each(build, "fsdp2", mib * MIB, dtype, shape)
+    gloo = median(crew.each(unshard_times, _GLOO)[0])
+    crew.each(build_and_open, mib * MIB, dtype, shape)
+    memcpy = Memcpy()
+    cold: list[float] = []
+    warm: list[float] = []
+
+    def between() -> None:
+        held.module.reshard()
+        cold.append(memcpy.cold())
+        warm.append(memcpy.warm())
+
+    rounds = min(_MOST, max(_LEAST, _BYTES // memcpy.nbytes))
+    benchmark.pedantic(held.module.unshard, setup=between, rounds=rounds, warmup_rounds=2)
+    fetch = benchmark.stats.stats.median
+    ratio = median(cold) / fetch
+    benchmark.extra_info.update(ratio=ratio, memcpy_s=median(cold), gloo_s=gloo)
+    note(
+        unit_MiB=mib,
+        dtype=str(dtype)[6:],
+        parameters=9 if shape == "block" else 1,
+        fetch_ms=fetch * 1e3,
+        memcpy_ms=median(cold) * 1e3,
+        ratio=ratio,
+        fetch_GBps=memcpy.nbytes / fetch / 1e9,
+        memcpy_warm_GBps=memcpy.nbytes / median(warm) / 1e9,
+        gloo_ms=gloo * 1e3,
+        rounds=rounds,
+    )
+    crew.each(drop)

@@ -1,0 +1,169 @@
+"""Minibatch: what begin and finish cost when there is nothing to do, and what checking for stale weights costs.
+
+"empty" is `with model.minibatch(): pass` on every rank in lockstep, over four units of 64 KiB; a gloo barrier beside.
+"stale check" is the comparison before each root forward of an open minibatch: it reads the own shards and what was
+published of them; a fetch of the same model beside it, which each forward does as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench._crew import Crew, held
+from bench._units import MIB, Unit, build, drop
+from odc.trace import recorder
+
+_ROUNDS, _WARM, _STEPS = 200, 20, 60
+
+
+class Layers(nn.Module):
+    """Four units of 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Unit(1 << 16, torch.float32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build_layers() -> None:
+    """Four sharded units and their root."""
+    from odc import fully_shard
+
+    drop()
+    torch.manual_seed(0)
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    held.module = fully_shard(model)
+
+
+def empty_minibatch() -> None:
+    """Nothing to compute, nothing to push: only the meeting."""
+    with held.module.minibatch():
+        pass
+
+
+def empty_minibatches(count: int) -> None:
+    """`count` of them."""
+    for _ in range(count):
+        empty_minibatch()
+
+
+def barriers(count: int) -> float:
+    """Median seconds of a gloo barrier."""
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_empty(world: int, note: Callable[..., None], benchmark: Any) -> None:
+    with Crew(world) as crew:
+        crew.each(build_layers)
+        crew.start(empty_minibatches, _ROUNDS + _WARM)
+        benchmark.pedantic(empty_minibatch, rounds=_ROUNDS, warmup_rounds=_WARM)
+        crew.finish()
+        barrier = crew.each(barriers, _ROUNDS)[0]
+    note(
+        what="empty minibatch",
+        ranks=world,
+        model="4 x 64 KiB",
+        ms=benchmark.stats.stats.median * 1e3,
+        beside="gloo barrier",
+        beside_ms=barrier * 1e3,
+    )
+
+
+@pytest.mark.parametrize("mib", [1, 16, 64])
+def test_stale_check(mib: int, note: Callable[..., None], benchmark: Any) -> None:
+    from odc.fsdp import root_of
+    from odc.fsdp.stale import refuse_stale
+
+    with Crew(2) as crew:
+        crew.each(build_and_open, mib * MIB)
+        root = root_of(held.module)
+        shards = [[param.shard() for param in group.odc_params] for group in root.groups]
+        fetches: list[float] = []
+
+        def between() -> None:
+            begin = time.perf_counter()
+            held.module.unshard()
+            fetches.append(time.perf_counter() - begin)
+            held.module.reshard()
+
+        benchmark.pedantic(refuse_stale, (root.space, root.verbs.epoch, shards), setup=between, rounds=50)
+    note(
+        what="stale check",
+        ranks=2,
+        model=f"{mib} MiB",
+        ms=benchmark.stats.stats.median * 1e3,
+        beside="fetch",
+        beside_ms=median(fetches) * 1e3,
+    )
+
+
+def build_and_open(nbytes: int) -> None:
+    """A unit of `nbytes` bytes, open."""
+    build("odc", nbytes, torch.float32)
+    held.module.unshard()
+    held.module.reshard()
+
+
+def build_linears() -> None:
+    """Eight units of 256 KiB and their root."""
+    from odc import fully_shard
+
+    drop()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer)
+    held.module, held.batch = fully_shard(model), torch.randn(256, 256)
+
+
+def steps(count: int) -> tuple[list[float], list[float], int]:
+    """Seconds of `count` steps with the recorder on and of as many with it off, alternating; spans a step."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    recorder().clear()
+    for i in range(2 * count):
+        recorder().enabled = i % 2 == 0
+        begin = time.perf_counter()
+        with held.module.minibatch():
+            for _ in range(2):
+                held.module(held.batch).sum().backward()
+        times[recorder().enabled].append(time.perf_counter() - begin)
+        held.module.zero_grad()
+    recorder().enabled = True
+    spans = len(recorder().spans()) // count
+    recorder().clear()
+    return times[True], times[False], spans
+
+
+def test_recorder(note: Callable[..., None]) -> None:
+    with Crew(2) as crew:
+        crew.each(build_linears)
+        crew.each(steps, 5)
+        on, off, spans = crew.each(steps, _STEPS)[0]
+    note(
+        what=f"step, recorder on ({spans} spans)",
+        ranks=2,
+        model="8 x 256 KiB",
+        ms=median(on) * 1e3,
+        beside="recorder off",
+        beside_ms=median(off) * 1e3,
+    )

@@ -1,0 +1,261 @@
+"""Eight ranks with emulated compute and real communication: what unequal samples cost each arm.
+
+Run as `OMP_NUM_THREADS=1 python -m bench.emulated --results bench/results`. Compute is *emulated*: each unit's forward
+and backward sleep for as long as a cost curve says (a third and two thirds), so eight ranks fit on a small machine. All
+communication is real: four units of 64 KiB are gathered or fetched, reduced or pushed for every microbatch.
+
+Sleeping is scaled up until, on a balanced control (equal samples, equal counts), `fsdp2` and `odc` are within 5%: then
+the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are LongAlign-like: a
+lognormal clipped at 64K tokens, with mean 16.5K; cost a*l + b*l^2 of a 7B model. A bubble's compute is the time slept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench._crew import Crew, held
+from bench._report import store
+from bench._units import drop
+from odc import Settings
+from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.train.arms import ARMS
+
+RANKS, UNITS, WIDTH, PER_RANK = 8, 4, 128, 4
+CAP, MEAN, SIGMA = 65536, 16500, 0.8
+COST = quadratic(8.768 / 32768, 4.348 / 32768**2)
+NEAR = 0.05  # how close the arms of the control have to be
+_TRIES = 4
+
+_published = partial(lb_micro, equal_samples=True)
+#: title -> (planner, transport as of odc.train.arms)
+TABLE: dict[str, tuple[Any, str]] = {
+    "fsdp2, LB-Micro": (_published, "fsdp2"),
+    "fsdp2, LB-Micro of odc.balance": (lb_micro, "fsdp2"),
+    "fsdp2-resident, LB-Mini": (lb_mini, "fsdp2-resident"),
+    "odc-equal, LB-Micro": (_published, "odc-equal"),
+    "odc, LB-Mini": (lb_mini, "odc"),
+}
+BASE, BEST = "fsdp2, LB-Micro", "odc, LB-Mini"
+
+
+def draw_lengths(count: int, rng: random.Random) -> list[int]:
+    """Lognormal lengths clipped at CAP whose clipped mean is MEAN."""
+    return [min(CAP, max(16, int(math.exp(_location() + SIGMA * rng.gauss(0, 1))))) for _ in range(count)]
+
+
+def _location() -> float:
+    """The lognormal's location, by bisection on the closed form of the clipped mean."""
+    low, high = 0.0, math.log(CAP)
+    for _ in range(60):
+        middle = (low + high) / 2
+        z = (math.log(CAP) - middle) / SIGMA
+        clipped = math.exp(middle + SIGMA**2 / 2) * _phi(z - SIGMA) + CAP * (1 - _phi(z))
+        low, high = (middle, high) if clipped < MEAN else (low, middle)
+    return low
+
+
+def _phi(z: float) -> float:
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+class _Sleep(torch.autograd.Function):
+    """Passes x on; sleeps one part of `seconds` in forward and two in backward. Only this time counts as compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
+        ctx.seconds, ctx.microbatch = seconds, microbatch
+        _compute(seconds / 3, microbatch)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _compute(ctx.seconds * 2 / 3, ctx.microbatch)
+        return grads[0], None, None
+
+
+def _compute(seconds: float, microbatch: int) -> None:
+    from odc.trace import recorder
+
+    with recorder().microbatch(microbatch):
+        time.sleep(seconds)
+
+
+class Layer(nn.Module):
+    """A unit of 64 KiB whose time is slept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
+        y: torch.Tensor = _Sleep.apply(self.linear(x), seconds, microbatch)
+        return y
+
+
+class Model(nn.Module):
+    """Four such units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(UNITS))
+
+    def forward(self, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, seconds / UNITS, microbatch)
+        return x
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm's steps: its transport, one plan a step, and seconds slept for each unit of predicted cost."""
+
+    transport: str
+    plans: tuple[Plan, ...]
+    scale: float
+
+
+def run_arm(run: Run) -> Any:
+    """On every rank: build the model, run the steps after one to warm up; returns the spans of the own rank."""
+    from odc.trace import recorder
+
+    drop()
+    torch.manual_seed(0)
+    model, arm, rank = Model(), ARMS[run.transport], dist.get_rank()  # type: ignore[index]
+    arm.shard(model, list(model.layers), Settings())
+    recorder().set_rank(rank)
+    for step, plan in enumerate((run.plans[0], *run.plans)):
+        count, costs = arm.counts(plan)[rank], [c for c in plan.costs[rank] if c > 0]
+        seconds = [c * run.scale * (0.01 if not step else 1) for c in costs] + [0.0] * (count - len(costs))
+
+        def backward(m: int, seconds: list[float] = seconds) -> None:
+            model(torch.ones(1, WIDTH), seconds[m], m).sum().backward()
+
+        dist.barrier()
+        if step == 1:
+            recorder().clear()
+        with recorder().window(step):
+            arm.run(model, count, backward)
+        model.zero_grad()
+    spans = recorder().spans()
+    recorder().clear()
+    held.module = model
+    drop()
+    return spans
+
+
+def measure(crew: Crew, run: Run) -> dict[str, Any]:
+    """Seconds by step and the measured bubble of one arm."""
+    from odc.trace import breakdown, split_waits
+
+    spans = split_waits(dict(enumerate(crew.each(run_arm, run)))).spans_by_rank
+    figures = breakdown(spans)
+    compute = [mean(row["compute"] for row in step.nanoseconds.values()) / 1e9 for step in figures.steps]
+    return {"steps": [step.step_s for step in figures.steps], "compute": compute, "spans": spans}
+
+
+def bubble(measured: dict[str, Any]) -> float:
+    """Over all steps: 1 - mean time slept / time of the steps."""
+    return 1 - sum(measured["compute"]) / sum(measured["steps"])
+
+
+def control_plan() -> Plan:
+    """Equal samples, two microbatches a rank: nothing to balance."""
+    cost = COST(MEAN) * PER_RANK / 2
+    return Plan.of([[[2 * rank], [2 * rank + 1]] for rank in range(RANKS)], [cost] * (2 * RANKS))
+
+
+def find_scale(crew: Crew, scale: float, longest_s: float) -> tuple[float, list[dict[str, Any]]]:
+    """The seconds a unit of cost at which the control's arms are within NEAR, and the control's rows at each try."""
+    rows: list[dict[str, Any]] = []
+    for _ in range(_TRIES):
+        plans = (control_plan(),) * 3
+        times = {arm: median(measure(crew, Run(arm, plans, scale))["steps"]) for arm in ("fsdp2", "odc")}
+        compute = plans[0].longest * scale
+        apart = times["fsdp2"] / times["odc"] - 1
+        rows.append({"slept_s": compute, "fsdp2_s": times["fsdp2"], "odc_s": times["odc"], "fsdp2/odc": 1 + apart})
+        print(
+            f"control: {compute:.2f} s slept, fsdp2 {times['fsdp2']:.2f} s, odc {times['odc']:.2f} s", file=sys.stderr
+        )
+        if abs(apart) <= NEAR:
+            return scale, rows
+        scale = max(scale * 1.2, scale * abs(times["fsdp2"] - times["odc"]) / (0.9 * NEAR * compute))
+        if plans[0].longest * scale > longest_s:
+            break
+    raise SystemExit(f"the control is not within {NEAR:.0%} below {longest_s:g} s a step on this machine: {rows}")
+
+
+def table(crew: Crew, scale: float, steps: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows, one an arm, and each arm's spans."""
+    rng = random.Random(seed)
+    minibatches = [draw_lengths(RANKS * PER_RANK, rng) for _ in range(steps)]
+    results, plans = {}, {}
+    for title, (planner, transport) in TABLE.items():
+        plans[title] = tuple(planner(lengths, RANKS, CAP, cost=COST) for lengths in minibatches)
+        results[title] = measure(crew, Run(transport, plans[title], scale))
+        print(f"{title}: {mean(results[title]['steps']):.2f} s a step", file=sys.stderr, flush=True)
+    base = sum(results[BASE]["steps"])
+    rows = []
+    for title, (_, transport) in TABLE.items():
+        measured, arm = results[title], ARMS[transport]  # type: ignore[index]
+        barriers = arm.transport == "collectives"
+        predicted = sum(p.stepped if barriers else p.longest for p in plans[title]) * scale
+        slept = sum(mean(p.rank_costs) for p in plans[title]) * scale
+        rows.append(
+            {
+                "arm": title,
+                "step_s": mean(measured["steps"]),
+                "speed-up": base / sum(measured["steps"]),
+                "bubble": bubble(measured),
+                "plan_step_s": predicted / steps,
+                "plan_bubble": 1 - slept / predicted,
+                "microbatches": "/".join(str(max(arm.counts(p))) for p in plans[title]),
+                "steps_s": [round(step, 3) for step in measured["steps"]],
+            }
+        )
+    return rows, {title: results[title]["spans"] for title in TABLE}
+
+
+def main() -> None:
+    from odc.trace import draw
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--steps", type=int, default=6, help="minibatches of each arm")
+    parser.add_argument("--scale", type=float, default=0.1, help="first try: seconds slept for a second of the curve")
+    parser.add_argument("--longest", type=float, default=60.0, help="give up when a control's step would sleep longer")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with Crew(RANKS, timeout_s=1800) as crew:
+        scale, control = find_scale(crew, arguments.scale, arguments.longest)
+        rows, spans = table(crew, scale, arguments.steps, arguments.seed)
+    store(
+        arguments.results,
+        "emulated",
+        f"{RANKS} ranks, emulated (slept) compute, real communication, LongAlign-like lengths",
+        [{key: value for key, value in row.items() if key != "steps_s"} for row in rows],
+        control=control,
+        scale=scale,
+        seed=arguments.seed,
+        lengths=f"lognormal, sigma {SIGMA}, clipped at {CAP}, mean {MEAN}; {PER_RANK} samples a rank and minibatch",
+        steps_s={row["arm"]: row["steps_s"] for row in rows},
+    )
+    picture = arguments.results / "emulated.png"
+    draw(picture, [(title, spans[title]) for title in spans], source="emulated")
+    print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()

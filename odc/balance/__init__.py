@@ -1,0 +1,24 @@
+"""Planners: pure functions on integers that spread samples over ranks and microbatches. No torch, no process group."""
+
+from odc.balance.bound import lower_bound
+from odc.balance.cost import Cost, cost_from_config, linear_cost, quadratic, transformer_cost
+from odc.balance.lb_micro import lb_micro
+from odc.balance.lb_mini import lb_mini
+from odc.balance.local_sort import local_sort
+from odc.balance.plan import Plan
+from odc.balance.policies import POLICIES, policy_named
+
+__all__ = [
+    "POLICIES",
+    "Cost",
+    "Plan",
+    "cost_from_config",
+    "lb_micro",
+    "lb_mini",
+    "linear_cost",
+    "local_sort",
+    "lower_bound",
+    "policy_named",
+    "quadratic",
+    "transformer_cost",
+]

@@ -1,0 +1,79 @@
+"""Karmarkar-Karp: partition numbers into k sets of nearly equal sum by largest differencing.
+
+Chose the heap-based method on *sparse* partial partitions over the textbook's k-wide tuples: most merges join two small
+partitions, so work follows the number of samples, not samples * k. It is still slower than a heap of loads (longest
+processing time first), which is a little worse. Sets are kept as linked pairs and flattened once at the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+# A slot is (load, tree), tree a sample index or a pair of trees. A state holds its non-empty slots by falling load.
+_Slot = tuple[float, Any]
+
+
+def karmarkar_karp(
+    costs: Sequence[float], parts: int, order: Sequence[int], *, equal_sizes: bool = False
+) -> list[list[int]]:
+    """Partition the samples listed in `order` (their falling `costs`) into `parts` lists, sums nearly equal.
+
+    Args:
+        costs: cost of every sample, indexed by what `order` lists.
+        parts: number of lists to return, >= 1; some are empty when there are fewer samples.
+        order: sample indices by falling cost; ties are merged in this order, so the result depends on nothing else.
+        equal_sizes: every list gets the same number of samples (one more or less where it does not divide).
+
+    Returns `parts` lists of sample indices, costliest list first.
+    """
+    width = parts if equal_sizes else 1
+    groups = [order[i : i + width] for i in range(0, len(order), width)]
+    heap: list[tuple[float, int, list[_Slot]]] = []
+    for number, group in enumerate(groups):
+        slots: list[_Slot] = [(costs[i], i) for i in group]
+        heap.append((-_spread(slots, parts), number, slots))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, wide = heapq.heappop(heap)
+        _, _, narrow = heapq.heappop(heap)
+        merged = _merge(wide, narrow, parts)
+        heapq.heappush(heap, (-_spread(merged, parts), number, merged))
+        number += 1
+    filled = [_flatten(tree) for _, tree in heap[0][2]] if heap else []
+    return filled + [[] for _ in range(parts - len(filled))]
+
+
+def _spread(slots: list[_Slot], parts: int) -> float:
+    return slots[0][0] - (slots[-1][0] if len(slots) == parts else 0.0)
+
+
+def _merge(first: list[_Slot], second: list[_Slot], parts: int) -> list[_Slot]:
+    """Give the largest slots of one the smallest (or empty) slots of the other."""
+    overlap = len(first) + len(second) - parts
+    if overlap <= 0:
+        return sorted(first + second, key=_load, reverse=True)
+    alone = len(first) - overlap
+    joined = [
+        (a[0] + b[0], (a[1], b[1]))
+        for a, b in zip(first[alone:], reversed(second[len(second) - overlap :]), strict=True)
+    ]
+    return sorted(first[:alone] + joined + second[: len(second) - overlap], key=_load, reverse=True)
+
+
+def _load(slot: _Slot) -> float:
+    return slot[0]
+
+
+def _flatten(tree: Any) -> list[int]:
+    indices: list[int] = []
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, tuple):
+            pending.extend(node)
+        else:
+            indices.append(node)
+    return indices

@@ -1,0 +1,143 @@
+"""A plan: which rank computes which samples in which microbatch, and what that is predicted to cost.
+
+Chose plain nested lists of sample indices over arrays or objects: a plan is compared, printed, saved as JSON and sent
+to other ranks as it is. The price is memory: about 8 bytes per sample more than a flat array.
+
+Every time here is *predicted* by a cost model, in the model's own unit. Measured bubbles come from `odc.trace`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from odc.balance.bound import lower_bound
+from odc.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The samples of one minibatch, spread over ranks and microbatches. Any process may hold one; nothing synchronizes.
+
+    Args:
+        ranks: `ranks[r][m]` lists the sample indices of microbatch m of rank r. A rank may have no microbatch. An empty
+            microbatch is a place-holder in plans with equal counts: the rank joins the barrier with a dummy.
+        costs: `costs[r][m]` is the predicted cost of that microbatch.
+        bound: no plan over as many ranks has a longest rank below this cost.
+    """
+
+    ranks: list[list[list[int]]]
+    costs: list[list[float]]
+    bound: float
+
+    @classmethod
+    def of(cls, ranks: list[list[list[int]]], sample_costs: Sequence[float]) -> Plan:
+        """The plan of `ranks` where sample i costs `sample_costs[i]`, validated; raises PlanError."""
+        if not ranks:
+            raise PlanError("a plan needs at least one rank")
+        plan = cls(ranks, [[0.0] * len(microbatches) for microbatches in ranks], lower_bound(sample_costs, len(ranks)))
+        plan.validate(len(sample_costs))
+        costs = [[float(sum(sample_costs[i] for i in mb)) for mb in microbatches] for microbatches in ranks]
+        return cls(ranks, costs, plan.bound)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the plan."""
+        return sum(len(mb) for microbatches in self.ranks for mb in microbatches)
+
+    @property
+    def rank_costs(self) -> list[float]:
+        """Predicted cost of each rank."""
+        return [sum(costs) for costs in self.costs]
+
+    @property
+    def longest(self) -> float:
+        """Predicted cost of the longest rank: the step's time when ranks meet once per minibatch."""
+        return max(self.rank_costs)
+
+    @property
+    def stepped(self) -> float:
+        """Predicted step time when ranks meet at every microbatch, counts padded to the maximum: sum of the maxima."""
+        steps = max(len(costs) for costs in self.costs)
+        return sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
+
+    @property
+    def bubble(self) -> float:
+        """Predicted share of device time spent waiting with one barrier per minibatch: 1 - mean/max over ranks."""
+        return self._idle_share(self.longest)
+
+    @property
+    def bubble_per_microbatch(self) -> float:
+        """Predicted share of device time spent waiting with one barrier per microbatch."""
+        return self._idle_share(self.stepped)
+
+    @property
+    def bubble_bound(self) -> float:
+        """The bubble that every plan of these samples has at least, whoever made it."""
+        return self._idle_share(self.bound)
+
+    @property
+    def gap(self) -> float:
+        """How far the longest rank lies above the lower bound: max/bound - 1."""
+        return self.longest / self.bound - 1.0 if self.bound > 0 else 0.0
+
+    def validate(self, samples: int) -> None:
+        """Raise PlanError unless each index of `range(samples)` is listed once and `costs` has the shape of `ranks`."""
+        if [len(costs) for costs in self.costs] != [len(microbatches) for microbatches in self.ranks]:
+            raise PlanError("costs and ranks of the plan differ in shape")
+        seen = [0] * samples
+        for rank, microbatches in enumerate(self.ranks):
+            for m, indices in enumerate(microbatches):
+                for i in indices:
+                    if not 0 <= i < samples:
+                        raise PlanError(
+                            f"rank {rank}, microbatch {m} lists sample {i}, but there are {samples} samples"
+                        )
+                    if seen[i]:
+                        raise PlanError(f"sample {i} is listed twice, again in microbatch {m} of rank {rank}")
+                    seen[i] = 1
+        if sum(seen) != samples:
+            raise PlanError(
+                f"sample {seen.index(0)} is in no microbatch ({samples - sum(seen)} of {samples} are missing)"
+            )
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` gives back an equal plan, costs to the last bit."""
+        return json.dumps({"ranks": self.ranks, "costs": self.costs, "bound": self.bound})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan saved by `to_json`, validated; raises PlanError for anything else."""
+        try:
+            data: Any = json.loads(text)
+            plan = cls(
+                ranks=[[[int(i) for i in mb] for mb in microbatches] for microbatches in data["ranks"]],
+                costs=[[float(c) for c in costs] for costs in data["costs"]],
+                bound=float(data["bound"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from error
+        if not plan.ranks:
+            raise PlanError("a plan needs at least one rank")
+        plan.validate(plan.samples)
+        return plan
+
+    def __str__(self) -> str:
+        mean = sum(self.rank_costs) / len(self.ranks)
+        rows = [f"{'rank':>5} {'samples':>8} {'microbatches':>13} {'cost':>12} {'of longest':>11}"]
+        for rank, (microbatches, cost) in enumerate(zip(self.ranks, self.rank_costs, strict=True)):
+            count = sum(len(mb) for mb in microbatches)
+            share = cost / self.longest if self.longest > 0 else 1.0
+            rows.append(f"{rank:>5} {count:>8} {len(microbatches):>13} {cost:>12.5g} {share:>11.1%}")
+        rows.append(f"longest {self.longest:.5g}, mean {mean:.5g}, lower bound {self.bound:.5g}, gap {self.gap:.2%}")
+        rows.append(
+            f"predicted bubble {self.bubble:.1%} with a barrier per minibatch, {self.bubble_per_microbatch:.1%} per "
+            f"microbatch, {self.bubble_bound:.1%} at the bound"
+        )
+        return "\n".join(rows)
+
+    def _idle_share(self, step_time: float) -> float:
+        mean = sum(self.rank_costs) / len(self.ranks)
+        return max(0.0, 1.0 - mean / step_time) if step_time > 0 else 0.0

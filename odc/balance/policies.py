@@ -1,0 +1,23 @@
+"""The policies by name, as the command line and saved runs spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from odc.balance.lb_micro import lb_micro
+from odc.balance.lb_mini import lb_mini
+from odc.balance.local_sort import local_sort
+from odc.balance.plan import Plan
+from odc.errors import PlanError
+
+Policy = Callable[..., Plan]
+
+POLICIES: dict[str, Policy] = {"local_sort": local_sort, "lb_micro": lb_micro, "lb_mini": lb_mini}
+
+
+def policy_named(name: str) -> Policy:
+    """The policy called `name`; PlanError listing the known names otherwise."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise PlanError(f"there is no policy {name!r}; known: {', '.join(POLICIES)}") from None

@@ -1,0 +1,66 @@
+"""The commands, and how their errors are shown.
+
+Chose one line and an exit code for every error that odc raises on purpose, because its message already says what to
+do; `--traceback` shows where it came from. Command files import torch only inside their functions, so that `--help` and
+bad options are answered at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from odc.cli.compare import compare
+from odc.cli.train import train
+from odc.errors import OdcError
+
+app = typer.Typer(
+    name="odc",
+    help="Train models sharded over ranks, with parameters fetched on demand instead of gathered by collectives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(compare)
+
+
+@app.command()
+def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what every rank of the jobs on this host is doing, from another terminal."""
+    from odc.cli.status import status as show  # asks the daemons, which loads torch
+
+    show(as_json=as_json)
+
+
+@app.callback()
+def _options(
+    trace: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    _shown["traceback"] = trace
+
+
+_shown = {"traceback": False}
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        app(args=arguments, prog_name="odc")
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except KeyboardInterrupt:
+        print("odc: interrupted", file=sys.stderr)
+        return 130
+    except OdcError as error:
+        if _shown["traceback"]:
+            traceback.print_exc()
+            for rank, text in getattr(error, "tracebacks", {}).items():
+                print(f"--- rank {rank}\n{text}", file=sys.stderr)
+        notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        print(f"odc: {notes}{error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0

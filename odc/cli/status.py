@@ -1,0 +1,55 @@
+"""`odc status`: what every rank on this host is doing, from another terminal, while the job runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from odc.server.status import RankStatus, ask_all
+
+_MIB = float(1 << 20)
+
+
+def status(as_json: bool = False) -> None:
+    """Print one line a rank and root; with `as_json` the same as JSON."""
+    answers = ask_all()
+    if as_json:
+        print(json.dumps([vars(answer) for answer in answers], indent=2))
+        return
+    from rich.console import Console
+
+    if not answers:
+        Console().print("no odc job of this user runs on this host")
+        return
+    Console().print(table(answers))
+
+
+def table(answers: list[RankStatus]) -> Any:
+    """A rich table of `answers`."""
+    from rich.table import Table
+
+    heads = ("rank", "pid", "root", "epoch", "state", "microbatch", "fetched MiB", "pushed MiB", "slots", "waits for")
+    made = Table(*heads, title="odc status")
+    for answer in answers:
+        if answer.error is not None or not answer.roots:
+            state = answer.error or "no root yet"
+            made.add_row(str(answer.rank), str(answer.pid), "-", "-", state, *["-"] * 5)
+        for root in answer.roots:
+            made.add_row(*_row(answer, root))
+    return made
+
+
+def _row(answer: RankStatus, root: dict[str, Any]) -> list[str]:
+    waits = "-" if root["waits_for"] is None else f"rank {root['waits_for']} (epoch {root['waits_in_epoch']})"
+    return [
+        str(answer.rank),
+        str(answer.pid),
+        str(root["root"]),
+        str(root["epoch"]),
+        str(root["state"]),
+        str(root["microbatch"]),
+        f"{root['fetched_bytes'] / _MIB:.1f}",
+        f"{root['pushed_bytes'] / _MIB:.1f}",
+        f"{root['slots_in_use']}/{root['slots']}",
+        waits,
+    ]

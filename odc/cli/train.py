@@ -1,0 +1,77 @@
+"""`odc train`: one job of supervised fine-tuning."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+from typer import Option
+
+from odc.cli import options
+from odc.train.config import JobConfig
+
+_FILES = "Files"
+
+
+def train(
+    model: Annotated[str, Option(help="Hugging Face config (JSON) or model folder, or a shipped config's name.")],
+    data: Annotated[
+        str, Option(help="Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
+    ],
+    arm: Annotated[str | None, Option(help="odc, odc-equal, fsdp2 or fsdp2-resident. [default: odc]")] = None,
+    output: Annotated[
+        str | None, Option(help="Folder for checkpoints and steps.jsonl.", rich_help_panel=_FILES)
+    ] = None,
+    save_every: Annotated[
+        int | None, Option(help="Steps between checkpoints. [default: only at the end]", rich_help_panel=_FILES)
+    ] = None,
+    resume: Annotated[
+        str | None, Option(help="Checkpoint, or output folder (its latest).", rich_help_panel=_FILES)
+    ] = None,
+    export: Annotated[
+        str | None, Option(help="Folder for the model as Hugging Face safetensors.", rich_help_panel=_FILES)
+    ] = None,
+    tokenizer: options.Tokenizer = None,
+    vocab: options.Vocab = None,
+    precision: options.Precision = None,
+    activation_checkpointing: options.Checkpointing = None,
+    cache: options.Cache = None,
+    ranks: options.Ranks = None,
+    steps: options.Steps = None,
+    minibatch_size: options.MinibatchSize = None,
+    max_tokens: options.MaxTokens = None,
+    long: options.Long = None,
+    seed: options.Seed = None,
+    lr: options.Lr = None,
+    warmup: options.Warmup = None,
+    min_lr: options.MinLr = None,
+    weight_decay: options.WeightDecay = None,
+    clip: options.Clip = None,
+    reproducible: options.Reproducible = None,
+    accumulate: options.Accumulate = None,
+    timeout_s: options.Timeout = None,
+) -> None:
+    """Fine-tune a causal language model on text, sharded over ranks.
+
+    Starts its own ranks on this machine. Under torchrun it runs as one rank, and torchrun says how many there are.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and world is not None:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        from odc.train.job import run_rank
+        from odc.train.preflight import preflight
+
+        config = JobConfig(**(given | {"ranks": int(world)}))
+        preflight(config)
+        result = record(run_rank)(config)
+        if rank == "0" and result is not None:
+            print(result.summary())
+        return
+    config = JobConfig(**given)
+    print(f"odc train: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
+    from odc.train.job import run
+
+    print(run(config)[0].summary())

@@ -1,0 +1,138 @@
+"""The heap of one root, by meaning: board, published shards, accumulators, staging rings.
+
+Chose to fix every size when the root is initialised, from the units alone, so that the memory odc takes can be said
+before training starts and never grows. `ledger()` is that account; the bound it is tested against:
+
+    one published shard (compute dtype) + one accumulator shard (fp32; fp64 when reproducible; W of them for
+    "per_source") + staging of at most 2 x the largest unit's chunk for each peer + words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odc.comm.geometry import Geometry
+from odc.comm.units import UnitSpec
+from odc.comm.words import BOARD_WORDS
+from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.settings import Settings
+
+HEADER_WORDS = 4  # of a staged block: unit, first element, elements, wire dtype
+REASON_BYTES = 1024
+WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Shape of every staging ring: `slots` blocks of `slot_bytes`."""
+
+    slots: int
+    slot_bytes: int
+
+    @classmethod
+    def fit(cls, units: Sequence[UnitSpec], block_bytes: int) -> Ring:
+        """Two blocks at least, no more than 2 x the largest chunk in all: gradients travel in the compute dtype."""
+        chunk = max((-(-unit.published_bytes // 64) * 64 for unit in units), default=64)
+        slot = max(64, min(block_bytes, chunk))
+        return cls(max(2, 2 * chunk // slot), slot)
+
+
+class Space:
+    """Named views into the heaps of all members; no waiting, no protocol.
+
+    Args:
+        heap: an unsealed heap, the same on every member; `seal()` is called here.
+        geometry: who stands where.
+        units: in the same order on every rank.
+        settings: of the root.
+    """
+
+    def __init__(
+        self, heap: SymmetricHeap, geometry: Geometry, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
+    ) -> None:
+        self.heap, self.geometry, self.units, self.settings = heap, geometry, tuple(units), settings
+        self.param_base = [0]
+        for unit in self.units:
+            self.param_base.append(self.param_base[-1] + len(unit.params))
+        self.ring = Ring.fit(self.units, settings.staging_block_bytes)
+        self.sources = geometry.shards if settings.accumulate == "per_source" else 1
+        for name, nbytes in self._requests():
+            heap.allocate(name, nbytes)
+        parts = [settings.fingerprint(), f"{geometry.ranks}/{geometry.shards}", fingerprint]
+        heap.seal("|".join(parts + [unit.fingerprint() for unit in self.units]))
+        for unit in self.units:
+            RobustMutex.initialize(heap.address(geometry.me, "mutexes") + unit.index * MUTEX_BYTES)
+
+    def _requests(self) -> list[tuple[str, int]]:
+        members = len(self.geometry.ranks)
+        requests = [
+            ("board", BOARD_WORDS * 8),
+            ("reason", REASON_BYTES),
+            ("sent", members * 8),
+            ("accumulated", members * 8),
+            ("pushes", max(1, members * self.param_base[-1]) * 8),
+            ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
+        ]
+        for unit in self.units:
+            requests.append((f"published/{unit.index}", max(64, unit.published_bytes)))
+            requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
+        if self.settings.accumulate == "server":
+            for distance in range(1, self.geometry.shards):
+                requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
+                requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
+        return requests
+
+    def board(self, member: int) -> Words:
+        """The member's status board (see `Word`). Attaches on demand."""
+        return self.heap.words(member, "board")
+
+    def sent(self, owner: int) -> Words:
+        """Blocks each source has posted to `owner`, cumulative; word `source` is written by that source alone."""
+        return self.heap.words(owner, "sent")
+
+    def accumulated(self, owner: int) -> Words:
+        """Blocks of each source that the owner's daemon has added, cumulative."""
+        return self.heap.words(owner, "accumulated")
+
+    def pushes(self, owner: int, source: int) -> torch.Tensor:
+        """int64 [parameters]: cumulative pushes of each parameter by `source`, written by it before DONE."""
+        count = self.param_base[-1]
+        return self.heap.tensor(owner, "pushes", torch.int64, offset=source * count, numel=count)
+
+    def published(self, member: int, unit: UnitSpec, param: int) -> torch.Tensor:
+        """1-D [numel of a padded shard] in compute dtype."""
+        spec = unit.params[param]
+        name = f"published/{unit.index}"
+        return self.heap.tensor(
+            member, name, spec.dtype, offset=spec.published_offset // spec.dtype.itemsize, numel=spec.numel
+        )
+
+    def published_bytes(self, member: int, unit: UnitSpec) -> torch.Tensor:
+        """uint8 [unit.published_bytes or more]: the member's published shard of `unit`, parameter after parameter."""
+        return self.heap.tensor(member, f"published/{unit.index}", torch.uint8)
+
+    def accumulator(self, member: int, unit: UnitSpec, source: int = 0) -> torch.Tensor:
+        """1-D [unit.numel] in the accumulator's dtype; `source` (a shard index) only with per-source accumulators."""
+        name = f"accumulator/{unit.index}"
+        return self.heap.tensor(member, name, unit.accumulator_dtype, offset=source * unit.numel, numel=unit.numel)
+
+    def mutex(self, member: int, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards adds into the member's accumulator of `unit`."""
+        address = self.heap.address(member, "mutexes") + unit.index * MUTEX_BYTES
+        what = f"the accumulator of unit {unit.name!r} on rank {self.geometry.ranks[member]}"
+        return RobustMutex(address, self.heap.words(member, "mutexes"), what)  # the words keep the memory mapped
+
+    def reason(self, member: int) -> torch.Tensor:
+        """uint8 [REASON_BYTES]: zero-terminated UTF-8 text, written before ABORT."""
+        return self.heap.tensor(member, "reason", torch.uint8)
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes by purpose: published, accumulator, staging, words."""
+        account = {"published": 0, "accumulator": 0, "staging": 0, "words": 0}
+        for name, nbytes in self._requests():
+            kind = name.split("/")[0]
+            account[{"headers": "words"}.get(kind, kind if kind in account else "words")] += nbytes
+        return account

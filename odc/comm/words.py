@@ -1,0 +1,41 @@
+"""The status board: which 64-bit word means what, and who may write it.
+
+Chose single-writer words with release stores and acquire loads over locks: a reader that sees a word sees everything
+that was written before it. Only ABORT has many writers; all of them write a reason and any one will do.
+
+Words of a rank live in its own heap. "rank" below is the process that owns the heap, "daemon" its server.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Word(IntEnum):
+    """Index of a word on the board."""
+
+    PUBLISHED = 0  # rank: newest epoch whose shards can be fetched
+    DONE = 1  # rank: newest epoch in which it will neither fetch nor push any more
+    EVAL_CLOSED = 2  # rank: newest epoch that it closed without training
+    COMPLETE = 3  # rank: newest epoch whose accumulator holds every push (hybrid sharding reads it then)
+    READ = 4  # rank: newest epoch for which it has read its replicas' accumulators
+    ABORT = 5  # anyone: 0, or 1 + global rank of the culprit
+    LEFT = 6  # rank: 1 once it has left the job in good order
+    PROGRESS = 7  # rank: counts calls into odc; a wait's deadline starts anew when it moves
+    STATE = 8  # rank: a State, for `odc status`
+    MICROBATCH = 9  # rank: root forwards since begin
+    FETCHED = 10  # rank: bytes fetched from peers since the start
+    PUSHED = 11  # rank: bytes pushed to peers since the start
+    WAITING = 12  # rank: 0, or 1 + global rank it waits for
+    WAITING_EPOCH = 13  # rank: the epoch it waits for
+
+
+BOARD_WORDS = 16
+
+
+class State(IntEnum):
+    """Where a root is in its minibatch."""
+
+    CLOSED = 0
+    OPEN = 1
+    FINISHING = 2

@@ -1,0 +1,309 @@
+"""Every private torch name odc touches, in one file, checked at import.
+
+Chose to build on FSDP2's own state machine and parameter bookkeeping (about 30 private names, unchanged from torch 2.11
+to 2.13) over a second implementation of it: mixed precision, tied weights, DTensor layouts and checkpointing stay
+torch's. The price is this file: when torch renames something, importing odc fails here, with the names that are missing
+and the torch version, and nowhere else later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+_SUPPORTED = ("2.11", "2.12", "2.13")
+
+
+def _fail(missing: str) -> ImportError:
+    return ImportError(
+        f"odc supports torch {_SUPPORTED[0]} to {_SUPPORTED[-1]}; torch {torch.__version__} lacks {missing} that odc "
+        "builds on. Install a supported torch or a newer odc."
+    )
+
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DataParallelMeshInfo,
+        FSDPMeshInfo,
+        TrainingState,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+except ImportError as error:
+    raise _fail(str(error)) from error
+
+__all__ = [
+    "FSDPModule",
+    "FSDPParamGroup",
+    "FSDPState",
+    "ShardedParam",
+    "default_store",
+    "groups_of_root",
+    "is_forward",
+    "lazy_init",
+    "queue_after_backward",
+    "state_of",
+    "torch_fully_shard",
+]
+
+# Every name of torch's objects that is used below and that torch does not promise to keep. Names found on the class
+# (methods, properties, annotated attributes), and attributes found among the names that a method's code stores.
+_ON_CLASS: dict[type, tuple[str, ...]] = {
+    FSDPParamGroup: (
+        "unshard", "wait_for_unshard", "pre_forward", "pre_backward", "post_backward", "finalize_backward",
+        "_to_unsharded", "_to_sharded", "is_unsharded",
+    ),
+    FSDPState: ("_lazy_init",),
+    FSDPParam: (
+        "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "free_unsharded_param",
+        "unsharded_grad_data", "unsharded_accumulated_grad_data", "to_sharded_dtensor", "_sharded_local_tensor",
+        "orig_dtype", "param_dtype", "reduce_dtype", "_orig_size", "sharded_size", "contiguous_sharded_stride",
+        "padded_sharded_param_size", "_sharded_param_data", "sharded_param", "_unsharded_param",
+    ),
+    FSDPModule: ("_get_fsdp_state",),
+    DataParallelMeshInfo: ("mesh",),
+    ParamModuleInfo: ("param_name",),
+}  # fmt: skip
+_STORED: dict[tuple[type, str], tuple[str, ...]] = {
+    (FSDPParamGroup, "__init__"): (
+        "fsdp_params", "mesh_info", "comm_ctx", "reduce_grads", "gradient_divide_factor", "unshard_in_backward",
+        "_training_state", "_module_fqn", "modules",
+    ),
+    (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx"),
+    (FSDPStateContext, "__init__"): ("all_states",),
+    (FSDPCommContext, "lazy_init"): ("post_forward_order",),
+    (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size",),
+    (FSDPParam, "__init__"): ("all_gather_outputs", "unsharded_accumulated_grad", "_param_fqn", "_module_info"),
+    (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
+}  # fmt: skip
+
+
+def _stored(owner: type, method: str) -> tuple[str, ...]:
+    """Names in the code of a method; nothing if there is no such method."""
+    function = inspect.unwrap(getattr(owner, method, _check))
+    return function.__code__.co_names if function is not _check else ()
+
+
+def _check() -> None:
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in _ON_CLASS.items()
+        for name in names
+        if not hasattr(owner, name) and name not in inspect.get_annotations(owner)
+    ]
+    for (owner, method), names in _STORED.items():
+        known = _stored(owner, method)
+        missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
+    if not {"_fsdp_param_groups", "_fsdp_param_group"} & {*_stored(FSDPState, "__init__")}:
+        missing.append("FSDPState._fsdp_param_groups")
+    if not hasattr(distributed_c10d, "_get_default_store"):
+        missing.append("distributed_c10d._get_default_store")
+    if not hasattr(torch.autograd.Variable, "_execution_engine"):
+        missing.append("autograd.Variable._execution_engine")
+    if not hasattr(torch.autograd, "_unsafe_preserve_version_counter"):
+        missing.append("autograd._unsafe_preserve_version_counter")
+    if missing:
+        raise _fail(", ".join(missing))
+
+
+_check()
+
+
+def state_of(module: FSDPModule) -> FSDPState:
+    """The state torch keeps of one sharded module."""
+    return module._get_fsdp_state()
+
+
+def groups_of_state(state: FSDPState) -> list[FSDPParamGroup]:
+    """The parameter groups of one sharded module: none, one, or (per-parameter meshes, torch >= 2.12) several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def lazy_init(module: FSDPModule) -> FSDPState:
+    """Make `module` the root of its tree, as its first forward would. Calls no collective."""
+    state = state_of(module)
+    cast(Any, state)._lazy_init()
+    return state
+
+
+def is_root(state: FSDPState) -> bool | None:
+    """None before the tree's first use."""
+    return state._is_root
+
+
+def groups_of_root(state: FSDPState) -> list[FSDPParamGroup]:
+    """Every group below an initialised root, in module order, the same on all ranks."""
+    return [group for below in state._state_ctx.all_states for group in groups_of_state(below)]
+
+
+def clear_forward_order(state: FSDPState) -> None:
+    """Forget the order of forwards, as torch does when a backward is the last."""
+    state._comm_ctx.post_forward_order.clear()
+
+
+def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
+    """(global ranks replica-major, shards, whether there is a shard dimension at all) of a group's mesh."""
+    info = group.mesh_info
+    ranks = tuple(int(rank) for rank in info.mesh.mesh.flatten().tolist())
+    if not isinstance(info, FSDPMeshInfo):
+        return ranks, 1, False
+    return ranks, int(info.shard_mesh_size), True
+
+
+def unit_name(group: FSDPParamGroup) -> str:
+    return group._module_fqn or "(root)"
+
+
+def is_forward(group: FSDPParamGroup) -> bool:
+    return group._training_state == TrainingState.FORWARD
+
+
+def is_pre_backward(group: FSDPParamGroup) -> bool:
+    return group._training_state == TrainingState.PRE_BACKWARD
+
+
+def to_unsharded(group: FSDPParamGroup) -> None:
+    """Register the unsharded parameters on the modules; their data must be in place."""
+    cast(Any, group)._to_unsharded()
+
+
+def to_sharded(group: FSDPParamGroup) -> None:
+    """Register the sharded parameters on the modules and free the unsharded ones."""
+    cast(Any, group)._to_sharded()
+
+
+def torch_finalize(group: FSDPParamGroup) -> None:
+    """The end, as torch has it, of a minibatch for one group, without odc's part."""
+    FSDPParamGroup.finalize_backward(group)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the running backward, after every callback queued so far."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class ShardedParam:
+    """What odc reads and writes of one torch `FSDPParam`."""
+
+    def __init__(self, param: FSDPParam) -> None:
+        self._param = param
+        self.shard_dim: int = param.fsdp_placement.dim
+
+    @property
+    def name(self) -> str:
+        return self._param._param_fqn or self._param._module_info.param_name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded DTensor parameter that optimizers see."""
+        return self._param.sharded_param
+
+    @property
+    def padded_numel(self) -> int:
+        return self._param.padded_sharded_param_size.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole (local to tensor parallelism) parameter."""
+        return self._param._orig_size
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._param.param_dtype or self._param.orig_dtype
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        return self._param.sharded_param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """As the mixed precision policy has it; None where it is the compute dtype."""
+        return self._param.reduce_dtype
+
+    @property
+    def has_extension(self) -> bool:
+        """Whether a tensor subclass transforms the shard around the all-gather (float8 and the like)."""
+        return hasattr(self._param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def shard(self) -> torch.Tensor:
+        """The own padded shard, 1-D, own dtype."""
+        return self._param._sharded_param_data
+
+    def allocate(self, shards: int) -> torch.Tensor:
+        """Storage of the unsharded parameter, 1-D [shards * padded shard] in compute dtype, unfilled."""
+        param = self._param
+        if not param.all_gather_outputs:
+            with torch.inference_mode(False):  # an inference tensor could not be trained on later
+                device = param.sharded_param.device
+                param.init_all_gather_outputs([self.padded_numel], [self.compute_dtype], shards, device)
+        param.alloc_all_gather_outputs()
+        return param.all_gather_outputs[0]
+
+    def rearrange(self, by_shard: torch.Tensor, shards: int) -> None:
+        """Fill the unsharded parameter from `by_shard` when it is sharded along another dimension than the first."""
+        size = list(self._param.padded_sharded_param_size)
+        first = [size[0] * shards, *size[1:]]
+        chunks = torch.chunk(by_shard.view(first), shards, dim=0)
+        whole = list(size)
+        whole[self.shard_dim] *= shards
+        target = self._param.all_gather_outputs[0]
+        preserve: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+        with torch.no_grad(), preserve(target):
+            torch.cat(chunks, dim=self.shard_dim, out=target.view(whole))
+
+    def ready(self) -> None:
+        """Make the unsharded parameter of the filled storage; once made, it is a view of whatever is filled in."""
+        if not hasattr(self._param, "_unsharded_param"):
+            with torch.inference_mode(False):
+                self._param.init_unsharded_param()
+
+    def free(self) -> None:
+        self._param.free_unsharded_param()
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""
+        param = self._param
+        if param.unsharded_accumulated_grad is not None:
+            grad = param.unsharded_accumulated_grad_data
+            param.unsharded_accumulated_grad = None
+            return grad
+        if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
+            grad = param.unsharded_grad_data
+            param._unsharded_param.grad = None
+            return grad
+        return None
+
+    def add_gradient(self, flat: torch.Tensor, first: int) -> None:
+        """Add elements of `flat` from `first` on to the sharded `.grad` (or make it), and run its hooks.
+
+        `flat` is 1-D in the parameter's own dtype; a fresh `.grad` is a view of it.
+        """
+        param = self._param
+        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, first)
+        if param.sharded_param.grad is None:
+            param.sharded_param.grad = param.to_sharded_dtensor(grad)
+        else:
+            cast(Any, param.sharded_param.grad)._local_tensor.add_(grad)
+        hooks = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(param.sharded_param)
+
+
+def params_of(group: FSDPParamGroup) -> Iterator[ShardedParam]:
+    return (ShardedParam(param) for param in group.fsdp_params)

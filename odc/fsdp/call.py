@@ -1,0 +1,171 @@
+"""`fully_shard`: torch's, on demand.
+
+Chose to call torch's own `fully_shard` and then change who communicates, so that sharding, dtypes, state dicts and
+hooks are FSDP2's. Refuses, before any module is touched, what it could not do right later.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from odc.comm import State
+from odc.errors import UnsupportedError
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp import guard
+from odc.fsdp.group import adopt
+from odc.fsdp.module import OdcModule, add_methods
+from odc.fsdp.registry import register
+from odc.fsdp.root import live_roots, root_above, root_at
+from odc.server import announce_process, daemon, stop_daemon
+from odc.settings import Settings
+
+_at_exit = False
+
+
+class _Options(TypedDict, total=False):
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    settings: Settings | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> OdcModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[OdcModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    settings: Settings | None = None,
+) -> Any:
+    """Shard `module` over `mesh` as torch's `fully_shard` does, with on-demand communication.
+
+    Call it as you call torch's: bottom-up, last on the root, in the same order on every rank of the mesh. Calls no
+    collective beyond what making a default mesh needs.
+
+    Args:
+        module: a module, or several to be one unit.
+        mesh: 1-D (sharded) or 2-D (replicated x sharded); None shards over the world.
+        reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
+        shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
+        mp_policy: as torch.
+        offload_policy: only torch's default.
+        ignored_params: as torch.
+        settings: of the runtime; the root's hold for its tree, others must agree or be None.
+
+    Returns:
+        The same module (or list), now an `FSDPModule` with DTensor parameters, plus `minibatch()` and `publish()`.
+
+    Raises:
+        UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right.
+    """
+    mesh = _default_mesh() if mesh is None else mesh
+    _refuse_mesh(mesh)
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedError(f"{type(offload_policy).__name__}: offloading is not supported")
+    modules = module if isinstance(module, list) else [module]
+    _refuse_mixed_dtypes(modules, ignored_params or set())
+    whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True
+    compat.torch_fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=whole,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        ignored_params=ignored_params,
+    )
+    for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, modules[0]))):
+        adopt(group, root_above)
+    for one in modules:
+        add_methods(one)
+        one.register_forward_pre_hook(_before_forward, prepend=True)
+        one.register_load_state_dict_pre_hook(_before_load)
+    rank = dist.get_rank()
+    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), rank, settings)
+    _join_job(rank)
+    return module
+
+
+def _join_job(rank: int) -> None:
+    """What a process needs from its first sharded module on."""
+    global _at_exit
+    daemon(rank)
+    announce_process(compat.default_store(), rank)
+    guard.install()
+    if not _at_exit:
+        atexit.register(shutdown)
+        _at_exit = True
+
+
+def shutdown() -> None:
+    """Leave the job: peers that still wait for this rank are told, heaps are closed, the daemon stops.
+
+    Runs at exit by itself. On this rank only; calls no collective. Sharded modules must not be run after it.
+    """
+    for root in live_roots():
+        root.leave()
+    stop_daemon()
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise UnsupportedError("fully_shard needs a process group: call torch.distributed.init_process_group first")
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _refuse_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim not in (1, 2):
+        raise UnsupportedError(f"a {mesh.ndim}-D mesh: fully_shard takes (shard,) or (replicate, shard); got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise UnsupportedError(f"a 2-D mesh needs dimension names, the shard dimension last; got {mesh}")
+    if mesh.device_type != "cpu":
+        raise UnsupportedError(f"device type {mesh.device_type!r}: this version runs on CPU only")
+
+
+def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """A unit's trainable parameters share one dtype; those of units below are DTensors by now and theirs to check."""
+    found: dict[torch.dtype, str] = {}
+    below = {
+        id(p) for top in modules for m in top.modules() if isinstance(m, compat.FSDPModule) for p in m.parameters()
+    }
+    for top in modules:
+        for name, parameter in top.named_parameters():
+            if parameter.requires_grad and id(parameter) not in below and parameter not in ignored:
+                found.setdefault(parameter.dtype, name)
+    if len(found) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+        raise UnsupportedError(f"mixed dtypes in one unit: {listed}; cast them, or shard them as units of their own")
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    sharded = cast(compat.FSDPModule, module)
+    if compat.is_root(compat.state_of(sharded)) is not False:
+        root_at(sharded).before_forward()
+
+
+def _before_load(module: nn.Module, *unused: Any) -> None:
+    """New weights are coming: an epoch of evaluation ends, so that the next forward publishes them."""
+    state = compat.state_of(cast(compat.FSDPModule, module))
+    for root in live_roots():
+        if any(group in root.groups for group in compat.groups_of_state(state)) or root.state is state:
+            if root.minibatch.state is not State.CLOSED:
+                root.minibatch.close_evaluation("load_state_dict()")

@@ -1,0 +1,113 @@
+"""Fetching a unit into its unsharded parameters, at need or ahead of it.
+
+Chose to copy from the owners' heaps straight to the unsharded parameters' places (one copy; FSDP2 gathers into a buffer
+and copies out, two), and to learn the order of units from the run itself: after unit A came unit B last time, so B is
+fetched while A computes. A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from odc.comm import UnitSpec, Verbs
+from odc.fsdp._torch_compat import ShardedParam
+from odc.fsdp.worker import Job, Worker
+from odc.memory import advise_huge
+from odc.trace import FETCH, recorder
+
+
+class Unit(Protocol):
+    """What can be fetched ahead of use."""
+
+    def unshard(self) -> None:
+        """Get it under way, unless it is there."""
+
+
+class Fetch:
+    """A unit on its way into this rank."""
+
+    def __init__(self, job: Job, params: list[ShardedParam], by_shard: list[torch.Tensor], shards: int) -> None:
+        self._job, self._params, self._by_shard, self._shards = job, params, by_shard, shards
+
+    def wait(self) -> None:
+        """Return when the unsharded parameters hold the published values; fetches here if nobody has begun."""
+        self._job.result()
+        for param, values in zip(self._params, self._by_shard, strict=True):
+            if param.shard_dim:
+                param.rearrange(values, self._shards)
+            param.ready()
+
+    def drop(self) -> None:
+        """Give it up: nothing is copied after this returns, and the storage is freed."""
+        self._job.cancel()
+        for param in self._params:
+            param.free()
+
+
+class Fetcher:
+    """Fetches of one root.
+
+    Args:
+        verbs: of the root.
+        ahead: units to fetch ahead of use; 0 starts no thread.
+    """
+
+    def __init__(self, verbs: Verbs, ahead: int) -> None:
+        self._verbs, self._ahead = verbs, ahead
+        self._worker = Worker("odc-fetch", depth=ahead + 1) if ahead else None
+        # Weak: a unit holds its root, and the root's end must not wait for its fetcher's.
+        self._last: dict[str, weakref.ref[Unit] | None] = {}
+        self._next: dict[str, dict[int, weakref.ref[Unit]]] = {}
+
+    def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
+        """Allocate the unsharded parameters and get the fetch under way.
+
+        Args:
+            now: the caller waits at once, so the copy is left to its thread.
+        """
+        shards = self._verbs.geometry.shards
+        outputs = [param.allocate(shards) for param in params]
+        for output in outputs:
+            advise_huge(output)  # freshly allocated: most of a large fetch would be page faults
+        by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
+        lane = "main" if now or self._worker is None else "fetch"
+
+        def copy() -> None:
+            begin = recorder().now()
+            nbytes = self._verbs.fetch(unit, by_shard, lane=lane)
+            recorder().add(FETCH, begin, unit=unit.name, nbytes=nbytes, lane=lane)
+
+        job = Job(copy)
+        if lane == "fetch" and self._worker is not None:
+            self._worker.submit(job)
+        return Fetch(job, params, by_shard, shards)
+
+    def used(self, group: Unit, phase: str) -> None:
+        """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time."""
+        if not self._ahead:
+            return
+        order = self._next.setdefault(phase, {})
+        last_ref = self._last.get(phase)
+        last = last_ref() if last_ref is not None else None
+        if last is not None and last is not group:
+            order[id(last)] = weakref.ref(group)
+        self._last[phase] = weakref.ref(group)
+        following: Unit | None = group
+        for _ in range(self._ahead):
+            ref = order.get(id(following))
+            following = ref() if ref is not None else None
+            if following is None:
+                return
+            following.unshard()
+
+    def restart(self, phase: str) -> None:
+        """A new pass begins: its first unit does not follow the last pass's last."""
+        self._last[phase] = None
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        if self._worker is not None:
+            self._worker.close()

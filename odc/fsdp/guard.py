@@ -1,0 +1,32 @@
+"""An optimizer step in an unfinished minibatch is an error.
+
+Chose a global optimizer pre-step hook that raises over finishing silently: gradient clipping has run before the step,
+on gradients that were not there yet, so the step would be unclipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from odc.comm import State
+from odc.fsdp.root import live_roots
+
+_installed = False
+
+
+def install() -> None:
+    """Install the hook once for the process; called by the first `fully_shard`."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for root in live_roots():
+        if root.minibatch.state is not State.CLOSED and stepped & root.parameter_ids():
+            root.minibatch.before_step()

@@ -1,0 +1,192 @@
+"""What a sharded module can do beyond torch's `FSDPModule`, and what of it is redefined or refused.
+
+Chose a mixin in front of torch's class, so that `isinstance(module, FSDPModule)` holds and every method that is not
+named here stays torch's. docs/fsdp.md lists all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+
+from odc.errors import OdcError, UnsupportedError
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.root import root_of
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UnsupportedError(f"{what} has no meaning under on-demand communication: {instead}")
+
+
+class OdcModule(compat.FSDPModule):
+    """Mixin of every module that `odc.fully_shard` was called on."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class."""
+        # torch makes a slice of a sharded ModuleList by constructing its class: give it the original one.
+        mro = cls.__mro__
+        original = mro[mro.index(compat.FSDPModule) + 1]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def minibatch(self) -> contextlib.AbstractContextManager[None]:
+        """Any number of backwards on this rank, also none, then one meeting of all ranks at exit.
+
+        On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
+        after it. An exception inside aborts the job on every rank.
+
+        Example:
+            with model.minibatch():
+                for microbatch in mine:
+                    loss(model, microbatch).backward()
+        """
+        return minibatch(self)
+
+    def finish_minibatch(self) -> None:
+        """End an open minibatch whose last backward was not marked: meets all ranks and writes `.grad`.
+
+        On the root, on every rank. `minibatch()` and a last backward do it by themselves.
+        """
+        _finish(self)
+
+    def publish(self) -> None:
+        """Make weights seen that were changed outside an optimizer, inside an open minibatch (EMA swap, manual edit).
+
+        On the root, on every rank; waits until every rank is done with the last published version.
+
+        Raises:
+            UnfinishedMinibatchError: gradients were pushed already in this minibatch.
+        """
+        root_of(self).minibatch.publish()
+
+    def unshard(self, async_op: bool = False) -> Any:
+        """As torch; with `async_op` the fetch runs on the fetch thread, else on the caller's."""
+        groups = [group for group in compat.groups_of_state(compat.state_of(self)) if isinstance(group, OdcParamGroup)]
+        for group in groups:
+            group.odc_needed_now = not async_op
+        try:
+            return super().unshard(async_op)
+        finally:
+            for group in groups:
+                group.odc_needed_now = False
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """FSDP2's accumulation idiom, on the root.
+
+        False means "not the last microbatch": gradients are pushed all the same, nobody is waited for, and no full
+        gradients are kept.
+        """
+        if not recurse:
+            _refuse("set_requires_gradient_sync(recurse=False)", "a minibatch ends for all units together")
+        self.set_is_last_backward(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """No-op: replicas are summed once, at the end of the minibatch."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """As torch; a number of ranks is refused."""
+        super().set_reshard_after_forward(reshard_after_forward, recurse)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: there is no all-gather."""
+        _refuse("set_custom_all_gather", "parameters are fetched from their owners' heaps")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: there is no reduce-scatter."""
+        _refuse("set_custom_reduce_scatter", "gradients are pushed to their owners")
+
+    def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: there is no all-reduce."""
+        _refuse("set_all_reduce_hook", "use a hybrid mesh, or reduce .grad after the minibatch")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused: no buffers are allocated for collectives."""
+        _refuse("set_allocate_memory_from_process_group_for_comm", "the heap is allocated once")
+
+    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the heap is symmetric memory already."""
+        _refuse("set_symm_mem_for_comm", "the heap is symmetric memory already")
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No-op: gradients are always summed and divided once."""
+
+    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
+        """No-op: parameters unused on some ranks need no care; `.grad` is there if any rank used one."""
+
+    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> None:
+        """No-op: there is no reduce-scatter buffer; at most two units of gradients wait to be pushed."""
+
+    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
+        """No-op: fetches and pushes never wait for each other."""
+
+    def reset_iter_state(self) -> None:
+        """Refused: pushed gradients cannot be taken back; restart from the checkpoint."""
+        _refuse("reset_iter_state", "pushed gradients cannot be taken back; restart from the last checkpoint")
+
+
+@contextlib.contextmanager
+def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
+    """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
+
+    Opens all (publishes own shards at once, so that ranks without microbatches hold up nobody); at exit flushes all
+    before it waits for any. Calls no collective.
+
+    Raises:
+        OdcError: already inside a minibatch of one of the roots, or one is given twice.
+    """
+    opened = [root_of(root) for root in roots]
+    for number, root in enumerate(opened):
+        if root.minibatch.explicit:
+            raise OdcError(f"rank {root.rank}: minibatch() inside minibatch() of the same root")
+        if root in opened[:number]:
+            raise OdcError(f"rank {root.rank}: minibatch() was given the same root twice")
+    for module in roots:
+        module.set_is_last_backward(False)
+    try:
+        for root in opened:
+            root.minibatch.begin()
+            root.minibatch.explicit = True
+        yield
+        for root in opened:
+            root.minibatch.done()
+        for root in opened:
+            root.minibatch.collect()
+    except BaseException as error:
+        for root in opened:
+            root.minibatch.abort(error)
+        raise
+    finally:
+        for module, root in zip(roots, opened, strict=True):
+            root.minibatch.explicit = False
+            module.set_is_last_backward(True)
+
+
+def _finish(module: compat.FSDPModule) -> None:
+    root = root_of(module)
+    machine = root.minibatch
+    if machine.explicit:
+        raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
+    machine.done()
+    machine.collect()
+
+
+def add_methods(module: nn.Module) -> None:
+    """Put `OdcModule` in front of a module's class; torch's `fully_shard` has put `FSDPModule` there."""
+    cls = type(module)
+    if not issubclass(cls, OdcModule):
+        module.__class__ = _class_of(cls)
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_of(cls: type) -> type:
+    if cls not in _classes:
+        name = cls.__name__.replace("FSDP", "Odc", 1) if cls.__name__.startswith("FSDP") else f"Odc{cls.__name__}"
+        _classes[cls] = type(name, (OdcModule, cls), {"__module__": cls.__module__})
+    return _classes[cls]

@@ -1,0 +1,64 @@
+"""Sending a unit's gradients while backward goes on.
+
+Chose one sender thread a root with at most two units waiting: backward computes the next layer while the last one's
+gradients are copied out. Memory stays bounded by two units of gradients; a third makes backward wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from odc.comm import Gradient, UnitSpec, Verbs
+from odc.fsdp.worker import Job, Worker
+from odc.trace import PUSH, recorder
+
+_UNITS_WAITING = 2
+
+
+class Sender:
+    """Pushes of one root, in the order of `send`.
+
+    Args:
+        verbs: of the root.
+        overlap: send on a thread; else `send` returns when the push is posted.
+    """
+
+    def __init__(self, verbs: Verbs, overlap: bool) -> None:
+        self._verbs = verbs
+        self._worker = Worker("odc-send", _UNITS_WAITING) if overlap else None
+        self._jobs: list[Job] = []
+
+    def send(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
+        """Push `gradients` of `unit`; raises what an earlier push raised."""
+        begin = recorder().now()
+        lane = "main" if self._worker is None else "push"
+
+        def push() -> None:
+            start = recorder().now()
+            nbytes = self._verbs.push(unit, gradients)
+            recorder().add(PUSH, start, unit=unit.name, nbytes=nbytes, lane=lane)
+
+        job = Job(push)  # never run by two threads: pushes keep their order, and a ring has one producer
+        if self._worker is None:
+            job.result()
+            return
+        for earlier in [job for job in self._jobs if job.over()]:
+            self._jobs.remove(earlier)
+            earlier.wait()
+        self._jobs.append(job)
+        self._worker.submit(job)
+        recorder().add(PUSH, begin, unit=unit.name)
+
+    def flush(self) -> None:
+        """Return when everything sent is posted; raises what a push raised."""
+        begin = recorder().now()
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.wait()
+        if jobs:
+            recorder().add(PUSH, begin)
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,33 @@
+"""Memory that the ranks of a job share: heaps, words, locks, and whether a peer is alive."""
+
+from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plain_x86_64
+from odc.memory.forks import close_after_fork
+from odc.memory.heap import SymmetricHeap
+from odc.memory.hugepages import advise_huge
+from odc.memory.layout import Layout, Request
+from odc.memory.liveness import ProcessHandle
+from odc.memory.mutex import MUTEX_BYTES, RobustMutex
+from odc.memory.probe import FreeMemory, free_memory
+from odc.memory.shm import Attachment, ShmHeap
+from odc.memory.words import Words
+
+__all__ = [
+    "MUTEX_BYTES",
+    "Atomics",
+    "Attachment",
+    "FreeMemory",
+    "Layout",
+    "ProcessHandle",
+    "Request",
+    "RobustMutex",
+    "ShmHeap",
+    "SymmetricHeap",
+    "Words",
+    "advise_huge",
+    "choose",
+    "close_after_fork",
+    "default_atomics",
+    "free_memory",
+    "libatomic",
+    "plain_x86_64",
+]

@@ -1,0 +1,107 @@
+"""Atomic 64-bit operations on plain addresses: where they come from on this machine.
+
+Chose gcc's libatomic, called through `ctypes.PyDLL` (the GIL stays held: handing it over would cost more than the
+operation), over an extension module of our own: nothing to compile, and it is right on every processor. The price is
+one small system package, `libatomic.so.1`, which slim images may lack; x86-64 can do without it as long as nobody needs
+read-modify-write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from odc.errors import UnsupportedError
+
+_ACQUIRE, _RELEASE, _ACQ_REL = 2, 3, 4  # __ATOMIC_* of gcc and clang, part of libatomic's ABI
+_INSTALL = "install libatomic: `apt-get install libatomic1`, `dnf install libatomic` or `apk add libatomic`"
+
+
+@dataclass(frozen=True)
+class Atomics:
+    """Operations on an 8-byte aligned address that holds a signed 64-bit word.
+
+    `load` acquires, `store` releases, `add` (returns the old value) and `compare_exchange` do both.
+    """
+
+    name: str
+    load: Callable[[int], int]
+    store: Callable[[int, int], None]
+    add: Callable[[int, int], int]
+    compare_exchange: Callable[[int, int, int], bool]
+
+
+def libatomic(library: str = "libatomic.so.1") -> Atomics:
+    """Atomics of gcc's runtime.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+    loaded = ctypes.PyDLL(library)
+    word, address, order = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    raw_load = loaded["__atomic_load_8"]
+    raw_load.argtypes, raw_load.restype = [address, order], word
+    raw_store = loaded["__atomic_store_8"]
+    raw_store.argtypes, raw_store.restype = [address, word, order], None
+    raw_add = loaded["__atomic_fetch_add_8"]
+    raw_add.argtypes, raw_add.restype = [address, word, order], word
+    raw_exchange = loaded["__atomic_compare_exchange_8"]
+    raw_exchange.argtypes = [address, ctypes.c_void_p, word, order, order]
+    raw_exchange.restype = ctypes.c_bool
+
+    def compare_exchange(where: int, expected: int, desired: int) -> bool:
+        seen = word(expected)
+        return bool(raw_exchange(where, ctypes.addressof(seen), desired, _ACQ_REL, _ACQUIRE))
+
+    return Atomics(
+        "libatomic",
+        lambda where: raw_load(where, _ACQUIRE),
+        lambda where, value: raw_store(where, value, _RELEASE),
+        lambda where, delta: raw_add(where, delta, _ACQ_REL),
+        compare_exchange,
+    )
+
+
+def plain_x86_64() -> Atomics:
+    """Plain accesses; enough on x86-64 for load and store, refused for the rest.
+
+    x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, loads are not reordered with loads,
+    stores not with stores, and no store moves before an earlier load. So each load acquires and each store releases
+    without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes.
+    """
+    word = ctypes.c_int64
+
+    def store(where: int, value: int) -> None:
+        word.from_address(where).value = value
+
+    def refuse(*_: int) -> int:
+        raise UnsupportedError(f"atomic add and compare-exchange need libatomic.so.1 on this machine; {_INSTALL}")
+
+    def refuse_exchange(where: int, expected: int, desired: int) -> bool:
+        return bool(refuse(where, expected, desired))
+
+    return Atomics("plain x86-64", lambda where: word.from_address(where).value, store, refuse, refuse_exchange)
+
+
+def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomics:
+    """The best there is: libatomic, else plain accesses on x86-64.
+
+    Raises:
+        UnsupportedError: neither works here; names the package to install.
+    """
+    machine = machine or platform.machine()
+    try:
+        return libatomic(library)
+    except (OSError, AttributeError) as error:
+        if machine.lower() in ("x86_64", "amd64") and ctypes.sizeof(ctypes.c_void_p) == 8:
+            return plain_x86_64()
+        raise UnsupportedError(f"no atomic operations on {machine}: {error}; {_INSTALL}") from error
+
+
+@cache
+def default_atomics() -> Atomics:
+    """`choose()`, once for the process, on first use."""
+    return choose()

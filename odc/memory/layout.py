@@ -1,0 +1,108 @@
+"""What lies where in a heap: named regions in the order they were asked for.
+
+Chose one deterministic rule over negotiation: ranks that ask for the same regions in the same order get the same
+offsets, and a digest over what was asked shows at attach time whether they did. Regions start on cache lines, large
+ones on pages, so that neither false sharing nor a page's first touch crosses regions; that pads at most a page each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LINE = 64
+LARGE = 64 << 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """A region asked for: its name and its size in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets and sizes in bytes of all regions of a heap; make it with `build`.
+
+    Args:
+        requests: as asked for.
+        fingerprint: text that ranks must agree on beyond names and sizes.
+        nbytes: of the whole heap, a multiple of the page size.
+        digest: sha256 in hex over names, sizes and fingerprint.
+    """
+
+    requests: tuple[Request, ...]
+    fingerprint: str
+    nbytes: int
+    digest: str
+    _offsets: dict[str, int] = field(repr=False)
+    _sizes: dict[str, int] = field(repr=False)
+
+    @classmethod
+    def build(cls, requests: Sequence[Request], fingerprint: str = "") -> Layout:
+        """Place `requests` one after the other.
+
+        Raises:
+            ValueError: a name is empty, holds a line break or stands twice, or a size is not positive.
+        """
+        offsets: dict[str, int] = {}
+        end = 0
+        for request in requests:
+            check(request)
+            if request.name in offsets:
+                raise ValueError(f"region {request.name!r} was allocated twice")
+            offsets[request.name] = _up(end, mmap.PAGESIZE if request.nbytes >= LARGE else LINE)
+            end = offsets[request.name] + request.nbytes
+        sizes = {request.name: request.nbytes for request in requests}
+        text = describe(requests, fingerprint)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return cls(tuple(requests), fingerprint, max(_up(end, mmap.PAGESIZE), mmap.PAGESIZE), digest, offsets, sizes)
+
+    def offset(self, name: str) -> int:
+        """Bytes from the heap's base to region `name`, the same on every rank."""
+        return self._offsets[self._known(name)]
+
+    def size(self, name: str) -> int:
+        """Bytes of region `name`, as asked for."""
+        return self._sizes[self._known(name)]
+
+    def _known(self, name: str) -> str:
+        if name not in self._offsets:
+            raise KeyError(f"no region {name!r} in this heap; it has {', '.join(self._offsets) or 'none'}")
+        return name
+
+
+def check(request: Request) -> None:
+    """Refuse a request that no layout can hold, with ValueError."""
+    if not request.name or any(mark in request.name for mark in "\n\r\t\0"):
+        raise ValueError(f"a region's name must be text without tabs and line breaks, not {request.name!r}")
+    if request.nbytes <= 0:
+        raise ValueError(f"region {request.name!r} must have a positive size, not {request.nbytes} bytes")
+
+
+def describe(requests: Sequence[Request], fingerprint: str) -> str:
+    """The text that the digest is taken of: one line a region, then the fingerprint."""
+    return "".join(f"{request.nbytes}\t{request.name}\n" for request in requests) + f"fingerprint\t{fingerprint}"
+
+
+def difference(mine: str, theirs: str) -> str:
+    """In words, the first thing in which two descriptions differ ("mine" first)."""
+    for number, (own, other) in enumerate(zip(mine.splitlines(), theirs.splitlines(), strict=False)):
+        if own != other:
+            return f"region {number}: {_line(own)} against {_line(other)}"
+    return f"{mine.count(chr(10))} regions against {theirs.count(chr(10))}" if mine != theirs else "nothing"
+
+
+def _line(text: str) -> str:
+    first, _, rest = text.partition("\t")
+    if first == "fingerprint":
+        return f"the end, fingerprint {rest!r}"
+    return f"{rest!r} of {first} bytes"
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

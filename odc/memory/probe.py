@@ -1,0 +1,91 @@
+"""How much memory this process may still take.
+
+Chose to ask the kernel before sizing a heap over letting it overcommit: shared memory is handed out page by page, so an
+oversized heap would otherwise end in the OOM killer or SIGBUS in the middle of training. The answer is a snapshot;
+`ShmHeap` asks again while it prefaults, since other ranks of the host take memory at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_V1_UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with a number near 2^63
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Bytes that can still be taken, and by what they are limited (text for messages)."""
+
+    nbytes: int
+    limited_by: str
+
+
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
+    """The smallest of what the machine and each control group above this process leave. Reads files, never raises.
+
+    Args:
+        proc: where procfs is mounted.
+        cgroups: where control groups are mounted.
+    """
+    found = [_machine(proc), *_v2(proc, cgroups), *_v1(proc, cgroups)]
+    known = [free for free in found if free is not None]
+    return min(known, key=lambda free: free.nbytes, default=FreeMemory(1 << 62, "nothing that could be read"))
+
+
+def _machine(proc: Path) -> FreeMemory | None:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return FreeMemory(int(line.split()[1]) << 10, "the machine (MemAvailable)")
+    return None
+
+
+def _v2(proc: Path, cgroups: Path) -> list[FreeMemory | None]:
+    path = next((p for controllers, p in _memberships(proc) if controllers == ""), None)
+    if path is None:
+        return []
+    return [
+        _group(folder, "memory.max", "memory.current", "inactive_file")
+        for root in (cgroups, cgroups / "unified")
+        for folder in _upwards(root, path)
+    ]
+
+
+def _v1(proc: Path, cgroups: Path) -> list[FreeMemory | None]:
+    path = next((p for controllers, p in _memberships(proc) if "memory" in controllers.split(",")), None)
+    if path is None:
+        return []
+    return [
+        _group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        for folder in _upwards(cgroups / "memory", path)
+    ]
+
+
+def _memberships(proc: Path) -> list[tuple[str, str]]:
+    rows = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
+    return [(row[1], row[2]) for row in rows if len(row) == 3]
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """The group and all above it; inside a container the inner ones may not be visible, then only the root counts."""
+    folder = root / path.lstrip("/")
+    return [folder, *(above for above in folder.parents if above == root or root in above.parents)]
+
+
+def _group(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> FreeMemory | None:
+    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    if not limit.isdigit() or not usage.isdigit() or int(limit) > _V1_UNLIMITED:
+        return None
+    cached = 0  # page cache that the kernel drops before it refuses memory
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == reclaimable:
+            cached = int(value)
+    return FreeMemory(max(0, int(limit) - int(usage) + cached), f"control group {folder}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

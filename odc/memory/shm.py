@@ -1,0 +1,284 @@
+"""The CPU heap: one memfd a rank, mapped by every rank of the host that needs it.
+
+Chose an anonymous memory file over a named one and over `multiprocessing.shared_memory`: it has no name that a killed
+rank could leave behind, and no small /dev/shm bounds it. The price is that somebody has to hand the descriptor out (the
+rank's server does). Memory is taken and zeroed at `seal`, so training never meets a first touch or a full machine.
+
+The heap begins with a text that describes its layout, so that two ranks that disagree can be told about what.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
+from odc.memory.forks import close_after_fork
+from odc.memory.layout import Layout, Request, check, describe, difference
+from odc.memory.mapping import Mapping
+from odc.memory.probe import FreeMemory, free_memory
+from odc.memory.words import Words
+
+LAYOUT_REGION = "heap/layout"
+_MIB = 1 << 20
+_MFD_NOEXEC_SEAL = 8  # Linux 6.3; some hosts refuse memory files without it
+_LENGTH = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A peer's heap as its server handed it over. Whoever receives it owns `fd`.
+
+    Args:
+        fd: of the peer's memory.
+        nbytes: of the peer's heap.
+        digest: of the peer's layout.
+    """
+
+    fd: int
+    nbytes: int
+    digest: str
+
+
+class ShmHeap:
+    """A `SymmetricHeap` in shared memory of one host; see there for the methods.
+
+    Args:
+        identity: names the heap in messages and in /proc.
+        ranks: global ranks by member index.
+        me: own member index.
+        connect: given a member index, returns its heap, waiting for it to come up; raises odc errors itself. Called at
+            most once at a time for each member, from the thread that needs it.
+        deadline_s: seconds a thread waits for another one that attaches to the same member.
+        probe: tells how much memory is left.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        ranks: tuple[int, ...] | list[int],
+        me: int,
+        connect: Callable[[int], Attachment],
+        deadline_s: float,
+        *,
+        probe: Callable[[], FreeMemory] = free_memory,
+    ) -> None:
+        self.identity, self.ranks, self.me = identity, tuple(ranks), me
+        if not 0 <= me < len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"member {me} of ranks {self.ranks}: ranks must differ and the member must be one of them")
+        self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
+        self._requests: dict[str, Request] = {}
+        self._layout: Layout | None = None
+        self._fd = -1
+        self._closed = False
+        self._mappings: list[Mapping | None] = [None] * len(self.ranks)
+        self._locks = [threading.Lock() for _ in self.ranks]
+        self._words: dict[tuple[int, str], Words] = {}
+
+    # before seal -------------------------------------------------------------------------------------------------
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        request = Request(name, int(nbytes))
+        check(request)
+        if self.sealed or self._closed:
+            raise OdcError(f"{self._who()}: region {name!r} was asked for after the heap was sealed")
+        if name in self._requests or name == LAYOUT_REGION:
+            raise ValueError(f"region {name!r} was allocated twice")
+        self._requests[name] = request
+
+    def seal(self, fingerprint: str = "") -> None:
+        if self.sealed or self._closed:
+            raise OdcError(f"{self._who()}: a heap can be sealed once")
+        text = describe(list(self._requests.values()), fingerprint).encode()
+        table = Request(LAYOUT_REGION, _LENGTH.size + len(text))
+        layout = Layout.build([table, *self._requests.values()], fingerprint)
+        self._refuse_if_too_large(layout.nbytes, layout)
+        fd = self._create(layout.nbytes)
+        try:
+            mapping = self._map(fd, layout)
+        except BaseException:
+            os.close(fd)
+            raise
+        mapping.tensor(torch.uint8, 0, table.nbytes).copy_(
+            torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
+        )
+        self._fd, self._layout, self._mappings[self.me] = fd, layout, mapping
+        close_after_fork(self)
+
+    def _create(self, nbytes: int) -> int:
+        name = f"odc.{self.identity}.{self.ranks[self.me]}"[:240]
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = os.memfd_create(name, flags)
+        try:
+            os.ftruncate(fd, nbytes)
+            # A peer that maps it can rely on its size: no SIGBUS, whatever happens to this rank.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _map(self, fd: int, layout: Layout) -> Mapping:
+        try:
+            mapping = Mapping(fd, layout.nbytes)
+            mapping.prefault(lambda left: self._refuse_if_too_large(left, layout), fresh=True)
+        except OSError as error:
+            free = self._probe()
+            raise HeapMemoryError(
+                f"{self._who()}: the heap needs {layout.nbytes / _MIB:.1f} MiB and {free.limited_by} leaves "
+                f"{free.nbytes / _MIB:.1f} MiB free, but the kernel refuses: {error}"
+            ) from error
+        return mapping
+
+    def _refuse_if_too_large(self, needed: int, layout: Layout) -> None:
+        free = self._probe()
+        if needed > free.nbytes:
+            raise HeapMemoryError(
+                f"{self._who()}: the heap needs {layout.nbytes / _MIB:.1f} MiB"
+                + (f" (of which {needed / _MIB:.1f} MiB are still to be taken)" if needed < layout.nbytes else "")
+                + f", but {free.limited_by} leaves {free.nbytes / _MIB:.1f} MiB free; use fewer ranks on this host, "
+                "a smaller model or smaller staging blocks"
+            )
+
+    # views -------------------------------------------------------------------------------------------------------
+
+    def tensor(
+        self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
+        mapping, layout = self._attach(member), self.layout
+        room = layout.size(name) // dtype.itemsize
+        count = room - offset if numel is None else numel
+        if offset < 0 or count < 0 or offset + count > room:
+            raise ValueError(
+                f"elements {offset} to {offset + count} of region {name!r}: it holds {room} elements of {dtype}"
+            )
+        return mapping.tensor(dtype, layout.offset(name) + offset * dtype.itemsize, count)
+
+    def address(self, member: int, name: str) -> int:
+        return self._attach(member).address + self.layout.offset(name)
+
+    def base_addresses(self) -> torch.Tensor:
+        return torch.tensor([self._attach(member).address for member in range(len(self.ranks))], dtype=torch.int64)
+
+    def words(self, member: int, name: str) -> Words:
+        cache = self._words  # `close` puts another in its place
+        found = cache.get((member, name))
+        if found is None:
+            mapping = self._attach(member)
+            offset, count = self.layout.offset(name), self.layout.size(name) // 8
+            found = cache[member, name] = Words(mapping.address + offset, count, mapping)
+        return found
+
+    # peers -------------------------------------------------------------------------------------------------------
+
+    def attached(self, member: int) -> bool:
+        return self._mappings[member] is not None
+
+    def _attach(self, member: int) -> Mapping:
+        if not 0 <= member < len(self.ranks):
+            raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}")
+        mapping = self._mappings[member]
+        if mapping is not None:
+            return mapping
+        if self._closed or not self.sealed:
+            raise OdcError(f"{self._who()}: the heap is {'closed' if self._closed else 'not sealed yet'}")
+        if not self._locks[member].acquire(timeout=self._deadline_s):
+            raise WaitTimeoutError(
+                f"{self._who()}, attaching to rank {self.ranks[member]}: another thread has been at it for "
+                f"{self._deadline_s:g} s"
+            )
+        try:
+            return self._mappings[member] or self._attach_now(member)
+        finally:
+            self._locks[member].release()
+
+    def _attach_now(self, member: int) -> Mapping:
+        mappings = self._mappings  # `close` puts another in its place
+        attachment = self._connect(member)
+        try:
+            self._refuse_other_layout(member, attachment)
+            mapping = Mapping(attachment.fd, attachment.nbytes)
+        finally:
+            os.close(attachment.fd)
+        mapping.prefault(fresh=False)
+        mappings[member] = mapping
+        return mapping
+
+    def _refuse_other_layout(self, member: int, theirs: Attachment) -> None:
+        size = os.fstat(theirs.fd).st_size
+        if theirs.digest == self.digest and theirs.nbytes == self.nbytes == size:
+            return
+        me, rank = self.ranks[self.me], self.ranks[member]
+        if theirs.digest == self.digest:
+            what = f"rank {me} has {self.nbytes} bytes, rank {rank} says {theirs.nbytes} and gave {size}"
+        else:
+            mine = describe(list(self._requests.values()), self.layout.fingerprint)
+            other = _read_description(theirs.fd, size)
+            what = difference(mine, other) if other else f"{self.nbytes} bytes against {theirs.nbytes}"
+        raise LayoutMismatchError(
+            f"rank {me} and rank {rank} laid out heap {self.identity} differently (rank {me} named first): {what}; "
+            "every rank must shard the same modules in the same order, with the same settings"
+        )
+
+    # accounting and end ------------------------------------------------------------------------------------------
+
+    @property
+    def sealed(self) -> bool:
+        return self._layout is not None
+
+    @property
+    def layout(self) -> Layout:
+        if self._layout is None:
+            raise OdcError(f"{self._who()}: the heap is not sealed yet")
+        return self._layout
+
+    @property
+    def nbytes(self) -> int:
+        return self._layout.nbytes if self._layout else 0
+
+    @property
+    def digest(self) -> str:
+        return self.layout.digest
+
+    @property
+    def fd(self) -> int:
+        if self._fd < 0:
+            raise OdcError(f"{self._who()}: the heap is {'closed' if self._closed else 'not sealed yet'}")
+        return self._fd
+
+    def bytes_by_name(self) -> dict[str, int]:
+        if self._layout is None:
+            return {name: request.nbytes for name, request in self._requests.items()}
+        return {request.name: request.nbytes for request in self._layout.requests}
+
+    def close(self) -> None:
+        self._closed = True
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        # Views hold their mapping, so the memory goes when the last of them does.
+        self._mappings = [None] * len(self.ranks)
+        self._words = {}
+
+    def _who(self) -> str:
+        return f"rank {self.ranks[self.me]}, heap {self.identity}"
+
+
+def _read_description(fd: int, size: int) -> str:
+    """The layout text at the start of a peer's heap; empty if there is none."""
+    (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0)) if size >= _LENGTH.size else (0,)
+    if not 0 < length <= size - _LENGTH.size:
+        return ""
+    return os.pread(fd, length, _LENGTH.size).decode("utf-8", "replace")

@@ -1,0 +1,82 @@
+"""64-bit words in memory that several processes share: flags, counters, heads and tails of rings.
+
+Chose acquire loads and release stores as the only ordering there is: what a rank wrote before it stored a word is seen
+by whoever loads that word. A load or store costs well under a microsecond (a ctypes call); use `as_tensor` for bulk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from odc.memory.atomics import Atomics, default_atomics
+
+_TOP = 1 << 63
+
+
+class Words:
+    """`count` signed 64-bit words from `address` on; may be used from any thread and process.
+
+    Args:
+        address: of the first word, 8-byte aligned, mapped for as long as `keepalive` lives.
+        count: words, 0 or more.
+        keepalive: whatever owns the memory; held by this object and by its tensors.
+        atomics: where the operations come from; by default the best this machine has.
+    """
+
+    __slots__ = ("_address", "_atomics", "_count", "_keepalive")
+
+    def __init__(self, address: int, count: int, keepalive: object, atomics: Atomics | None = None) -> None:
+        if address % 8 or address <= 0:
+            raise ValueError(f"words need an 8-byte aligned address, not {address:#x}")
+        if count < 0:
+            raise ValueError(f"a number of words cannot be negative: {count}")
+        self._address, self._count, self._keepalive = address, count, keepalive
+        self._atomics = atomics or default_atomics()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _at(self, i: int) -> int:
+        if not 0 <= i < self._count:
+            raise IndexError(f"word {int(i)} of {self._count}")
+        return self._address + 8 * i
+
+    def load(self, i: int) -> int:
+        """Word `i`; acquires: what its writer wrote before storing it is visible afterwards."""
+        return self._atomics.load(self._at(i))
+
+    def store(self, i: int, value: int) -> None:
+        """Set word `i`; releases: what this thread wrote before is visible to whoever loads the new value."""
+        self._atomics.store(self._at(i), _fits(value))
+
+    def add(self, i: int, delta: int) -> int:
+        """Add to word `i` atomically, wrapping around at 64 bits, and return what it held before.
+
+        Raises:
+            UnsupportedError: this machine lacks libatomic.
+        """
+        return self._atomics.add(self._at(i), _fits(delta))
+
+    def compare_exchange(self, i: int, expected: int, desired: int) -> bool:
+        """Set word `i` to `desired` if it holds `expected`, atomically; whether it did.
+
+        Raises:
+            UnsupportedError: this machine lacks libatomic.
+        """
+        return self._atomics.compare_exchange(self._at(i), _fits(expected), _fits(desired))
+
+    def as_tensor(self) -> torch.Tensor:
+        """int64 [count] view for bulk reads and writes. These order nothing: load or store a word around them."""
+        if not self._count:
+            return torch.empty(0, dtype=torch.int64)
+        buffer = (ctypes.c_int64 * self._count).from_address(self._address)
+        buffer.keepalive = self._keepalive  # type: ignore[attr-defined]  # the tensor holds the buffer
+        return torch.frombuffer(buffer, dtype=torch.int64)
+
+
+def _fits(value: int) -> int:
+    if not -_TOP <= value < _TOP:
+        raise OverflowError(f"{value} does not fit into a signed 64-bit word")
+    return value

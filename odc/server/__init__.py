@@ -1,0 +1,8 @@
+"""The server daemon of a rank: accumulate, liveness, attach, status."""
+
+from odc.server.attach import Rendezvous, summary
+from odc.server.daemon import DOOR_PREFIX, Daemon, daemon, stop_daemon
+from odc.server.presence import announce_process
+from odc.server.service import Service
+
+__all__ = ["DOOR_PREFIX", "Daemon", "Rendezvous", "Service", "announce_process", "daemon", "stop_daemon", "summary"]

@@ -1,0 +1,104 @@
+"""What the daemon does for one root: accumulate what was pushed, watch the peers, answer for the heap.
+
+Chose to keep every fact the service works on in the heap itself (rings, counters, board) and nothing in Python state
+that training also writes: the service needs no lock against its own rank, whichever thread or process runs it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import torch
+
+from odc.comm import Inbox, Space, State, Word, abort, add
+from odc.errors import OdcError
+from odc.trace import PUSH, recorder
+
+
+class Service:
+    """One root's server side. All methods are called from the daemon's thread unless said otherwise.
+
+    Args:
+        identity: of the root's heap.
+        space: the root's heaps, own one sealed.
+    """
+
+    def __init__(self, identity: str, space: Space) -> None:
+        self.identity, self.space, self.token = identity, space, secrets.token_hex(16)
+        self.rank = space.geometry.ranks[space.geometry.me]
+        self._board = space.board(space.geometry.me)
+        self._inboxes: list[Inbox] = []
+        if space.settings.accumulate == "server":
+            geometry = space.geometry
+            self._inboxes = [Inbox(space, source) for source in geometry.row if source != geometry.me]
+
+    @torch.no_grad()
+    def drain(self) -> bool:
+        """Add at most one block of every source; True if there was any."""
+        found = False
+        for inbox in self._inboxes:
+            block = inbox.peek()
+            if block is None:
+                continue
+            unit, first, values = block
+            begin = recorder().now()
+            add(self.space, self.space.geometry.me, unit, first, values, timeout_s=self.space.settings.timeout_s)
+            inbox.take()
+            source = self.space.geometry.ranks[inbox.source]
+            recorder().add(PUSH, begin, unit=unit.name, peer=source, nbytes=values.nbytes, lane="server")
+            found = True
+        return found
+
+    def peer_died(self, member: int) -> None:
+        """Spread ABORT, unless the member had left in good order."""
+        rank = self.space.geometry.ranks[member]
+        board = self.space.board(member)
+        if board.load(Word.LEFT):
+            return
+        epoch = board.load(Word.PUBLISHED)
+        self.abort(f"rank {rank} died in epoch {epoch} (done with {board.load(Word.DONE)})", rank)
+
+    def abort(self, reason: str, culprit: int) -> None:
+        """Set ABORT here and on every attached peer; may be called from any thread, never raises."""
+        heap, geometry = self.space.heap, self.space.geometry
+        abort(self.space, reason, culprit, [m for m in geometry.others() if heap.attached(m)])
+
+    def answer_attach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Reply to a peer that wants the heap's descriptor; it must know the token."""
+        if not secrets.compare_digest(str(request.get("token", "")).encode(), self.token.encode()):
+            return {"error": "wrong token"}
+        heap = self.space.heap
+        return {"nbytes": heap.nbytes, "digest": heap.digest}
+
+    def status(self) -> dict[str, Any]:
+        """For `odc status`: plain values. May be called from any thread."""
+        board, geometry = self._board, self.space.geometry
+        waiting = board.load(Word.WAITING)
+        try:
+            state = State(board.load(Word.STATE)).name.lower()
+        except ValueError:
+            state = "unknown"
+        return {
+            "root": self.identity,
+            "rank": self.rank,
+            "ranks": len(geometry.ranks),
+            "epoch": board.load(Word.PUBLISHED),
+            "done": board.load(Word.DONE),
+            "state": "aborted" if board.load(Word.ABORT) else state,
+            "microbatch": board.load(Word.MICROBATCH),
+            "fetched_bytes": board.load(Word.FETCHED),
+            "pushed_bytes": board.load(Word.PUSHED),
+            "slots": self.space.ring.slots * len(self._inboxes),
+            "slots_in_use": sum(inbox.waiting() for inbox in self._inboxes),
+            "waits_for": waiting - 1 if waiting else None,
+            "waits_in_epoch": board.load(Word.WAITING_EPOCH) if waiting else None,
+            "heap_bytes": self.space.heap.nbytes,
+        }
+
+    def unreachable(self) -> bool:
+        """True once the root was abandoned; its heap may be closed."""
+        try:
+            return bool(self._board.load(Word.LEFT))
+        except (OdcError, ValueError):
+            return True

@@ -1,0 +1,61 @@
+"""All settings of the runtime, in one frozen dataclass.
+
+Chose one validated object, handed down from the root's `fully_shard`, over environment variables: what a run was set to
+can be printed, compared between ranks and stored beside its results. Nothing here is read from the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Accumulate = Literal["server", "direct", "per_source"]
+ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one root, the same on every rank (checked when ranks attach to each other's heaps).
+
+    Args:
+        reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit
+            (about 2^-29 per element); doubles the accumulator's memory.
+        accumulate: who adds a pushed gradient. "server": the owner's daemon, out of bounded staging slots; "direct":
+            the pushing rank, under a robust lock in the owner's heap; "per_source": one accumulator per rank, summed in
+            rank order (W times the memory; for tests and small models).
+        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        prefetch: units fetched ahead of use (0: fetch when reached).
+        push_overlap: push on a sender thread during backward (False: push before backward goes on).
+        staging_block_bytes: largest block of one staged push, in bytes.
+        stale_check: before each root forward in an open minibatch compare the own shards with what was published.
+        trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
+    """
+
+    reproducible: bool = False
+    accumulate: Accumulate = "server"
+    timeout_s: float = 600.0
+    prefetch: int = 1
+    push_overlap: bool = True
+    staging_block_bytes: int = 1 << 20
+    stale_check: bool = True
+    trace: bool = True
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in ACCUMULATE_MODES:
+            raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_MODES)}, not {self.accumulate!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive seconds, not {self.timeout_s!r}")
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(f"prefetch must be a whole number of units, 0 or more, not {self.prefetch!r}")
+        if self.staging_block_bytes < 4096 or self.staging_block_bytes % 64:
+            raise ValueError(
+                f"staging_block_bytes must be at least 4096 and a multiple of 64, not {self.staging_block_bytes!r}"
+            )
+
+    def fingerprint(self) -> str:
+        """What every rank must agree on, as one line of text; part of the heap's layout hash."""
+        agreed = {key: value for key, value in asdict(self).items() if key in _AGREED}
+        return ",".join(f"{key}={value}" for key, value in sorted(agreed.items()))
+
+
+_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes"})

@@ -1,0 +1,247 @@
+"""A picture of what each rank did when: one row a rank, one panel an arm, one time axis for all of them.
+
+Chose matplotlib's object interface with its own Agg canvas over pyplot: nothing global changes (backend, rcParams, open
+figures), so a training job may draw from any thread. Every panel starts at 0 and all share one scale, so a shorter
+panel *is* a faster arm, and a barrier is seen as waits that end on one vertical line.
+
+A row's upper band is the training thread, as the breakdown counts it (`odc.trace.cover`); the thin strip below it,
+where there is one, shows the background lanes, which cost no time. Two shades of compute alternate between
+microbatches. The colours differ in lightness as well as in hue, so that they stay apart for colour-blind readers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from odc.errors import OdcError, TraceError
+from odc.trace.breakdown import Breakdown, breakdown, own_steps
+from odc.trace.cover import cover, marked_epochs
+from odc.trace.span import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: Final[Mapping[str, str]] = {
+    COMPUTE: "#a9c6e3",
+    OPTIMIZER: "#27496d",
+    FETCH: "#1b9e77",
+    PUSH: "#e6ab02",
+    WAIT: "#d8431f",
+    IDLE: "#eceef0",
+}
+_SECOND_SHADE: Final = "#8db3d8"  # compute of every other microbatch
+_INK, _SOFT_INK = "#20262c", "#66707a"
+
+# Inches.
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.5, 0.62
+_HEADER, _GAP = 0.68, 0.14
+_DPI = 150
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One arm, ready to draw: times in nanoseconds after the first drawn step's start."""
+
+    title: str
+    figures: Breakdown
+    origin: int
+    end: int
+    steps: tuple[tuple[int, int, int], ...]  # epoch, start, end
+    pieces: Mapping[int, Sequence[Span]]
+    starts: Mapping[int, Sequence[int]]  # of microbatches
+    background: Mapping[int, Sequence[Span]]
+
+
+def draw(
+    path: str | os.PathLike[str],
+    panels: Sequence[tuple[str, Mapping[int, Sequence[Span]]]],
+    *,
+    epochs: Iterable[int] | None = None,
+    skip: int = 0,
+    source: str = "measured",
+) -> None:
+    """Draw a PNG.
+
+    Args:
+        path: where to write it; the folder must exist.
+        panels: title and spans by rank of each arm, from top to bottom.
+        epochs: minibatches to draw, those of them that a panel has; None: the last two that all its ranks recorded.
+        skip: leading epochs that the bubble printed over each panel leaves out; it counts all others, drawn or not.
+        source: how the times came about: "measured", "emulated" or "simulated"; printed beside the bubble.
+
+    Raises:
+        TraceError: no panels, or a panel without a whole minibatch among `epochs`.
+        OdcError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OdcError("drawing a timeline needs matplotlib: pip install 'odc-fsdp[plot]'") from error
+    if not panels:
+        raise TraceError("a timeline needs at least one panel")
+    wanted = None if epochs is None else frozenset(epochs)
+    prepared = [_prepare(title, spans_by_rank, wanted, skip) for title, spans_by_rank in panels]
+    row = _row_height(max(len(panel.pieces) for panel in prepared))
+    heights = [row * len(panel.pieces) for panel in prepared]
+    height = _TOP + sum(heights) + len(panels) * _HEADER + (len(panels) - 1) * _GAP + _BOTTOM
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    span_ns = max(panel.end - panel.origin for panel in prepared)
+    scale, unit = (1e6, "ms") if span_ns < 2e9 else (1e9, "s")
+    top = height - _TOP
+    for panel, rows in zip(prepared, heights, strict=True):
+        top -= _HEADER
+        box = (_LEFT / _WIDTH, (top - rows) / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, rows / height)
+        axes = figure.add_axes(box)
+        _draw_rows(axes, panel, scale)
+        _draw_frame(axes, panel, scale, span_ns / scale, rows, source)
+        last = panel is prepared[-1]
+        axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
+        if last:
+            axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
+        top -= rows + _GAP
+    _draw_legend(figure, prepared, height)
+    figure.savefig(os.fspath(path), format="png")
+
+
+def _prepare(
+    title: str, spans_by_rank: Mapping[int, Sequence[Span]], wanted: frozenset[int] | None, skip: int
+) -> _Panel:
+    figures = breakdown(spans_by_rank, skip=skip)
+    drawn = figures.steps[-2:] if wanted is None else [step for step in figures.steps if step.epoch in wanted]
+    if not drawn:
+        raise TraceError(f"{title}: none of the minibatches asked for was recorded on all ranks")
+    marked = marked_epochs(spans_by_rank)
+    pieces, starts, background = {}, {}, {}
+    for rank, spans in sorted(spans_by_rank.items()):
+        steps = own_steps(spans)
+        windows = [steps[step.epoch] for step in drawn]
+        whole = [(step.start_ns, step.end_ns) for step in drawn]
+        inside = [span for span in spans if span.end_ns > whole[0][0] and span.start_ns < whole[-1][1]]
+        pieces[rank] = _clip(cover(inside, marked), windows)
+        starts[rank] = [span.start_ns for span in _clip(inside, windows) if span.category == MICROBATCH]
+        background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category not in MARKS), whole)
+    return _Panel(
+        title=title,
+        figures=figures,
+        origin=min(step.start_ns for step in drawn),
+        end=max(step.end_ns for step in drawn),
+        steps=tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn),
+        pieces=pieces,
+        starts=starts,
+        background=background,
+    )
+
+
+def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Span]:
+    """The parts of spans that lie inside the windows."""
+    parts = []
+    for span in spans:
+        for begin, end in windows:
+            if span.start_ns < end and span.end_ns > begin:
+                parts.append(span._replace(start_ns=max(span.start_ns, begin), end_ns=min(span.end_ns, end)))
+    return parts
+
+
+def _row_height(ranks: int) -> float:
+    """Inches a rank, so that 2 ranks are not slabs and 32 still fit on a page."""
+    return max(0.2, min(0.46, 4.2 / ranks))
+
+
+def _draw_rows(axes: Axes, panel: _Panel, scale: float) -> None:
+    bars: dict[str, list[tuple[float, float, float, float]]] = {}  # colour -> left, top, width, height
+
+    def add(colour: str, start: int, end: int, top: float, height: float) -> None:
+        bars.setdefault(colour, []).append(((start - panel.origin) / scale, top, (end - start) / scale, height))
+
+    strips = any(panel.background.values())
+    top, height = (-0.4, 0.62) if strips else (-0.39, 0.78)
+    for row, rank in enumerate(panel.pieces):
+        for _, start, end in panel.steps:
+            add(COLOURS[IDLE], start, end, row + top, height)
+        for piece in panel.pieces[rank]:
+            colour = (
+                _SECOND_SHADE if piece.category == COMPUTE and piece.microbatch % 2 == 1 else COLOURS[piece.category]
+            )
+            add(colour, piece.start_ns, piece.end_ns, row + top, height)
+        for span in panel.background[rank]:
+            add(COLOURS[span.category], span.start_ns, span.end_ns, row + 0.26, 0.14)
+    for colour, boxes in bars.items():
+        _add_boxes(axes, boxes, colour)
+    lines = [
+        [((start - panel.origin) / scale, row + top), ((start - panel.origin) / scale, row + top + height)]
+        for row, rank in enumerate(panel.pieces)
+        for start in panel.starts[rank]
+    ]
+    _add_lines(axes, lines)
+
+
+def _add_boxes(axes: Axes, boxes: Sequence[tuple[float, float, float, float]], colour: str) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
+    axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0), autolim=False)
+
+
+def _add_lines(axes: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
+    from matplotlib.collections import LineCollection
+
+    axes.add_collection(LineCollection(lines, colors="white", linewidths=1.1, capstyle="butt"), autolim=False)
+
+
+def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, source: str) -> None:
+    """Limits, rank names, busy shares, minibatch brackets and the two headlines of one panel."""
+    ranks = list(panel.pieces)
+    axes.set_xlim(0, width)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    every = 1 if len(ranks) <= 16 else 4
+    shown = range(0, len(ranks), every)
+    axes.set_yticks(list(shown), [f"rank {ranks[row]}" for row in shown])
+    axes.tick_params(axis="y", length=0, labelsize=10 if len(ranks) <= 16 else 9, labelcolor=_INK, pad=6)
+    axes.tick_params(axis="x", labelsize=10, color=_SOFT_INK, labelcolor=_INK)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="x", color="#d5dade", linewidth=0.6)
+    axes.set_axisbelow(True)
+    figures = panel.figures
+    right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
+    for row in shown:
+        axes.text(1.05, row, f"{figures.busy(ranks[row]).median:.0%}", color=_SOFT_INK, **right)
+    above = 1 + 0.13 / inches  # one line over the rows, in axes height
+    head = 1 + 0.44 / inches
+    place: dict[str, Any] = {"transform": axes.transAxes, "va": "center"}
+    axes.text(1.05, above, "busy", color=_SOFT_INK, ha="right", fontsize=9, **place)
+    axes.text(0, head, panel.title, color=_INK, ha="left", fontsize=13, fontweight="bold", **place)
+    step, count = figures.step_s.median, len(figures.steps)
+    text = f"{source} bubble {figures.bubble.median:.1%}    step {_duration(step)}    "
+    text += f"(median of {count} minibatch{'es' * (count > 1)})"
+    axes.text(1, head, text, color=_INK, ha="right", fontsize=11, **place)
+    for epoch, start, end in panel.steps:
+        left, stop = (start - panel.origin) / scale, (end - panel.origin) / scale
+        axes.plot([left, stop], [above - 0.1 / inches] * 2, transform=axes.get_xaxis_transform(), color=_SOFT_INK,
+                  linewidth=1.2, clip_on=False, marker="|", markersize=6)  # fmt: skip
+        axes.text((left + stop) / 2, above, f"minibatch {epoch}", transform=axes.get_xaxis_transform(),
+                  color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=category) for category, colour in COLOURS.items()]
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
+        frameon=False, fontsize=11, labelcolor=_INK, handlelength=1.3, handleheight=1.0, columnspacing=1.8,
+        borderpad=0, borderaxespad=0,
+    )  # fmt: skip
+    if any(any(panel.background.values()) for panel in panels):
+        note = "thin strip: background threads (cost no time)"
+        figure.text(1 - _RIGHT / _WIDTH, 1 - 0.27 / height, note, ha="right", va="center", fontsize=9, color=_SOFT_INK)

@@ -1,0 +1,1 @@
+"""The job: data, model, supervised fine-tuning, and comparing arms on identical data."""

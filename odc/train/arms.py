@@ -1,0 +1,121 @@
+"""The four arms: what a minibatch is planned as, how the model is sharded, and how the ranks run it.
+
+Chose to keep balancing (which plan) apart from transport (who communicates when), so that a comparison says which of
+the two made the difference:
+
+* `fsdp2`: LB-Micro; torch's collectives as in ZeRO-3: gather in forward and backward, reduce after every microbatch.
+* `fsdp2-resident`: LB-Mini; torch's collectives, but parameters stay gathered and gradients whole for a minibatch.
+* `odc-equal`: LB-Micro, on demand.
+* `odc`: LB-Mini, on demand.
+
+`fsdp2` reduces after every microbatch, as torchtitan and verl do: deferring it (`set_requires_gradient_sync(False)`)
+keeps whole gradients on every rank, which gives up what ZeRO-3 is for. That deferral is `fsdp2-resident`, which then
+needs no communication between the first forward and the last backward, at the price of a whole model and a whole
+gradient per rank. It needs at least one microbatch on every rank.
+
+Where ranks meet at every microbatch, a rank with fewer of them runs zero-weight dummies up to the maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from odc.balance import Cost, Plan, lb_micro, lb_mini
+from odc.errors import ConfigError
+from odc.settings import Settings
+from odc.train.config import ArmName
+
+Transport = Literal["collectives", "resident", "on demand"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a minibatch; see the module.
+
+    Args:
+        name: as in tables and JSON.
+        balance: the planner, "lb_micro" (equal counts) or "lb_mini".
+        transport: who communicates when.
+    """
+
+    name: ArmName
+    balance: Literal["lb_micro", "lb_mini"]
+    transport: Transport
+
+    def plan(self, lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost, seed: int) -> Plan:
+        """The plan of one minibatch, the same on every rank without communication."""
+        policy = lb_micro if self.balance == "lb_micro" else lb_mini
+        return policy(lengths, ranks, max_tokens, cost=cost, seed=seed)
+
+    def counts(self, plan: Plan) -> list[int]:
+        """Microbatches each rank runs, dummies included."""
+        own = [sum(1 for microbatch in microbatches if microbatch) for microbatches in plan.ranks]
+        if self.transport == "collectives":
+            return [max(own)] * len(own)
+        if self.transport == "resident":
+            return [max(1, count) for count in own]
+        return own
+
+    def predicted_bubble(self, plan: Plan) -> float:
+        """The plan's own prediction, by its cost model, for how often the ranks of this arm meet."""
+        return plan.bubble_per_microbatch if self.transport == "collectives" else plan.bubble
+
+    def shard(self, model: nn.Module, blocks: Sequence[nn.Module], settings: Settings, **options: Any) -> None:
+        """Shards each block and then the model, in place, over the world. `options` go to `fully_shard`."""
+        if self.transport == "on demand":
+            from odc.fsdp import fully_shard as on_demand
+
+            for block in blocks:
+                on_demand(block, settings=settings, **options)
+            on_demand(model, settings=settings, **options)
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        from odc.train.collectives import record_collectives
+
+        for module in (*blocks, model):
+            if self.transport == "resident":
+                fully_shard(module, reshard_after_forward=False, **options)
+            else:
+                fully_shard(module, **options)
+        record_collectives(model)
+
+    def run(self, model: nn.Module, count: int, backward: Callable[[int], None]) -> None:
+        """Calls `backward(m)` for each microbatch m and leaves complete gradients in `.grad`; meets the other ranks."""
+        with self._minibatch(model):
+            for m in range(count):
+                if self.transport == "resident":
+                    _mark(model, last=m == count - 1)
+                backward(m)
+
+    def _minibatch(self, model: nn.Module) -> AbstractContextManager[None]:
+        if self.transport == "on demand":
+            return cast("AbstractContextManager[None]", cast(Any, model).minibatch())
+        return nullcontext()
+
+
+def _mark(model: Any, *, last: bool) -> None:
+    """Between the first forward and the last backward nothing is gathered, reduced or given up."""
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last)
+
+
+ARMS: dict[ArmName, Arm] = {
+    "fsdp2": Arm("fsdp2", "lb_micro", "collectives"),
+    "fsdp2-resident": Arm("fsdp2-resident", "lb_mini", "resident"),
+    "odc-equal": Arm("odc-equal", "lb_micro", "on demand"),
+    "odc": Arm("odc", "lb_mini", "on demand"),
+}
+
+
+def arm_named(name: str) -> Arm:
+    """The arm called `name`; raises `ConfigError` listing the names."""
+    if name not in ARMS:
+        raise ConfigError(f"there is no arm {name!r}; there are {', '.join(ARMS)}")
+    return ARMS[name]

@@ -1,0 +1,140 @@
+"""Checkpoints of a sharded job: every rank writes its shards, and a folder appears under its name only when complete.
+
+Chose torch's distributed checkpoint (DCP) for parameters and optimizer state, so that a job may resume on another
+number of ranks, and one readable `job.json` for what is not a tensor. A checkpoint is written to a folder ending in
+`.partial`, renamed, and then named by the marker file `latest`; a job killed at any point leaves the previous one
+whole. The cost is one more meeting of the ranks, and all checkpoints stay on disk until somebody removes them.
+
+Layout: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}` and `<output>/checkpoints/latest`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from odc.errors import ConfigError, OdcError
+
+FOLDER = "checkpoints"
+LATEST = "latest"
+JOB_FILE = "job.json"
+
+
+class CheckpointError(OdcError):
+    """A checkpoint cannot be written or read; raised on every rank."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder that `path` means: itself, or the `latest` one of an output folder.
+
+    Raises `ConfigError` when there is none.
+    """
+    if (path / JOB_FILE).is_file():
+        return path
+    for folder in (path, path / FOLDER):
+        marker = folder / LATEST
+        if marker.is_file():
+            found = folder / marker.read_text().strip()
+            if (found / JOB_FILE).is_file():
+                return found
+            raise ConfigError(f"resume: {marker} names {found.name}, which is not there or not complete")
+    raise ConfigError(f"resume: no checkpoint in {path} (expected {JOB_FILE}, {LATEST} or {FOLDER}/{LATEST})")
+
+
+def read_job(checkpoint: Path) -> dict[str, Any]:
+    """What `save` was given as `job`, plus `step`. Reads one small file; any process may call it."""
+    try:
+        job: dict[str, Any] = json.loads((checkpoint / JOB_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"resume: cannot read {checkpoint / JOB_FILE}: {error}") from error
+    return job
+
+
+def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict[str, Any]) -> Path:
+    """Writes the checkpoint of `step` and marks it `latest`; returns its folder.
+
+    Every rank calls it, outside a minibatch; it meets the other ranks. `job` holds JSON types and is the same on every
+    rank. Raises `CheckpointError` on every rank when the disk refuses.
+    """
+    folder = output / FOLDER
+    final = folder / f"step-{step:08d}"
+    partial = folder / f"{final.name}.partial"
+    _together(lambda: _clear(folder, partial), f"cannot prepare {partial}")
+    try:
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
+    except Exception as error:
+        raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {error}") from error
+    _together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
+    return final
+
+
+def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Fills model, optimizer and this rank's random state from `checkpoint`; returns `read_job`'s result.
+
+    Every rank calls it with an already sharded model, outside a minibatch; it meets the other ranks. The number of
+    ranks may differ from the saved one; the random state is then left as it is.
+    """
+    job = read_job(checkpoint)
+    state = _state(model, optimizer)
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    key = _random_key()
+    if f"random.{key}" not in saved:
+        del state["random"]
+    try:
+        state_dict_loader.load(state, checkpoint_id=checkpoint)
+    except Exception as error:
+        raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {error}") from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if "random" in state:
+        torch.set_rng_state(state["random"][key])
+    return job
+
+
+def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments, "random": {_random_key(): torch.get_rng_state()}}
+
+
+def _random_key() -> str:
+    return f"{dist.get_rank()}of{dist.get_world_size()}"
+
+
+def _clear(folder: Path, partial: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("*.partial"):
+        shutil.rmtree(left)
+    partial.mkdir()
+
+
+def _complete(partial: Path, final: Path, job: dict[str, Any]) -> None:
+    (partial / JOB_FILE).write_text(json.dumps(job, indent=1) + "\n")
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    marker = final.parent / f"{LATEST}.partial-marker"
+    marker.write_text(final.name + "\n")
+    os.replace(marker, final.parent / LATEST)
+
+
+def _together(action: Any, failure: str) -> None:
+    """Runs `action` on rank 0 while the others wait, and raises on all when it fails."""
+    outcome: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            outcome = [f"{failure}: {error.strerror or error}"]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise CheckpointError(outcome[0])

@@ -1,0 +1,76 @@
+"""FSDP2's collectives, recorded as spans, so that its arms are measured by the same marks as the others.
+
+Chose torch's public hooks for custom collectives and call in them what torch would call, over patching: what is
+measured is stock FSDP2. Only the collective itself is recorded; FSDP2's copies into and out of its buffers count as
+compute, which flatters its bubble a little. Where torch asks for an asynchronous gather (not on CPU) the span would
+hold only its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
+
+# torch 2.13 renamed both and warns about the old names.
+_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class RecordedAllGather:
+    """torch's default all-gather of one unit, recorded as a FETCH span with `peer=COLLECTIVE`."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As torch's default: from the device's own allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gathers `input_tensor` of all ranks into `output_tensor`; all ranks of `group` meet."""
+        start = recorder().now()
+        work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        recorder().add(FETCH, start, unit=self._unit, peer=COLLECTIVE, nbytes=output_tensor.nbytes)
+        return work
+
+
+class RecordedReduceScatter:
+    """torch's default reduce-scatter of one unit, recorded as a PUSH span with `peer=COLLECTIVE`."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As torch's default: from the device's own allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces `input_tensor` of all ranks by `op`, each rank keeping its part; all ranks of `group` meet."""
+        start = recorder().now()
+        work = _reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        recorder().add(PUSH, start, unit=self._unit, peer=COLLECTIVE, nbytes=input_tensor.nbytes)
+        return work
+
+
+def record_collectives(model: nn.Module) -> None:
+    """Records the collectives of every unit of a model that torch's `fully_shard` sharded, under the unit's name."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(RecordedAllGather(name))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(RecordedReduceScatter(name))  # type: ignore[arg-type]

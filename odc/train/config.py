@@ -1,0 +1,158 @@
+"""Everything one training job is told, in one frozen dataclass.
+
+Chose one object that is checked when it is made over options read where they are used: a job that cannot run is refused
+in the first second, before ranks start, and what a run was told can be stored beside its results. The cost is that the
+checks which need the disk live apart, in `preflight`, because a config may be made on another machine than the ranks'.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from odc.errors import ConfigError
+from odc.settings import Accumulate, Settings
+
+ArmName = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc"]
+Long = Literal["error", "split", "drop"]
+Precision = Literal["fp32", "bf16"]
+TokenizerName = Literal["auto", "bytes", "bpe"]
+
+ARM_NAMES: tuple[ArmName, ...] = get_args(ArmName)
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One job of supervised fine-tuning.
+
+    Args:
+        model: a Hugging Face config (JSON file), a folder with a config and, if it has them, weights, or the name of a
+            config that comes with odc.
+        data: a folder of text files, a JSONL file (`text` or `messages`), a datasets folder, or `stdlib` (the running
+            Python's own sources).
+        output: folder for checkpoints and results; None writes nothing.
+        arm: how ranks communicate and how work is balanced, see `odc.train.arms`.
+        ranks: processes on this machine.
+        steps: optimizer steps of the whole schedule; a resumed job goes on to this step.
+        minibatch_size: samples of one optimizer step, over all ranks.
+        max_tokens: most tokens of one microbatch (one forward and backward on one rank).
+        long: what happens to a document over `max_tokens`: refuse the job, split it, or drop it.
+        tokenizer: "bytes", "bpe" (a byte-level BPE trained once on the data and cached) or "auto" (the model folder's
+            own tokenizer if it has one, else "bpe").
+        vocab: tokens of the trained BPE.
+        lr, warmup, min_lr: peak learning rate, steps of linear warm-up, and the fraction of `lr` the cosine ends at.
+        weight_decay, betas, eps: AdamW.
+        clip: largest gradient norm; 0 does not clip (the norm is still measured).
+        precision: "fp32", or "bf16" (parameters and compute in bf16, gradients reduced and kept in fp32).
+        activation_checkpointing: recompute each block's activations in backward.
+        save_every: steps between checkpoints, 0 for none but the last one when there is an output folder.
+        resume: a checkpoint folder, or an output folder (its `latest` is taken).
+        export: folder that gets the trained model as Hugging Face safetensors.
+        seed: initial weights, order of samples, and the planner's ties.
+        reproducible, accumulate, timeout_s: see `odc.Settings`; `timeout_s` is also the collectives' timeout.
+        cache: folder for trained tokenizers and token ids; None is `~/.cache/odc`.
+        spans: folder that gets each rank's recorded spans; None stores none.
+        label: name shown before the progress.
+    """
+
+    model: str
+    data: str
+    output: str | None = None
+    arm: ArmName = "odc"
+    ranks: int = 2
+    steps: int = 10
+    minibatch_size: int = 8
+    max_tokens: int = 4096
+    long: Long = "error"
+    tokenizer: TokenizerName = "auto"
+    vocab: int = 4096
+    lr: float = 3e-4
+    warmup: int = 0
+    min_lr: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0
+    precision: Precision = "fp32"
+    activation_checkpointing: bool = False
+    save_every: int = 0
+    resume: str | None = None
+    export: str | None = None
+    seed: int = 0
+    reproducible: bool = False
+    accumulate: Accumulate = "server"
+    timeout_s: float = 600.0
+    cache: str | None = None
+    spans: str | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number, {least} or more, not {value!r}")
+        for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a finite number, 0 or more, not {value!r}")
+        if self.lr == 0 or self.timeout_s == 0 or self.eps == 0:
+            raise ConfigError("lr, eps and timeout_s must be above 0")
+        if self.min_lr > 1:
+            raise ConfigError(f"min_lr is a fraction of lr, between 0 and 1, not {self.min_lr!r}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
+        if self.warmup > self.steps:
+            raise ConfigError(f"warmup ({self.warmup} steps) is longer than the job ({self.steps} steps)")
+        if self.save_every and self.output is None:
+            raise ConfigError("save_every needs an output folder (--output)")
+
+    def settings(self) -> Settings:
+        """The runtime's settings under the odc arms."""
+        return Settings(reproducible=self.reproducible, accumulate=self.accumulate, timeout_s=self.timeout_s)
+
+    def with_(self, **changes: Any) -> JobConfig:
+        """A checked copy with some fields changed."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON types."""
+        return asdict(self) | {"betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> JobConfig:
+        """The inverse of `to_dict`."""
+        return cls(**(fields | {"betas": tuple(fields["betas"])}))
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "arm": ARM_NAMES,
+    "long": get_args(Long),
+    "precision": get_args(Precision),
+    "tokenizer": get_args(TokenizerName),
+    "accumulate": get_args(Accumulate),
+}
+_WHOLE: dict[str, int] = {
+    "ranks": 1,
+    "steps": 1,
+    "minibatch_size": 1,
+    "max_tokens": 2,
+    "vocab": 257,
+    "warmup": 0,
+    "save_every": 0,
+    "seed": 0,
+}
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Compute threads of one rank when `ranks` share this machine, at least 1."""
+    return max(1, cores() // ranks)

@@ -1,0 +1,57 @@
+"""Writes a sharded model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+Chose transformers' own `save_pretrained` on rank 0 with the gathered weights over a writer of our own: tied weights,
+shard files and the index come out as everybody expects them. The cost is one full copy of the weights in rank 0's
+memory, in the parameters' own dtype.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn import Module
+
+from odc.train.checkpoint import CheckpointError
+from odc.train.tokenizer import Tokenizer
+
+
+def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> None:
+    """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`.
+
+    Every rank calls it, outside a minibatch; it meets the other ranks. The folder, which must be empty or missing,
+    appears as a whole once complete.
+    Raises `CheckpointError` on every rank when the disk refuses.
+    """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            _write(folder, model, weights, tokenizer)
+        except OSError as error:
+            failure = [f"export: cannot write {folder}: {error.strerror or error}"]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+def _write(folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Saves from an empty copy of the model: the sharded one's class is a wrapper and would be named in the config."""
+    from transformers import AutoModelForCausalLM
+
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    empty.save_pretrained(partial, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save(partial)
+    if folder.exists():
+        folder.rmdir()
+    os.rename(partial, folder)

@@ -1,0 +1,44 @@
+"""What a measurement was made on, as facts that can be published: no host or user names.
+
+Chose to read /proc and installed metadata over importing a library for it; what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from odc.train.config import cores
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores that may be used, memory in bytes, system."""
+    facts: dict[str, str | int] = {
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run's figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("odc-fsdp", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,55 @@
+"""What can only be checked where the job runs: that its model and data exist and its folders can be written.
+
+Chose to run these checks once, in the process that launches the ranks, over letting the first rank fail: the message is
+one line and comes before any rank has loaded torch. The cost is that a folder may still vanish or fill up afterwards.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from odc.errors import ConfigError
+from odc.train.config import JobConfig
+
+
+def preflight(config: JobConfig) -> None:
+    """Checks on this machine what a `JobConfig` cannot check by itself: model, data, and folders that can be written.
+
+    Makes the output and export folders if they are missing. Raises `ConfigError` naming the option.
+    """
+    model_source(config.model)
+    if config.data != "stdlib" and not Path(config.data).exists():
+        raise ConfigError(f"data: there is no file or folder {config.data}")
+    for name in ("output", "export", "spans"):
+        folder = getattr(config, name)
+        if folder is not None:
+            writable_folder(Path(folder), name)
+    if config.export is not None and any(Path(config.export).iterdir()):
+        raise ConfigError(f"export: {config.export} is not empty; name a new folder")
+    if config.resume is not None:
+        from odc.train.checkpoint import find_checkpoint  # loads torch
+
+        find_checkpoint(Path(config.resume))
+
+
+def model_source(model: str) -> Path:
+    """The file or folder that `model` means: a path, or the name of a config that comes with odc."""
+    path = Path(model)
+    if path.exists():
+        return path
+    if path.suffix or len(path.parts) > 1:
+        raise ConfigError(f"model: there is no file or folder {model}")
+    from odc.train.model import shipped_config  # loads torch
+
+    return shipped_config(model)
+
+
+def writable_folder(folder: Path, name: str) -> None:
+    """Makes `folder` if it is missing and proves that a file can be written in it; `name` is the option to blame."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot write to {folder}: {error.strerror or error}") from error

@@ -1,0 +1,94 @@
+"""What rank 0 tells the person who waits: what it is doing now, and after each step loss, speed and bubble.
+
+Chose two faces behind one class: a live rich line on a terminal, and plain lines (at most one in two seconds, plus
+every tenth of the job) where the output is a file or rich is missing. A phase is shown the moment it begins, so the
+first second already says something. Ranks other than 0 hold a silent one. Cost: one line drawn a step, some 100 us.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import IO, Any
+
+_LINE_EVERY_S = 2.0
+
+
+class Progress:
+    """Shows phases and steps of one job on `stream` (default: standard error). Call `close` when done.
+
+    Args:
+        steps: steps of the whole schedule.
+        label: name shown in front.
+        shown: False makes every call do nothing.
+        stream: where to write; a terminal gets a live line when rich is installed.
+    """
+
+    def __init__(self, steps: int, label: str = "", shown: bool = True, stream: IO[str] | None = None) -> None:
+        self.steps = steps
+        self.label = label or "odc train"
+        self.shown = shown
+        self.stream = stream if stream is not None else sys.stderr
+        self.started = time.monotonic()
+        self._last_line = -_LINE_EVERY_S
+        self._live: Any = None
+        self._task: Any = None
+        if shown:
+            self._live, self._task = _live_bar(self.stream, steps, self.label)
+
+    def phase(self, text: str) -> None:
+        """Says what happens now, e.g. "tokenizing"."""
+        if not self.shown:
+            return
+        if self._live is not None:
+            self._live.update(self._task, note=text)
+        else:
+            self._line(text)
+
+    def step(self, step: int, loss: float, tokens_per_s: float, bubble: float | None) -> None:
+        """Shows a finished step: its mean loss per token, real tokens a second over all ranks, measured bubble."""
+        if not self.shown:
+            return
+        idle = "" if bubble is None else f"  bubble {bubble:.1%}"
+        text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s{idle}"
+        if self._live is not None:
+            self._live.update(self._task, completed=step, note=text)
+            return
+        now = time.monotonic()
+        milestone = step == self.steps or step % max(1, self.steps // 10) == 0
+        if milestone or now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            self._line(f"step {step}/{self.steps}  {text}")
+
+    def close(self) -> None:
+        """Ends the live line and leaves its last state on the terminal. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            self.shown = False
+
+    def _line(self, text: str) -> None:
+        print(f"{self.label} [{time.monotonic() - self.started:5.1f} s] {text}", file=self.stream, flush=True)
+
+
+def _live_bar(stream: IO[str], steps: int, label: str) -> tuple[Any, Any]:
+    """A started rich progress and its task, or (None, None) where there is no terminal or no rich."""
+    if not stream.isatty():
+        return None, None
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return None, None
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    live = Progress(*columns, console=Console(file=stream))
+    task = live.add_task(label, total=steps, note="starting")
+    live.start()
+    return live, task

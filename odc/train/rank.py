@@ -1,0 +1,138 @@
+"""One rank's part of a job, inside a process group that is already there: load, train, save, export.
+
+Chose to measure every step as it ends and then drop its spans, unless the job stores them: memory stays bounded over a
+long job. It costs two small meetings a step outside what is measured, one of which lets rank 0 show the bubble of all
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, Span, breakdown, recorder, save_spans
+from odc.train import footprint
+from odc.train.arms import arm_named
+from odc.train.checkpoint import find_checkpoint, load, save
+from odc.train.config import JobConfig
+from odc.train.dataset import load_dataset
+from odc.train.export import export
+from odc.train.progress import Progress
+from odc.train.results import JobResult, StepRecord
+from odc.train.sampling import MinibatchSampler
+from odc.train.sharded import build_sharded, plan_cost
+from odc.train.step import Step
+
+
+class RankJob:
+    """Built and run on every rank, on its training thread. Building meets no other rank; running does.
+
+    Args:
+        config: the same on every rank.
+        progress: shown on one rank.
+    """
+
+    def __init__(self, config: JobConfig, progress: Progress) -> None:
+        self.config, self.progress, self.rank = config, progress, dist.get_rank()
+        self.output = Path(config.output) if config.output is not None else None
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+        self.held: int | None = None
+        self.saved: Path | None = None
+        self.spans: list[Span] = []
+        recorder().set_rank(self.rank)
+        torch.manual_seed(config.seed + self.rank)
+        self.dataset = load_dataset(config, progress)
+        self.sampler = MinibatchSampler(len(self.dataset.documents), config.minibatch_size, config.seed)
+        progress.phase("building the model")
+        _quiet_transformers()
+        footprint.trim()
+        self.baseline = footprint.held_bytes()
+        arm, vocab = arm_named(config.arm), self.dataset.tokenizer.vocab_size
+        self.model, self.optimizer = build_sharded(config, arm, vocab)
+        self.step = Step(config, arm, self.model, self.optimizer, self.dataset, plan_cost(config, vocab))
+
+    def run(self) -> JobResult:
+        """All steps that are left, then the last checkpoint and the export."""
+        first = self._resume()
+        records: list[StepRecord] = []
+        recorder().clear()
+        self.progress.phase(f"step {first + 1}")
+        for step in range(first, self.config.steps):
+            record = self.step.run(step, next(self.sampler), self._probe if step == first else None)
+            records.append(replace(record, bubble=self._measured()))
+            self._report(records[-1])
+            if step == first:
+                with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
+                    footprint.reset_peak()
+            if self.output is not None and self._due(step + 1):
+                self._save(self.output, step + 1)
+        peak = footprint.peak_bytes()
+        if self.config.spans is not None:
+            save_spans(Path(self.config.spans) / f"rank-{self.rank}.jsonl", self.spans)
+        if self.config.export is not None:
+            self.progress.phase(f"exporting to {self.config.export}")
+            export(Path(self.config.export), self.model, self.dataset.tokenizer)
+        return JobResult(
+            rank=self.rank,
+            steps=records,
+            peak_bytes=peak,
+            held_bytes=self.held,
+            baseline_bytes=self.baseline,
+            checkpoint=str(self.saved) if self.saved else None,
+        )
+
+    def _resume(self) -> int:
+        if self.config.resume is None:
+            return 0
+        self.progress.phase(f"loading {self.config.resume}")
+        job = load(find_checkpoint(Path(self.config.resume)), self.model, self.optimizer)
+        self.sampler.load_state_dict(job["sampler"])
+        return int(job["step"])
+
+    def _due(self, done: int) -> bool:
+        every = self.config.save_every
+        return done == self.config.steps or (every > 0 and done % every == 0)
+
+    def _save(self, output: Path, done: int) -> None:
+        self.progress.phase(f"saving step {done}")
+        job = {"sampler": self.sampler.state_dict(), "config": self.config.to_dict()}
+        self.saved = save(output, done, self.model, self.optimizer, job)
+
+    def _probe(self) -> None:
+        """Memory between two microbatches: what the arm holds when no activation is alive."""
+        footprint.trim()
+        self.held = footprint.held_bytes()
+
+    def _measured(self) -> float:
+        """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks."""
+        spans = recorder().spans()
+        recorder().clear()
+        if self.config.spans is not None:
+            self.spans += spans
+        own = breakdown({self.rank: spans}).steps[-1]
+        row = own.nanoseconds[self.rank]
+        computed = row[COMPUTE] if any(span.category == MICROBATCH for span in spans) else 0
+        mine = torch.tensor([own.start_ns, own.end_ns, computed + row[OPTIMIZER]])
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine)
+        starts, ends, busy = torch.stack(rows).unbind(1)
+        return 1.0 - float(busy.double().mean()) / float(ends.max() - starts.min())
+
+    def _report(self, record: StepRecord) -> None:
+        self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
+        if self.output is not None and self.rank == 0:
+            with (self.output / "steps.jsonl").open("a") as log:
+                log.write(json.dumps(asdict(record)) + "\n")
+
+
+def _quiet_transformers() -> None:
+    """Its own progress bars would be drawn over the job's."""
+    from transformers.utils import logging as messages
+
+    messages.disable_progress_bar()

@@ -1,0 +1,192 @@
+"""Raw training data: where it lies, how it is read, and in which order its documents come.
+
+Chose to read everything into memory, in one sorted order that is the same on every machine, over streaming: planners
+need all lengths anyway, and a corpus for fine-tuning is small beside the model. The price is the corpus' size in memory
+once per rank while it is tokenized.
+
+Every file must be UTF-8: one that is not is an error naming it, or skipped and counted in a log message when the caller
+says so. Empty texts are always skipped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from odc.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+Message = dict[str, str]
+Unreadable = Literal["error", "skip"]
+
+_JSONL = (".jsonl", ".ndjson")
+_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True)
+class RawDocument:
+    """One document before tokenization: a text, all of it trained on, or a conversation of which assistants' words are.
+
+    Args:
+        name: where it comes from: relative path, `file.jsonl:line` or `folder[row]`.
+        content: the text, or messages with `role` and `content`.
+    """
+
+    name: str
+    content: str | tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """A folder of text files, read recursively.
+
+    Args:
+        path: the folder.
+        extensions: files to read, by the end of their name, in lower case.
+        exclude: names of folders below `path` to leave out.
+    """
+
+    path: Path
+    extensions: tuple[str, ...] = (".txt", ".md", ".py")
+    exclude: tuple[str, ...] = ()
+
+
+Source = Path | TextFolder
+
+
+def stdlib_source() -> TextFolder:
+    """The running Python's own standard library, without installed packages and folders called `test`.
+
+    Python 3.11.7 has 864 non-empty files there, as skewed as long-context training data (measured, in bytes: mean 15.3
+    KB, 99th percentile 106.5 KB, maximum 757 KB, coefficient of variation 2.19).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return TextFolder(root, extensions=(".py",), exclude=("site-packages", "dist-packages", "test"))
+
+
+def source_named(name: str) -> Source:
+    """The source a user names: `stdlib`, or a path to a folder of text files, a JSONL file or a datasets folder."""
+    return stdlib_source() if name == "stdlib" else Path(name)
+
+
+def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[RawDocument]:
+    """All documents of `source` with something in them, in an order that does not depend on the machine.
+
+    Args:
+        source: a folder of text files, a JSONL file (`text` or `messages` in every line), one text file, or a folder
+            written by `datasets.save_to_disk` (columns `text` or `messages`; of several splits, `train`).
+        unreadable: what happens to a text file that cannot be read or is not UTF-8: "error" names it, "skip" counts it.
+
+    Raises DataError when there is nothing to read, for a malformed line or row, naming it, and when the `datasets`
+    package is needed but missing.
+    """
+    folder = source if isinstance(source, TextFolder) else None
+    path = folder.path if folder else source
+    assert isinstance(path, Path)
+    if not path.exists():
+        raise DataError(f"there is no file or folder {path}")
+    if path.is_file():
+        found = _jsonl(path) if path.suffix.lower() in _JSONL else _files([path], path.parent, unreadable)
+    elif folder is None and any((path / name).is_file() for name in _DATASETS):
+        found = _datasets(path)
+    else:
+        folder = folder or TextFolder(path)
+        found = _files(_listed(folder), folder.path, unreadable)
+    documents = list(found)
+    filled = [document for document in documents if document.content]
+    if len(filled) < len(documents):
+        _log.info("%s: skipped %d empty documents", path, len(documents) - len(filled))
+    if not filled:
+        raise DataError(f"{path} holds no documents{_hint(path, folder)}")
+    return filled
+
+
+def _hint(path: Path, folder: TextFolder | None) -> str:
+    if folder is None:
+        return ""
+    looked = f": no non-empty file ends in {', '.join(folder.extensions)}"
+    lines = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _JSONL)
+    return looked + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
+
+
+def _listed(folder: TextFolder) -> list[Path]:
+    """The folder's files sorted by their path in POSIX form; hidden files and folders are left out."""
+    files = []
+    for path in folder.path.rglob("*"):
+        parts = path.relative_to(folder.path).parts
+        if path.suffix.lower() not in folder.extensions or any(part.startswith(".") for part in parts):
+            continue
+        if not any(part in folder.exclude for part in parts[:-1]) and path.is_file():
+            files.append(path)
+    return sorted(files, key=lambda path: path.relative_to(folder.path).as_posix())
+
+
+def _files(paths: Sequence[Path], root: Path, unreadable: Unreadable) -> Iterator[RawDocument]:
+    skipped = []
+    for path in paths:
+        try:
+            yield RawDocument(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            if unreadable == "error":
+                why = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
+                raise DataError(f"{path} {why}") from error
+            skipped.append(path)
+    if skipped:
+        _log.warning("skipped %d files that cannot be read as UTF-8, the first is %s", len(skipped), skipped[0])
+
+
+def _jsonl(path: Path) -> Iterator[RawDocument]:
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        name = f"{path.name}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error.msg}") from error
+        yield RawDocument(name, _content(row, f"{path}, line {number}"))
+
+
+def _datasets(path: Path) -> Iterator[RawDocument]:
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise DataError(
+            f"{path} is a datasets folder; reading it needs the datasets package: pip install 'odc-fsdp[datasets]'"
+        ) from error
+    dataset = load_from_disk(str(path))
+    if isinstance(dataset, DatasetDict):
+        if "train" not in dataset:
+            raise DataError(f"{path} has no split 'train', only {', '.join(sorted(dataset))}")
+        dataset = dataset["train"]
+    for number, row in enumerate(dataset):
+        yield RawDocument(f"{path.name}[{number}]", _content(row, f"{path}, row {number}"))
+
+
+def _content(row: Any, where: str) -> str | tuple[Message, ...]:
+    """The row's messages if it has any, else its text."""
+    if not isinstance(row, dict) or (row.get("messages") is None and row.get("text") is None):
+        raise DataError(f"{where} has neither 'text' nor 'messages'")
+    if row.get("messages") is None:
+        if not isinstance(row["text"], str):
+            raise DataError(f"{where}: 'text' must be a string, not {type(row['text']).__name__}")
+        return row["text"]
+    if not isinstance(row["messages"], list):
+        raise DataError(f"{where}: 'messages' must be a list, not {type(row['messages']).__name__}")
+    messages = []
+    for index, message in enumerate(row["messages"]):
+        pair = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not all(isinstance(value, str) for value in pair):
+            raise DataError(f"{where}: message {index} needs a 'role' and a 'content', both strings")
+        messages.append({"role": str(pair[0]), "content": str(pair[1])})
+    return tuple(messages)

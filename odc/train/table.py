@@ -1,0 +1,90 @@
+"""The figures of a comparison as one table: a column an arm, a row a figure, so that it fits an 80-column terminal.
+
+Chose to print medians with the range below where it says something, and to leave everything else to the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from odc.errors import OdcError
+from odc.trace import CATEGORIES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MIB = float(1 << 20)
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """A rich table of what `odc.train.report.report` returned. Raises OdcError when rich is missing."""
+    try:
+        from rich import box
+        from rich.table import Table
+    except ImportError as error:
+        raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
+    arms = figures["arms"]
+    made = Table(title=_title(figures), caption=_caption(figures), box=box.SIMPLE_HEAD, padding=(0, 1))
+    made.add_column("", no_wrap=True)
+    for arm in arms:
+        made.add_column(arm, justify="right", no_wrap=True)
+    for name, cell in _rows():
+        if name is None:
+            made.add_section()
+        else:
+            made.add_row(name, *(cell(arm) for arm in arms.values()))
+    return made
+
+
+def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
+    rows: list[tuple[str | None, Callable[[dict[str, Any]], str]]] = [
+        ("samples/s", lambda arm: f"{arm['total']['samples_per_s']:.2f}"),
+        ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
+        ("step, s", lambda arm: f"{arm['step_s']['median']:.2f}"),
+        ("  from-to", lambda arm: f"{arm['step_s']['min']:.2f}-{arm['step_s']['max']:.2f}"),
+        (None, str),
+        ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
+        ("  from-to", lambda arm: f"{arm['bubble']['min'] * 100:.1f}-{arm['bubble']['max']:.1%}"),
+        ("  plan's prediction", lambda arm: f"{arm['plan']['bubble']:.1%}"),
+        ("  any plan's bound", lambda arm: f"{arm['plan']['bound']:.1%}"),
+        (None, str),
+    ]
+    rows += [(f"{category}, ms", _milliseconds(category)) for category in CATEGORIES]
+    rows += [
+        (None, str),
+        ("peak memory, MiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
+        ("  between passes", _held),
+        (None, str),
+        ("final loss", lambda arm: f"{arm['loss']['final']:.6f}"),
+        ("  largest gap", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
+    ]
+    return rows
+
+
+def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
+    return lambda arm: f"{arm['breakdown'][category]['median'] * 1e3:,.0f}"
+
+
+def _held(arm: dict[str, Any]) -> str:
+    if arm["held_bytes"] is None:
+        return "-"
+    return f"{(arm['held_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"
+
+
+def _title(figures: dict[str, Any]) -> str:
+    job = figures["job"]
+    return (
+        f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
+        f"{job['precision']}"
+    )
+
+
+def _caption(figures: dict[str, Any]) -> str:
+    counted = figures["job"]["steps"] - figures["skipped_steps"]
+    repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
+    return (
+        f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
+        "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
+        f"step. The loss gap is to {figures['reference']}."
+    )

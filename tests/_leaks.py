@@ -1,0 +1,67 @@
+"""What rank processes left behind: processes, shared-memory files, memfds.
+
+Chose to recognise what a rank started by its session (each rank opens its own) over its parent: a killed rank's
+children are re-parented and would be missed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+
+def shared_files() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def processes_of(sessions: Collection[int]) -> dict[int, str]:
+    """Living processes (zombies aside) in any of the sessions: pid to command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue
+        # The command, in parentheses, may hold spaces: fields are counted from the last parenthesis.
+        state, _, _, session = stat[stat.rindex(")") + 2 :].split()[:4]
+        if int(session) in sessions and state not in "ZX":
+            found[int(entry.name)] = stat[stat.index("(") + 1 : stat.rindex(")")]
+    return found
+
+
+def memfds_of(pid: int) -> list[str]:
+    """Anonymous shared files that a process has open or mapped."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if target.startswith("/memfd:"):
+            found.append(target)
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return found + [line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line]
+
+
+def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 10.0) -> None:
+    """No process of these ranks lives, and no file in /dev/shm is new that bears odc's name or one of their pids.
+
+    A memfd lives in processes alone: with these gone it could only be open in pytest itself, which is looked at too.
+
+    Args:
+        within_s: DataLoader workers look for their parent every 5 s.
+    """
+    deadline = time.monotonic() + within_s
+    while (alive := processes_of(sessions)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive, f"processes live on: {alive}"
+    marks = ["odc", *map(str, sessions)]
+    left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
+    assert not left, f"left in /dev/shm: {left}"
+    held = memfds_of(os.getpid())
+    assert not held, f"memfds held by pytest itself: {held}"

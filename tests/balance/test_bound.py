@@ -1,0 +1,44 @@
+"""The lower bound against exhaustive search."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import lower_bound
+
+COSTS = st.lists(st.integers(0, 30).map(float), min_size=1, max_size=7)
+
+
+def optimum(costs: list[float], ranks: int) -> float:
+    """The best longest rank by trying every assignment (up to renaming the ranks)."""
+
+    def place(i: int, loads: tuple[float, ...]) -> float:
+        if i == len(costs):
+            return max(loads)
+        return min(
+            place(i + 1, tuple(sorted(load + costs[i] if r == chosen else load for r, load in enumerate(loads))))
+            for chosen in range(ranks)
+            if chosen == 0 or loads[chosen] != loads[chosen - 1]
+        )
+
+    return place(0, (0.0,) * ranks)
+
+
+@given(COSTS, st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_never_above_the_optimum(costs: list[float], ranks: int):
+    assert lower_bound(costs, ranks) <= optimum(costs, ranks) + 1e-9
+
+
+@given(COSTS, st.integers(1, 6))
+def test_adding_a_rank_never_raises_it(costs: list[float], ranks: int):
+    assert lower_bound(costs, ranks + 1) <= lower_bound(costs, ranks) + 1e-9
+
+
+def test_meets_the_optimum_where_it_is_known():
+    assert lower_bound([5.0, 5.0, 5.0], 2) == 10.0
+    assert lower_bound([9.0, 1.0, 1.0], 3) == 9.0
+    assert lower_bound([1.0] * 8, 4) == 2.0
+    assert lower_bound([4.0] * 5, 2) == 12.0
+    assert lower_bound([], 3) == 0.0

@@ -1,0 +1,85 @@
+"""What holds for every policy: valid plans, the cap, clear refusals, determinism."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import POLICIES, Plan, linear_cost, policy_named, quadratic
+from odc.errors import PlanError
+
+CAP = 100
+LENGTHS = st.lists(st.integers(1, CAP), min_size=1, max_size=48)
+COSTS = st.sampled_from([linear_cost, quadratic(0.268, 4.05e-3), quadratic(0, 1)])
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+@each_policy
+@given(LENGTHS, st.integers(1, 9), COSTS, st.integers(0, 3))
+@settings(deadline=None)
+def test_valid_capped_and_at_or_above_the_bound(policy, lengths, ranks, cost, seed):
+    plan: Plan = policy(lengths, ranks, CAP, cost, seed)
+    plan.validate(len(lengths))
+    assert len(plan.ranks) == ranks
+    for microbatches, costs in zip(plan.ranks, plan.costs, strict=True):
+        for mb, predicted in zip(microbatches, costs, strict=True):
+            assert sum(lengths[i] for i in mb) <= CAP
+            assert predicted == pytest.approx(sum(cost(lengths[i]) for i in mb))
+    assert plan.longest >= plan.bound * (1 - 1e-9)
+    assert 0 <= plan.bubble_bound <= plan.bubble + 1e-9 <= plan.bubble_per_microbatch + 2e-9 < 1
+
+
+@each_policy
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_same_input_and_seed_same_plan(policy, lengths, ranks, seed):
+    assert policy(lengths, ranks, CAP, seed=seed) == policy(list(lengths), ranks, CAP, seed=seed)
+
+
+FINGERPRINT = """
+import hashlib, random
+from odc.balance import POLICIES, quadratic
+draw = random.Random(3)
+lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(96)]
+cost = quadratic(0.268, 1.3e-4)
+print(hashlib.sha256("".join(p(lengths, 8, 8192, cost, 1).to_json() for p in POLICIES.values()).encode()).hexdigest())
+"""
+
+
+def test_same_plan_in_another_process_with_another_hash_seed():
+    def run(hash_seed: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", FINGERPRINT],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(p for p in sys.path if p) + ":."},
+        )
+        return done.stdout.strip()
+
+    assert len(run("1")) == hashlib.sha256().digest_size * 2
+    assert run("1") == run("2")
+
+
+@each_policy
+def test_bad_input_is_named(policy):
+    with pytest.raises(PlanError, match="no samples"):
+        policy([], 2, CAP)
+    with pytest.raises(PlanError, match="ranks=0"):
+        policy([1], 0, CAP)
+    with pytest.raises(PlanError, match="sample 2 has 101 tokens, more than the cap of 100"):
+        policy([5, 100, 101], 2, CAP)
+    with pytest.raises(PlanError, match="sample 1 has length 0"):
+        policy([5, 0], 2, CAP)
+
+
+def test_policies_by_name():
+    assert policy_named("lb_mini") is POLICIES["lb_mini"]
+    with pytest.raises(PlanError, match=r"'lb_max'.*local_sort, lb_micro, lb_mini"):
+        policy_named("lb_max")

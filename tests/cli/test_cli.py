@@ -1,0 +1,155 @@
+"""The command line as a user meets it; what starts ranks runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odc.cli import main
+
+pytest.importorskip("typer", reason="needs the cli extra")
+pytest.importorskip("transformers", reason="needs the train extra")
+
+_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def odc(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*python, "-m", "odc.cli", *arguments], capture_output=True, text=True, timeout=200, env=_ENV, check=False
+    )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """Options of a job that takes a second."""
+    model = {
+        "model_type": "qwen2",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+    }
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    texts = ["ab " * (1 + 7 * (i % 5)) for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--model", str(tmp_path / "model.json"), "--data", str(tmp_path / "data.jsonl"), "--tokenizer", "bytes"]
+    return [*options, "--max-tokens", "100", "--steps", "2", "--cache", str(tmp_path / "cache")]
+
+
+def test_train_launches_its_ranks_saves_and_exports(job: list[str], tmp_path: Path) -> None:
+    output, export = tmp_path / "out", tmp_path / "model"
+    done = odc("train", *job, "--output", str(output), "--export", str(export))
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", done.stdout)
+    assert done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\n")
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert sorted(os.listdir(output)) == ["checkpoints", "steps.jsonl"]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.architectures == ["Qwen2ForCausalLM"]
+    assert AutoTokenizer.from_pretrained(export)("ab")["input_ids"] == [97, 98]
+
+
+def test_train_runs_under_torchrun(job: list[str]) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    done = odc("train", *job, "--arm", "odc", python=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  loss" in done.stderr
+    assert done.stdout.startswith("step 2: loss")
+    assert done.stderr.count("step 2/2") == 1, "one rank shows progress"
+
+
+def test_compare_writes_one_table_and_what_it_names(job: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = odc("compare", *job, "--arms", "fsdp2,odc", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc"):
+        assert text in done.stdout
+    named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", done.stdout, re.MULTILINE)
+    assert [Path(path).name for path in named] == [
+        "compare.json",
+        "timeline.png",
+        "trace-fsdp2.json.gz",
+        "trace-odc.json.gz",
+    ]
+    assert all(Path(path).stat().st_size > 100 for path in named)
+    figures = json.loads((output / "compare.json").read_text())
+    assert list(figures["arms"]) == ["fsdp2", "odc"]
+    assert figures["command"][:2] == ["odc", "compare"]
+    assert figures["arms"]["odc"]["loss"]["largest_difference"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["train", "--arm", "zero1"], "odc: arm must be one of fsdp2, fsdp2-resident, odc-equal, odc, not 'zero1'", 2),
+        (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),
+        (["train", "--data", "/does/not/exist"], "odc: data: there is no file or folder /does/not/exist", 2),
+        (["train", "--steps", "many"], "Invalid value for ", 2),
+        (["compare", "--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2, ", 2),
+        (["compare", "--skip", "2"], "odc: skip must leave a step to measure: it is 2, steps is 2", 2),
+    ],
+)
+def test_bad_input_is_one_line(
+    job: list[str], arguments: list[str], message: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    command, *options = arguments
+    output = ["--output", str(tmp_path / "out")] if command == "compare" else []
+    with pytest.raises(SystemExit) as ended:
+        main([command, *job, *output, *options])
+    assert ended.value.code == code
+    said = capfd.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_traceback_shows_where_it_came_from(job: list[str], capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["--traceback", "train", *job, "--arm", "zero1"])
+    said = capfd.readouterr().err
+    assert "Traceback" in said and "config.py" in said
+
+
+def test_compare_needs_a_model_and_data_or_the_demo(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--data", "stdlib"])
+    assert capfd.readouterr().err == "odc: model: say which (--model), or run the demo (--demo)\n"
+
+
+def test_a_failing_rank_is_named(job: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "checkpoints").write_text("a file in the way")
+    done = odc("train", *job, "--output", str(output), "--arm", "fsdp2")
+    assert done.returncode == 1
+    assert re.search(r"odc: rank \d failed: CheckpointError: cannot prepare .*step-00000002.partial", done.stderr)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_libraries_it_names_the_extra(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 2
+    said = f"odc: {missing} is not installed; the command line needs: pip install 'odc-fsdp[cli]'\n"
+    assert capfd.readouterr().err == said
+
+
+def test_help_lists_the_commands(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = capfd.readouterr().out
+    for command in ("train", "compare", "status"):
+        assert command in said

@@ -1,0 +1,41 @@
+"""Fixtures of all tests: `ranks(world)` gives a pool of rank processes (see `_ranks`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Test directories are no packages; their helpers (`_ranks`, `_models`, ...) have unique names and are found here.
+for _helpers in (Path(__file__).parent, Path(__file__).parent / "fsdp"):
+    if str(_helpers) not in sys.path:
+        sys.path.insert(0, str(_helpers))
+
+# A busy machine is no failure: no example of any property test has a deadline.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], object]]:
+    """`ranks(world).run(function, *args, timeout=120)` runs a module-level function on every rank of a lasting pool."""
+    from _ranks import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        return pools.setdefault(world, RankPool(world))
+
+    yield pool
+    outcomes = [outcome for one in pools.values() for outcome in one.close()]
+    unclean = [outcome.describe() for outcome in outcomes if outcome.exit_code != 0]
+    assert not unclean, "pool ranks did not end in good order:\n" + "\n".join(unclean)
+
+
+def pytest_unconfigure() -> None:
+    """End the process that forks ranks, if any test started it."""
+    if "_ranks" in sys.modules:
+        sys.modules["_ranks"].close_nursery()

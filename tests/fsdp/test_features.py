@@ -1,0 +1,254 @@
+"""What FSDP2's users do between and around steps: each program runs under both, and everything it returns is equal.
+
+Two ranks, one backward a minibatch unless said otherwise, so equal means to the bit.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _compare import differences
+from _models import Case, Tiny, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
+from _programs import PLAIN, Make, Programs, Result, backward, new, step
+from _ranks import RankPool
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import distribute_tensor
+
+Pools = Callable[[int], RankPool]
+
+PROGRAMS = Programs()
+
+
+@PROGRAMS.add
+def two_forwards_before_one_backward(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    for number in range(2):
+        first, second = tokens(rank, number, 0), tokens(rank, number, 1)
+        (next_token_loss(model(first), first) / 18 + next_token_loss(model(second), second) / 36).backward()
+        clip(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def evaluation_between_steps(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with, Case(counts=((1, 1),), checkpointing="function"))
+    seen: Result = {}
+    for number, mode in enumerate([torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode]):
+        step(model, optimizer, rank, number)
+        model.eval()
+        with mode():
+            for i in range(number + 1):
+                seen[f"{number}.{i}"] = model(tokens(rank, 50 + number, i)).clone()
+        model.train()
+    return {**seen, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def evaluation_first_and_twice(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    seen: Result = {}
+    for number in range(3):
+        with torch.no_grad():
+            seen[f"a{number}"] = model(tokens(rank, number, 5))
+            seen[f"b{number}"] = model(tokens(rank, number, 6))
+        step(model, optimizer, rank, number)
+    return {**seen, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def forward_with_gradients_but_no_backward(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    for number in range(2):
+        model(tokens(rank, number, 7))
+        step(model, optimizer, rank, number)
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def load_state_dict_between_steps(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    for number in range(2):
+        step(model, optimizer, rank, number)
+    with torch.no_grad():
+        model(tokens(rank, 3, 0))  # an evaluation is open when the weights come
+    model.load_state_dict(first)
+    loss = step(model, optimizer, rank, 5)
+    return {"loss": loss, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def weights_set_by_hand_between_steps(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    step(model, optimizer, rank, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+        model.head.weight.data.add_(0.25)
+    loss = step(model, optimizer, rank, 1)
+    return {"loss": loss, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def meta_init(shard_with: Make, rank: int, world: int) -> Result:
+    source = make(Case(counts=((1, 1),), tied=True)).state_dict()
+    with torch.device("meta"):
+        empty = make(Case(counts=((1, 1),), tied=True))
+    model = shard(shard_with, empty, PLAIN, init_device_mesh("cpu", (world,)))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.state_dict().items():
+            p.copy_(distribute_tensor(source[name], p.device_mesh, p.placements))
+    assert model.head.weight is model.embed.weight, "tied weights came apart"
+    optimizer = adamw(model)
+    losses = {f"loss{number}": step(model, optimizer, rank, number) for number in range(2)}
+    return {**losses, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def distributed_checkpoint(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    for number in range(2):
+        step(model, optimizer, rank, number)
+    folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+    dist.broadcast_object_list(folder, src=0)
+    saved, saved_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": saved, "optimizer": saved_optimizer}, checkpoint_id=folder[0])
+
+    again, again_optimizer = new(shard_with)
+    loaded, loaded_optimizer = get_state_dict(again, again_optimizer)
+    state = {"model": loaded, "optimizer": loaded_optimizer}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_state_dict(again, again_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for name, value in own_parameters(again).items():
+        assert torch.equal(value, own_parameters(model)[name]), f"{name} came back changed"
+    step(again, again_optimizer, rank, 2)
+    step(model, optimizer, rank, 2)
+    continued = differences(own_parameters(again), own_parameters(model), None)
+    assert not continued, f"resumed and uninterrupted part: {continued}"
+    return own_parameters(again)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def zero_grad_keeps_tensors(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    for number in range(3):
+        backward(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return {**own_gradients(model), **{f"p.{name}": p for name, p in own_parameters(model).items()}}
+
+
+@PROGRAMS.add
+def gradients_add_up_without_zero_grad(shard_with: Make, rank: int, world: int) -> Result:
+    model, _ = new(shard_with)
+    for number in range(3):
+        backward(model, rank, number)
+    return own_gradients(model)
+
+
+@PROGRAMS.add
+def freeze_then_unfreeze(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    losses: Result = {}
+    for number in range(4):
+        model.layers[0].requires_grad_(number % 2 == 1)
+        losses[f"loss{number}"] = step(model, optimizer, rank, number)
+    return {**losses, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def another_forward_method(shard_with: Make, rank: int, world: int) -> Result:
+    model, optimizer = new(shard_with)
+    register_fsdp_forward_method(model, "hidden")
+    seen: Result = {}
+    for number in range(2):
+        x = tokens(rank, number, 0)
+        hidden = model.hidden(x)
+        hidden.square().mean().backward()
+        seen[f"hidden{number}"] = hidden.detach()
+        clip(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**seen, **own_parameters(model)}
+
+
+def _hidden(self: Tiny, x: torch.Tensor) -> torch.Tensor:
+    h = self.embed(x)
+    for layer in self.layers:
+        h = layer(h)
+    return h
+
+
+Tiny.hidden = _hidden  # type: ignore[attr-defined]
+
+
+@PROGRAMS.add
+def several_optimizers(shard_with: Make, rank: int, world: int) -> Result:
+    model, _ = new(shard_with)
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
+    others = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-2, eps=1e-4)
+    for number in range(3):
+        backward(model, rank, number)
+        clip(model, 0.5)
+        for optimizer in (matrices, others):
+            optimizer.step()
+            optimizer.zero_grad()
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def optimizers_that_take_turns(shard_with: Make, rank: int, world: int) -> Result:
+    model, _ = new(shard_with)
+    optimizers = [torch.optim.SGD(list(model.parameters())[i::2], lr=0.1) for i in range(2)]
+    for number in range(4):
+        backward(model, rank, number)
+        optimizers[number % 2].step()
+        model.zero_grad()
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def fused_adamw(shard_with: Make, rank: int, world: int) -> Result:
+    model, _ = new(shard_with, Case(counts=((1, 1),), low_precision=True))
+    optimizer = adamw(model, fused=True)
+    for number in range(3):
+        step(model, optimizer, rank, number)
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def hooks_after_accumulation(shard_with: Make, rank: int, world: int) -> Result:
+    """The optimizer-in-backward idiom."""
+    model, _ = new(shard_with)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(_step_in_hook)
+    for number in range(2):
+        backward(model, rank, number)
+    return own_parameters(model)  # type: ignore[return-value]
+
+
+def _step_in_hook(p: torch.Tensor) -> None:
+    assert p.grad is not None, "a hook after accumulation, and no gradient"
+    with torch.no_grad():
+        p.sub_(p.grad, alpha=0.1)
+    p.grad = None
+
+
+def same(rank: int, world: int, name: str) -> None:
+    PROGRAMS.same(name, rank, world)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(ranks: Pools, name: str) -> None:
+    ranks(2).run(same, name)

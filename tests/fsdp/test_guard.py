@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from odc.comm import State
+from odc.errors import UnfinishedMinibatchError
+from odc.fsdp import guard
+
+
+@dataclass
+class Minibatch:
+    """Stands in for a root's state machine."""
+
+    state: State
+    refuses: bool = False
+    stepped: int = 0
+
+    def before_step(self) -> None:
+        self.stepped += 1
+        if self.refuses:
+            raise UnfinishedMinibatchError("not now")
+
+
+@dataclass
+class Root:
+    """Stands in for a root that holds some parameters."""
+
+    minibatch: Minibatch
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def parameter_ids(self) -> set[int]:
+        return {id(parameter) for parameter in self.parameters}
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch) -> list[Root]:
+    found: list[Root] = []
+    monkeypatch.setattr(guard, "live_roots", lambda: found)
+    guard.install()
+    return found
+
+
+def parameter() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+@pytest.mark.parametrize("state", [State.OPEN, State.FINISHING])
+def test_a_step_in_an_unfinished_minibatch_raises_before_it_changes_anything(roots: list[Root], state: State) -> None:
+    weight = parameter()
+    roots.append(Root(Minibatch(state, refuses=True), [parameter(), weight]))
+    with pytest.raises(UnfinishedMinibatchError):
+        torch.optim.SGD([weight], lr=0.5).step()
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_an_epoch_of_evaluation_is_closed_by_the_step(roots: list[Root]) -> None:
+    weight = parameter()
+    roots.append(Root(Minibatch(State.OPEN), [weight]))
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert roots[0].minibatch.stepped == 1
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_between_minibatches_nothing_happens(roots: list[Root]) -> None:
+    weight = parameter()
+    roots.append(Root(Minibatch(State.CLOSED, refuses=True), [weight]))
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert roots[0].minibatch.stepped == 0
+
+
+def test_other_optimizers_and_other_roots_are_left_alone(roots: list[Root]) -> None:
+    mine, other, unsharded = parameter(), parameter(), parameter()
+    roots += [Root(Minibatch(State.OPEN, refuses=True), [mine]), Root(Minibatch(State.OPEN), [other])]
+    torch.optim.AdamW([unsharded]).step()
+    assert [root.minibatch.stepped for root in roots] == [0, 0]
+    torch.optim.AdamW([unsharded, other]).step()
+    assert [root.minibatch.stepped for root in roots] == [0, 1]
+
+
+def test_every_parameter_group_and_kind_of_optimizer_is_seen(roots: list[Root]) -> None:
+    weight, unsharded = parameter(), parameter()
+    roots.append(Root(Minibatch(State.OPEN, refuses=True), [weight]))
+    groups = [{"params": [unsharded]}, {"params": [weight], "lr": 0.1}]
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
+        with pytest.raises(UnfinishedMinibatchError):
+            kind(groups, lr=0.1).step()
+
+
+def test_the_hook_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[object] = []
+    monkeypatch.setattr(guard, "register_optimizer_step_pre_hook", hooks.append)
+    monkeypatch.setattr(guard, "_installed", False)
+    guard.install()
+    guard.install()
+    assert hooks == [guard._before_step]

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from _members import F32, Crew
+from torch import nn
+
+from odc.comm import Gradient, State, Word
+from odc.comm.wait import read_reason
+from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp.minibatch import Minibatch
+from odc.fsdp.sender import Sender
+from odc.settings import Settings
+
+LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
+
+
+class Param:
+    """Stands in for a sharded parameter."""
+
+    own_dtype = F32
+
+    def __init__(self, numel: int) -> None:
+        self.values = torch.zeros(numel)
+        self.numel = numel
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.grad: torch.Tensor | None = None
+
+    def shard(self) -> torch.Tensor:
+        return self.values
+
+    def add_gradient(self, flat: torch.Tensor, first: int) -> None:
+        self.grad = flat[first : first + self.numel].clone()
+
+
+class Group:
+    """Stands in for a parameter group."""
+
+    gradient_divide_factor: float | None = None
+
+    def __init__(self, numels: list[int]) -> None:
+        self.odc_params = [Param(numel) for numel in numels]
+        self.told: list[str] = []
+
+    def drop_fetch(self) -> None:
+        self.told.append("drop")
+
+
+class Rank:
+    """One member's state machine, with groups that only listen."""
+
+    def __init__(self, crew: Crew, me: int) -> None:
+        self.crew, self.me, self.forgotten = crew, me, 0
+        self.groups = [Group([numel for _, numel, _ in unit]) for unit in LAYOUT]
+        verbs = crew.verbs[me]
+        self.machine = Minibatch(verbs, Sender(verbs, overlap=False), self.groups, self._forget)  # type: ignore[arg-type]
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+    def push(self, unit: int, value: float, params: tuple[int, ...] | None = None) -> None:
+        spec, shards = self.crew.units[unit], self.crew.verbs[self.me].geometry.shards
+        chosen = range(len(spec.params)) if params is None else params
+        self.machine.push(spec, [Gradient(i, torch.full((shards * spec.params[i].numel,), value)) for i in chosen])
+
+    def grads(self) -> list[list[float] | None]:
+        found = [p.grad for group in self.groups for p in group.odc_params]
+        for group in self.groups:
+            for param in group.odc_params:
+                param.grad = None
+        return [None if grad is None else grad.tolist() for grad in found]
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What would run at the end of the backward; torch's own part is left out."""
+    queued: list[Callable[[], None]] = []
+    monkeypatch.setattr(compat, "torch_finalize", lambda group: group.told.append("finalize"))
+    monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
+    monkeypatch.setattr(compat, "queue_after_backward", queued.append)
+    return queued
+
+
+@pytest.fixture
+def two() -> Iterator[list[Rank]]:
+    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1)) as crew:
+        yield [Rank(crew, 0), Rank(crew, 1)]
+
+
+def finish(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.machine.done()
+    for rank in ranks:
+        rank.machine.collect()
+
+
+def states(ranks: list[Rank]) -> list[State]:
+    on_board = [State(rank.crew.spaces[0].board(rank.me).load(Word.STATE)) for rank in ranks]
+    assert on_board == [rank.machine.state for rank in ranks], "`odc status` would tell something else"
+    return on_board
+
+
+# whole minibatches ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_sum_over_all_pushes_divided_by_the_ranks(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    two[0].push(0, 2.0)
+    two[1].push(0, 5.0, (0,))
+    assert states(two) == [State.OPEN] * 2
+    finish(two)
+    for rank in two:
+        assert rank.grads() == [[4.0] * 4, [1.5] * 2, None]
+    assert states(two) == [State.CLOSED] * 2
+    assert [rank.machine.epoch for rank in two] == [1, 1]
+
+
+def test_a_divide_factor_of_the_user_replaces_the_number_of_ranks(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+        rank.groups[0].gradient_divide_factor = 8.0
+    two[0].push(0, 16.0)
+    two[0].push(1, 16.0)
+    finish(two)
+    assert two[1].grads() == [[2.0] * 4, [2.0] * 2, [8.0] * 3]
+
+
+def test_nothing_of_one_minibatch_is_left_in_the_next(two: list[Rank]) -> None:
+    for unit in (0, 1, 0):
+        for rank in two:
+            rank.machine.begin()
+        two[0].push(unit, 2.0)
+        finish(two)
+        used = [[1.0] * numel if u == unit else None for u, layout in enumerate(LAYOUT) for _, numel, _ in layout]
+        assert [rank.grads() for rank in two] == [used, used]
+
+
+def test_a_rank_without_microbatches_opens_the_minibatch_when_it_finishes(two: list[Rank]) -> None:
+    for epoch in range(1, 4):
+        two[1].machine.done()
+        assert states(two)[1] is State.FINISHING
+        two[0].push(0, 4.0)
+        two[0].machine.done()
+        two[0].machine.collect()
+        two[1].machine.collect()
+        assert two[1].grads() == [[2.0] * 4, [2.0] * 2, None]
+        assert two[1].machine.epoch == epoch
+
+
+def test_replicas_are_summed_too() -> None:
+    with Crew(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as crew:
+        ranks = [Rank(crew, 0), Rank(crew, 1)]
+        for rank in ranks:
+            rank.machine.begin()
+        for rank in ranks:
+            rank.push(0, 1.0 + 2 * rank.me)
+            rank.machine.done()
+        complete(crew)
+        for rank in ranks:
+            rank.machine.collect()
+            assert rank.grads() == [[2.0] * 4, [2.0] * 2, None]
+
+
+def complete(crew: Crew) -> None:
+    """Say that all accumulators hold every push, as collect() does: in one thread nobody can wait for another."""
+    for member, space in enumerate(crew.spaces):
+        space.board(member).store(Word.COMPLETE, 1)
+
+
+# begin ---------------------------------------------------------------------------------------------------------------
+
+
+def test_begin_publishes_the_shards_of_now_and_only_once(two: list[Rank]) -> None:
+    space = two[1].crew.spaces[1]
+    two[0].groups[1].odc_params[0].values.fill_(3.0)
+    two[0].machine.begin()
+    two[0].groups[1].odc_params[0].values.fill_(4.0)
+    two[0].machine.begin()
+    assert space.published(0, space.units[1], 0).tolist() == [3.0] * 3
+    assert space.board(0).load(Word.PUBLISHED) == 1
+
+
+def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].machine.close_evaluation("step")
+    with two[0].crew.late("rank 10 .*waiting for rank 13 to finish epoch 1"):
+        two[0].machine.begin()
+    assert states(two) == [State.CLOSED, State.OPEN]
+    two[1].machine.close_evaluation("step")
+    two[0].machine.begin()
+    assert two[0].machine.epoch == 2
+
+
+def test_begin_waits_until_the_replicas_have_read_the_accumulators() -> None:
+    with Crew(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as crew:
+        ranks = [Rank(crew, 0), Rank(crew, 1)]
+        for rank in ranks:
+            rank.machine.begin()
+            rank.machine.done()
+        complete(crew)
+        ranks[0].machine.collect()
+        with crew.late("waiting for rank 13 to read the accumulators of epoch 1"):
+            ranks[0].machine.begin()
+        ranks[1].machine.collect()
+        ranks[0].machine.begin()
+
+
+def test_begin_counts_microbatches_anew_and_is_progress(two: list[Rank]) -> None:
+    board = two[0].crew.spaces[0].board(0)
+    board.store(Word.MICROBATCH, 5)
+    two[0].machine.begin()
+    two[0].machine.begin()
+    assert board.load(Word.MICROBATCH) == 0
+    assert board.load(Word.PROGRESS) == 2
+
+
+# the end of a backward -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], heard: list[Callable[[], None]]) -> None:
+    rank, (first, second) = two[0], two[0].groups
+    rank.machine.begin()
+    rank.machine.finalized(first)  # type: ignore[arg-type]
+    rank.machine.finalized(first)  # type: ignore[arg-type]
+    assert states(two)[0] is State.OPEN and not heard, "torch finalizes the root before the others' left-overs"
+    rank.machine.finalized(second)  # type: ignore[arg-type]
+    assert states(two)[0] is State.FINISHING
+    assert heard == [rank.machine.collect], "nobody is waited for inside the backward"
+    for group in rank.groups:
+        assert group.told == ["finalize", "drop", "reshard"]
+    assert rank.forgotten == 1
+
+
+def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may end right after it has seen DONE; its words must be in reach by then."""
+    rank, seen = two[0], list[bool]()
+    verbs, heap = rank.crew.verbs[0], rank.crew.spaces[0].heap
+    done = verbs.done
+    monkeypatch.setattr(verbs, "done", lambda *, trained: (seen.append(heap.attached(1)), done(trained=trained)))
+    rank.machine.begin()
+    assert not heap.attached(1)
+    rank.machine.done()
+    assert seen == [True]
+
+
+def test_each_minibatch_needs_all_its_groups_again(two: list[Rank]) -> None:
+    for _ in range(2):
+        for rank in two:
+            rank.machine.begin()
+            rank.machine.finalized(rank.groups[0])  # type: ignore[arg-type]
+            assert rank.machine.state is State.OPEN
+            rank.machine.finalized(rank.groups[1])  # type: ignore[arg-type]
+        for rank in two:
+            rank.machine.collect()
+
+
+def test_collect_without_done_is_refused(two: list[Rank]) -> None:
+    two[0].machine.begin()
+    with pytest.raises(OdcError, match=r"rank 10: collect\(\) without done\(\) in epoch 1"):
+        two[0].machine.collect()
+
+
+def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].crew.by_hand = True
+    two[1].push(0, 1.0)
+    two[0].machine.done()
+    with two[0].crew.late("rank 13 to finish epoch 1"):
+        two[0].machine.collect()
+    two[1].machine.done()
+    with two[0].crew.late("the own server to add what rank 13 pushed"):
+        two[0].machine.collect()
+    assert two[0].grads() == [None, None, None]
+    two[0].crew.drain(0)
+    two[0].machine.collect()
+    assert two[0].grads() == [[0.5] * 4, [0.5] * 2, None]
+
+
+# evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_without_pushes_is_closed_without_waiting_for_anybody(two: list[Rank]) -> None:
+    two[0].machine.begin()
+    two[0].machine.close_evaluation("optimizer.step()")
+    assert states(two)[0] is State.CLOSED
+    assert all(group.told == ["drop", "reshard"] for group in two[0].groups)
+    board = two[0].crew.spaces[1].board(0)
+    assert (board.load(Word.DONE), board.load(Word.EVAL_CLOSED)) == (1, 1)
+    two[0].machine.close_evaluation("optimizer.step()")
+    assert board.load(Word.DONE) == 1
+
+
+@pytest.mark.parametrize("what", ["publish", "before_step"])
+def test_what_was_pushed_is_not_thrown_away(two: list[Rank], what: str) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    doing = {"publish": "publish", "before_step": "optimizer.step"}[what]
+    with pytest.raises(
+        UnfinishedMinibatchError, match=rf"rank 10 \(epoch 1\): {doing}\(\) inside an unfinished minibatch"
+    ):
+        getattr(two[0].machine, what)()
+    assert states(two)[0] is State.OPEN
+    finish(two)
+    assert two[1].grads()[0] == [0.5] * 4
+
+
+def test_publish_shows_new_values_to_everybody(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    for rank in two:
+        rank.groups[1].odc_params[0].values.fill_(1.0 + rank.me)
+        rank.machine.close_evaluation("publish()")
+    for rank in two:
+        rank.machine.publish()
+    space = two[0].crew.spaces[0]
+    assert [space.published(member, space.units[1], 0)[0].item() for member in (0, 1)] == [1.0, 2.0]
+    assert [rank.machine.epoch for rank in two] == [2, 2]
+    assert states(two) == [State.OPEN] * 2
+
+
+def test_a_step_inside_the_block_is_refused_even_before_a_push(two: list[Rank]) -> None:
+    two[0].machine.begin()
+    two[0].machine.explicit = True
+    with pytest.raises(UnfinishedMinibatchError, match=r"optimizer\.step\(\) inside `with model\.minibatch\(\)`"):
+        two[0].machine.before_step()
+
+
+def test_training_in_an_epoch_that_another_rank_only_evaluated_is_an_error_that_names_it(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    two[1].machine.close_evaluation("step")
+    two[0].machine.done()
+    with pytest.raises(OdcError, match="rank 10 trained in epoch 1, but rank 13 closed that epoch after evaluation"):
+        two[0].machine.collect()
+
+
+# abort ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "culprit"),
+    [(ValueError("bad batch"), 10), (PeerLostError("gone", culprit=13), 13), (OdcError("odd"), 10)],
+)
+def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], error: Any, culprit: int) -> None:
+    two[0].machine.begin()
+    two[0].machine.abort(error)
+    space = two[1].crew.spaces[1]
+    assert space.board(1).load(Word.ABORT) == 1 + culprit
+    assert read_reason(space, 1) == f"{type(error).__name__} in epoch 1: {error}"
+    with pytest.raises(PeerLostError, match=f"aborted by rank {culprit}"):
+        two[1].machine.begin()

@@ -1,0 +1,210 @@
+"""Bad input: each is a clear error at the cause, before any work starts; and the smallest worlds work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _compare import assert_same
+from _models import Case, build, low_precision_policy, make, next_token_loss, shard, tokens, train
+from _ranks import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from odc import OdcError, Settings, fully_shard
+from odc.errors import LayoutMismatchError, UnsupportedError
+
+Pools = Callable[[int], RankPool]
+
+PLAIN = Case(counts=((1, 1),))
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = {}
+
+
+def refused(kind: type[Exception], *words: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """The function, run on both ranks, must raise `kind` with all of `words` in the message."""
+
+    def note(function: Callable[[], object]) -> Callable[[], object]:
+        REFUSED[function.__name__] = (function, kind, words)
+        return function
+
+    return note
+
+
+def run_once(model: Any) -> None:
+    x = tokens(0, 0, 0)
+    next_token_loss(model(x), x).backward()
+
+
+@refused(UnsupportedError, "3-D mesh", "(shard,)")
+def three_mesh_dimensions() -> object:
+    return fully_shard(make(PLAIN), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")))
+
+
+@refused(UnsupportedError, "2-D mesh", "names")
+def unnamed_mesh_dimensions() -> object:
+    return fully_shard(make(PLAIN), mesh=init_device_mesh("cpu", (1, 2)))
+
+
+@refused(UnsupportedError, "CPUOffloadPolicy")
+def offloading() -> object:
+    return fully_shard(make(PLAIN), offload_policy=CPUOffloadPolicy())
+
+
+@refused(UnsupportedError, "mixed dtypes", "layers.0.out.weight", "bfloat16", "float32")
+def mixed_dtypes_in_a_unit() -> object:
+    model = make(PLAIN)
+    model.layers[0].out.to(torch.bfloat16)
+    return fully_shard(model)
+
+
+@refused(UnsupportedError, "layers.1", "mesh")
+def units_on_different_meshes() -> None:
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    model = make(PLAIN)
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, mesh=grid["inner"] if i == 1 else grid["outer"])
+    run_once(fully_shard(model, mesh=grid["outer"]))
+
+
+@refused(UnsupportedError, "layers.1", "torch")
+def unit_sharded_by_torch() -> None:
+    mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
+    for i, layer in enumerate(model.layers):
+        (torch_fully_shard if i == 1 else fully_shard)(layer, mesh=mesh)
+    run_once(fully_shard(model, mesh=mesh))
+
+
+@refused(OdcError, "torch")
+def root_sharded_by_torch() -> None:
+    mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    run_once(torch_fully_shard(model, mesh=mesh))
+
+
+@refused(ValueError, "layers.2", "settings", "prefetch=3")
+def conflicting_settings() -> None:
+    model = make(PLAIN)
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, settings=Settings(prefetch=3) if i == 2 else None)
+    run_once(fully_shard(model, settings=Settings(prefetch=0)))
+
+
+@refused(UnsupportedError, "without parameters")
+def nothing_to_shard() -> None:
+    fully_shard(nn.Sequential(nn.ReLU())).finish_minibatch()
+
+
+@refused(UnsupportedError, "complex64")
+def complex_parameters() -> None:
+    model = fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
+    model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
+
+
+def provoke(rank: int, world: int, name: str) -> tuple[str, str]:
+    function, _, _ = REFUSED[name]
+    try:
+        function()
+    except Exception as error:
+        return ",".join(kind.__name__ for kind in type(error).__mro__), str(error)
+    return "", "nothing was raised"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(ranks: Pools, name: str) -> None:
+    _, kind, words = REFUSED[name]
+    for kinds, message in ranks(2).run(provoke, name):
+        assert kind.__name__ in kinds.split(","), message
+        for word in words:
+            assert word in message
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(UnsupportedError, match="init_process_group"):
+        fully_shard(nn.Linear(2, 2))
+
+
+# other layouts on other ranks ------------------------------------------------------------------------------------
+
+
+def _narrower(rank: int) -> Any:
+    return build_wide(33 if rank == 0 else 30)
+
+
+def build_wide(width: int) -> Any:
+    return shard(fully_shard, make(PLAIN, width=width), PLAIN, init_device_mesh("cpu", (2,)))
+
+
+def _one_unit_less(rank: int) -> Any:
+    mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
+    for layer in model.layers:
+        # The same number of calls, so that the roots' heaps bear the same name.
+        fully_shard(nn.Linear(2, 2) if rank == 1 and layer is model.layers[2] else layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _other_dtype(rank: int) -> Any:
+    options = {"mp_policy": low_precision_policy()} if rank == 1 else {}
+    return shard(fully_shard, make(PLAIN), PLAIN, init_device_mesh("cpu", (2,)), **options)
+
+
+def _other_settings(rank: int) -> Any:
+    return build(fully_shard, PLAIN, init_device_mesh("cpu", (2,)), settings=Settings(reproducible=rank == 1))
+
+
+LAYOUTS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "narrower": (_narrower, "unit"),
+    "one_unit_less": (_one_unit_less, "units"),
+    "other_dtype": (_other_dtype, "unit"),
+    "other_settings": (_other_settings, "settings"),
+}
+
+
+def mismatched(rank: int, world: int, name: str) -> str:
+    model = LAYOUTS[name][0](rank)
+    try:
+        run_once(model)
+    except LayoutMismatchError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_differ_between_ranks(ranks: Pools, name: str) -> None:
+    for message in ranks(2).run(mismatched, name):
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert LAYOUTS[name][1] in message
+
+
+# small worlds ----------------------------------------------------------------------------------------------------
+
+
+def alone(rank: int, world: int, case: Case, settings: Settings) -> None:
+    run = train(fully_shard, case, rank, world, settings=settings)
+    assert_same(run, train(torch_fully_shard, case, rank, world, pad=case.idiom != "each"))
+
+
+@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
+def test_world_of_one(ranks: Pools, accumulate: str, low_precision: bool) -> None:
+    settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
+    ranks(1).run(alone, Case(counts=((1,),), low_precision=low_precision), settings)
+    ranks(1).run(alone, Case(counts=((3,), (0,), (2,)), idiom="minibatch", low_precision=low_precision), settings)
+
+
+def replicas_only(rank: int, world: int, settings: Settings) -> None:
+    """A hybrid mesh whose shard dimension has one rank: nothing to fetch, replicas to add up."""
+    case = Case(counts=((1, 2), (0, 1)), idiom="minibatch")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    run = train(fully_shard, case, rank, world, mesh=mesh, settings=settings)
+    assert_same(run, train(torch_fully_shard, case, rank, world, mesh=mesh, pad=True))
+
+
+@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+def test_replicas_without_shards(ranks: Pools, accumulate: str) -> None:
+    ranks(2).run(replicas_only, Settings(accumulate=accumulate))  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from _members import F32, Crew
+
+from odc.comm import Gradient
+from odc.errors import WaitTimeoutError
+from odc.fsdp.sender import Sender
+from odc.settings import Settings
+from odc.trace import PUSH, recorder
+
+
+class Verbs:
+    """Stands in for a root's verbs: pushes when it is let."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, str]] = []
+        self.open, self.fails = threading.Event(), False
+        self.first = threading.Event()
+
+    def push(self, unit: Any, gradients: Any) -> int:
+        self.begun.append((unit.name, threading.current_thread().name))
+        self.first.set()
+        assert self.open.wait(10.0)
+        if self.fails:
+            raise WaitTimeoutError(f"{unit.name} could not be pushed")
+        return 7
+
+
+class Unit:
+    """Stands in for a unit."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@contextlib.contextmanager
+def sending(overlap: bool) -> Iterator[tuple[Sender, Verbs]]:
+    verbs = Verbs()
+    sender = Sender(verbs, overlap)  # type: ignore[arg-type]
+    try:
+        yield sender, verbs
+    finally:
+        verbs.open.set()
+        sender.close()
+
+
+def send(sender: Sender, name: str) -> None:
+    sender.send(Unit(name), [])  # type: ignore[arg-type]
+
+
+def in_thread(call: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_without_overlap_a_push_is_over_when_send_returns() -> None:
+    with sending(overlap=False) as (sender, verbs):
+        verbs.open.set()
+        send(sender, "a")
+        assert verbs.begun == [("a", "MainThread")]
+        sender.flush()
+
+
+def test_backward_goes_on_while_a_push_is_under_way() -> None:
+    with sending(overlap=True) as (sender, verbs):
+        send(sender, "a")
+        assert verbs.first.wait(5.0)
+        send(sender, "b")
+        assert verbs.begun == [("a", "odc-send")]
+
+
+def test_at_most_two_units_wait_so_that_memory_stays_bounded() -> None:
+    with sending(overlap=True) as (sender, verbs):
+        send(sender, "a")
+        assert verbs.first.wait(5.0)
+        send(sender, "b")
+        send(sender, "c")
+        fourth = in_thread(lambda: send(sender, "d"))
+        fourth.join(0.05)
+        assert fourth.is_alive(), "a third unit of gradients would wait"
+        verbs.open.set()
+        fourth.join(5.0)
+        sender.flush()
+        assert [name for name, _ in verbs.begun] == ["a", "b", "c", "d"], "a ring has one producer, in order"
+        assert {thread for _, thread in verbs.begun} == {"odc-send"}
+
+
+def test_flush_returns_when_everything_is_posted() -> None:
+    with sending(overlap=True) as (sender, verbs):
+        send(sender, "a")
+        send(sender, "b")
+        flusher = in_thread(sender.flush)
+        flusher.join(0.05)
+        assert flusher.is_alive()
+        verbs.open.set()
+        flusher.join(5.0)
+        assert not flusher.is_alive()
+        assert [name for name, _ in verbs.begun] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", ["flush", "send"])
+def test_a_failed_push_is_raised_at_the_next_call(how: str) -> None:
+    with sending(overlap=True) as (sender, verbs):
+        verbs.fails = True
+        verbs.open.set()
+        send(sender, "a")
+        with contextlib.suppress(WaitTimeoutError):
+            sender._jobs[0].wait()
+        with pytest.raises(WaitTimeoutError, match="a could not be pushed"):
+            send(sender, "b") if how == "send" else sender.flush()
+
+
+def test_flush_forgets_what_it_raised() -> None:
+    with sending(overlap=True) as (sender, verbs):
+        verbs.fails = True
+        verbs.open.set()
+        send(sender, "a")
+        with pytest.raises(WaitTimeoutError):
+            sender.flush()
+        sender.flush()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
+    with Crew([[("w", 4, F32)]], 2, settings=Settings(timeout_s=5.0)) as crew:
+        crew.publish_all()
+        sender = Sender(crew.verbs[0], overlap)
+        recorder().clear()
+        sender.send(crew.units[0], [Gradient(0, torch.arange(8.0))])
+        sender.flush()
+        sender.close()
+        assert crew.spaces[1].accumulator(1, crew.units[0]).tolist() == [4.0, 5.0, 6.0, 7.0]
+        assert crew.spaces[0].accumulator(0, crew.units[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
+        lane = "push" if overlap else "main"
+        mine = [s for s in recorder().spans() if s.category == PUSH and s.lane == lane and s.nbytes]
+        assert [(s.unit, s.nbytes) for s in mine] == [("u0", 16)]

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import _rank_worker
+import pytest
+import torch
+from _groups import door_name, shm_group
+from _leaks import assert_nothing_left, memfds_of, processes_of, shared_files
+from _rank_worker import tell
+from _ranks import spawn_ranks
+from conformance import HeapConformance
+
+from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
+from odc.memory import Attachment, FreeMemory, ShmHeap, mapping
+from odc.server.door import list_doors
+
+MIB = 1 << 20
+
+
+class TestShmHeap(HeapConformance):
+    group = staticmethod(shm_group)
+
+
+def pair(identity: str = "pair", nbytes: int = 4096) -> tuple[ShmHeap, ShmHeap]:
+    """Two members in this process."""
+    heaps: list[ShmHeap] = []
+
+    def connect(member: int) -> Attachment:
+        peer = heaps[member]
+        return Attachment(os.dup(peer.fd), peer.nbytes, peer.digest)
+
+    heaps += [ShmHeap(identity, (3, 5), me, connect, 1.0) for me in range(2)]
+    for heap in heaps:
+        heap.allocate("flags", 64)
+        heap.allocate("data", nbytes)
+        heap.seal()
+    return heaps[0], heaps[1]
+
+
+def no_peer(_member: int) -> Attachment:
+    raise AssertionError("nobody to connect to")
+
+
+def lone(probe: Callable[[], FreeMemory] | None = None) -> ShmHeap:
+    return ShmHeap("lone", (0,), 0, no_peer, 1.0, **({"probe": probe} if probe else {}))
+
+
+def mapped(identity: str) -> int:
+    return sum(f"odc.{identity}." in line for line in memfds_of(os.getpid()))
+
+
+# memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_said_before_it_is_taken() -> None:
+    heap = lone(lambda: FreeMemory(5 * MIB, "the machine"))
+    heap.allocate("data", 8 * MIB)
+    said = re.escape("rank 0, heap lone: the heap needs 8.0 MiB, but the machine leaves 5.0 MiB free")
+    with pytest.raises(HeapMemoryError, match=said):
+        heap.seal()
+    assert not heap.sealed
+    assert not mapped("lone")
+    heap.close()
+
+
+def test_memory_that_others_take_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_STEP", 2 * MIB)
+    free = iter([9 * MIB, 9 * MIB, 5 * MIB])
+    heap = lone(lambda: FreeMemory(next(free), "the machine"))
+    heap.allocate("data", 8 * MIB - mmap.PAGESIZE)
+    with pytest.raises(HeapMemoryError, match=r"needs 8\.0 MiB \(of which 6\.0 MiB are still to be taken\).* 5\.0 MiB"):
+        heap.seal()
+    gc.collect()
+    assert not mapped("lone")
+
+
+def test_a_kernel_that_refuses_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_populate", lambda address, nbytes, advice: errno.ENOMEM)
+    heap = lone(lambda: FreeMemory(64 * MIB, "the machine"))
+    heap.allocate("data", 8 * MIB)
+    with pytest.raises(HeapMemoryError, match=r"needs 8\.0 MiB .* 64\.0 MiB free, but the kernel refuses.*memory"):
+        heap.seal()
+    gc.collect()
+    assert not mapped("lone")
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_all_pages_are_present_after_seal(monkeypatch: pytest.MonkeyPatch, populates: bool) -> None:
+    if not populates:
+        monkeypatch.setattr(mapping, "_populate", lambda address, nbytes, advice: errno.EINVAL)
+    heap = lone()
+    heap.allocate("data", 4 * MIB)
+    heap.seal()
+    assert os.fstat(heap.fd).st_blocks * 512 >= heap.nbytes
+    assert not heap.tensor(0, "data", torch.uint8).any()
+    heap.close()
+
+
+def test_touching_a_peer_leaves_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_populate", lambda address, nbytes, advice: errno.EINVAL)
+    one, two = pair()
+    one.tensor(0, "data", torch.uint8).fill_(9)
+    assert two.tensor(0, "data", torch.uint8).eq(9).all()
+    one.close()
+    two.close()
+
+
+def test_the_file_cannot_change_its_size_and_is_closed_on_exec() -> None:
+    heap = lone()
+    heap.allocate("data", 4096)
+    heap.seal()
+    for size in (0, heap.nbytes * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(heap.fd, size)
+    assert not os.get_inheritable(heap.fd)
+    assert fcntl.fcntl(heap.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    assert os.readlink(f"/proc/self/fd/{heap.fd}").startswith("/memfd:odc.lone.0")
+    heap.close()
+
+
+def test_offsets_beyond_4_gib() -> None:
+    """A sparse file: only the pages that are touched take memory."""
+    fd = os.memfd_create("odc.sparse.0")
+    os.ftruncate(fd, 6 << 30)
+    far = mapping.Mapping(fd, 6 << 30)
+    os.close(fd)
+    view = far.tensor(torch.float32, 5 << 30, 1000)
+    view.fill_(3.0)
+    assert view.data_ptr() - far.address == 5 << 30
+    assert float(view.sum()) == 3000.0
+
+
+@pytest.mark.parametrize("overcommits", [True, False])
+def test_what_a_forked_child_does_to_a_mapping(monkeypatch: pytest.MonkeyPatch, overcommits: bool) -> None:
+    """Done to one of two mappings of a file in this process; the other is unharmed."""
+    fd = os.memfd_create("odc.twice.0")
+    os.ftruncate(fd, 8192)
+    kept, left = mapping.Mapping(fd, 8192), mapping.Mapping(fd, 8192)
+    os.close(fd)
+    kept.tensor(torch.uint8, 0, 8192).fill_(3)
+    real = mapping._mmap
+
+    def strict(where: int | None, nbytes: int, flags: int, fd: int, protection: int = mapping._READ_WRITE) -> int:
+        if protection & mmap.PROT_WRITE and not overcommits:
+            raise OSError(errno.ENOMEM, "no overcommit")
+        return real(where, nbytes, flags, fd, protection)
+
+    monkeypatch.setattr(mapping, "_mmap", strict)
+    mapping._Range(left.address, left.nbytes).close()
+    assert not left.tensor(torch.uint8, 0, 8192).any()
+    assert kept.tensor(torch.uint8, 0, 8192).eq(3).all()
+    assert mapped("twice") == 1
+
+
+# attaching -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_size_is_refused() -> None:
+    one, two = pair("size")
+    fd = os.memfd_create("odc.short")
+    os.ftruncate(fd, 64)
+    two._connect = lambda member: Attachment(fd, one.nbytes, one.digest)
+    with pytest.raises(LayoutMismatchError, match="rank 5 has 8192 bytes, rank 3 says 8192 and gave 64"):
+        two.words(0, "flags")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)  # closed, not leaked
+    one.close()
+    two.close()
+
+
+def test_what_is_no_heap_at_all_is_refused() -> None:
+    one, two = pair("alien")
+    fd = os.memfd_create("odc.alien")
+    os.write(fd, b"\xff" * 5000)
+    two._connect = lambda member: Attachment(fd, 5000, "0" * 64)
+    with pytest.raises(LayoutMismatchError, match="8192 bytes against 5000"):
+        two.words(0, "flags")
+    one.close()
+    two.close()
+
+
+def test_what_connect_raises_comes_through_and_may_be_tried_again() -> None:
+    one, two = pair("retry")
+    good = two._connect
+
+    def bad(member: int) -> Attachment:
+        raise WaitTimeoutError("rank 3 is late")
+
+    two._connect = bad
+    with pytest.raises(WaitTimeoutError, match="rank 3 is late"):
+        two.base_addresses()
+    assert not two.attached(0)
+    two._connect = good
+    assert two.words(0, "flags").load(0) == 0
+    assert two.attached(0)
+    one.close()
+    two.close()
+
+
+def test_threads_attach_once_and_wait_for_each_other_no_longer_than_the_deadline() -> None:
+    import threading
+
+    one, two = pair("threads")
+    good, calls, go = two._connect, [], threading.Event()
+
+    def slow(member: int) -> Attachment:
+        calls.append(member)
+        go.wait(10)
+        return good(member)
+
+    two._connect, two._deadline_s = slow, 0.05
+    first = threading.Thread(target=two.words, args=(0, "flags"))
+    first.start()
+    while not calls:
+        time.sleep(0.001)
+    with pytest.raises(WaitTimeoutError, match="rank 5, heap threads, attaching to rank 3: another thread"):
+        two.words(0, "flags")
+    go.set()
+    first.join()
+    assert two.words(0, "flags").load(0) == 0
+    assert calls == [0]
+    one.close()
+    two.close()
+
+
+def test_members_and_ranks_are_checked() -> None:
+    for ranks, me in (((0, 1), 2), ((0, 1), -1), ((4, 4), 0), ((), 0)):
+        with pytest.raises(ValueError, match="ranks"):
+            ShmHeap("x", ranks, me, no_peer, 1.0)
+
+
+# end -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_goes_with_the_last_view() -> None:
+    one, two = pair("views")
+    view, words = two.tensor(0, "data", torch.float32), one.words(0, "flags")
+    assert mapped("views") == 3 + 2  # three mappings, two descriptors
+    one.close()
+    two.close()
+    del one, two
+    gc.collect()
+    assert mapped("views") == 2  # each in a mapping of its own
+    bulk = words.as_tensor()
+    del view, words
+    gc.collect()
+    bulk[0] = 5
+    assert mapped("views") == 1
+    del bulk
+    gc.collect()
+    assert mapped("views") == 0
+
+
+def test_closing_before_sealing_and_after() -> None:
+    heap = lone()
+    heap.close()
+    for use in (lambda: heap.allocate("a", 1), lambda: heap.seal()):
+        with pytest.raises(OdcError):
+            use()
+    sealed = lone()
+    sealed.allocate("a", 1)
+    sealed.seal()
+    sealed.close()
+    sealed.close()
+    with pytest.raises(OdcError, match="closed"):
+        _ = sealed.fd
+
+
+def test_fifty_cycles_leak_nothing() -> None:
+    def cycle() -> None:
+        one, two = pair("cycle", 100_000)
+        one.tensor(1, "data", torch.uint8).fill_(1)
+        two.words(0, "flags").store(0, 1)
+        one.close()
+        two.close()
+
+    cycle()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        cycle()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not mapped("cycle")
+
+
+# other processes --------------------------------------------------------------------------------------------------
+
+
+def survive(rank: int, world: int, identity: str) -> list[str]:
+    """Rank 1 is killed while rank 0 has its memory mapped."""
+    with shm_group(identity, (0, 1), rank, 20.0) as heap:
+        heap.allocate("flags", 64)
+        heap.allocate("data", MIB)
+        heap.seal()
+        heap.words(rank, "flags").store(0, 1)
+        peer = heap.tensor(1 - rank, "data", torch.uint8)
+        peer.fill_(rank + 1)
+        while heap.words(1 - rank, "flags").load(0) == 0:
+            time.sleep(0.001)
+        tell("ready")
+        while rank != 0 or door_name(identity, 1) in list_doors(door_name(identity, 1)):
+            time.sleep(0.01)
+        assert int(peer[0]) == 1, "a dead rank's memory must stay readable"
+        before = memfds_of(os.getpid())
+    del heap, peer
+    gc.collect()
+    return before[:1] + memfds_of(os.getpid())
+
+
+def test_kill_9_leaves_no_process_and_no_memory() -> None:
+    before, identity = shared_files(), uuid.uuid4().hex[:12]
+    with spawn_ranks(2, survive, identity) as job:
+        job.until_told(1)
+        job.kill(1)
+        survivor, killed = job.wait(30)
+    assert killed.exit_code == -9
+    assert survivor.exit_code == 0, survivor.describe()
+    assert len(survivor.value) == 1, "after close nothing of either rank's memory is held"
+    assert_nothing_left(job.pids, before)
+    assert not list_doors(door_name(identity, 0)[:-1])
+
+
+def fork_a_worker(rank: int, world: int, identity: str) -> None:
+    """As a data loader does; the child lives on when the rank is killed."""
+    with shm_group(identity, (0,), rank, 20.0) as heap:
+        heap.allocate("flags", 64)
+        heap.allocate("data", MIB)
+        heap.seal()
+        view, words = heap.tensor(0, "data", torch.int64), heap.words(0, "flags")
+        view.fill_(7)
+        words.store(0, 7)
+        ready, done = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _rank_worker._teller.close()  # or the test would wait for the child to end
+            found = [memfds_of(os.getpid()), words.load(0), int(view.sum())]
+            words.store(0, 8)  # into the child's own zeros
+            view[0] = 8
+            try:
+                heap.tensor(0, "data", torch.int64)
+            except OdcError as error:
+                found.append(str(error))
+            del view, words, heap
+            gc.collect()
+            Path(f"/proc/self/fd/{done}").write_text(repr(found))
+            os.close(done)
+            time.sleep(60)
+            os._exit(0)
+        os.close(done)
+        with open(ready) as told:
+            tell((pid, eval(told.read()), words.load(0), int(view[0])))
+        time.sleep(60)
+
+
+def test_a_forked_child_holds_nothing_and_harms_nothing() -> None:
+    identity = uuid.uuid4().hex[:12]
+    with spawn_ranks(1, fork_a_worker, identity) as job:
+        job.until_told(1)
+        child, (held, word, total, refusal), parents_word, parents_data = job.outcomes[0].told[0]
+        assert list_doors(door_name(identity, 0)) == [door_name(identity, 0)]
+        job.kill(0)
+        job.wait(20)
+        assert child in processes_of(job.pids), "the child must outlive its parent for this test to say something"
+        assert not list_doors(door_name(identity, 0)), "a child keeps its dead parent's address alive"
+        os.kill(child, 9)
+    assert (held, word, total) == ([], 0, 0)
+    assert "closed" in refusal
+    assert (parents_word, parents_data) == (7, 7)
+    assert_nothing_left(job.pids, shared_files())
+
+
+def test_no_side_effect_at_import() -> None:
+    """Importing starts no thread, opens nothing, registers no fork handler and loads no library of atomics."""
+    import subprocess
+
+    code = """
+import os, torch
+import odc
+before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+import odc.memory, odc.memory.forks, odc.memory.atomics, odc.server.door
+assert (set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+assert not odc.memory.forks._registered
+assert odc.memory.atomics.default_atomics.cache_info().currsize == 0
+assert not any("memfd" in line for line in open("/proc/self/maps"))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,80 @@
+"""The documentation against the code: what it lists is there, what is there it lists, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import odc.errors
+from odc.comm import Word
+from odc.fsdp import OdcModule
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """Rows of the first table under a heading, by their first cell without back-ticks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"\n{heading}\n")[1]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert rows, f"{page}: no table under {heading}"
+    cells = [[cell.strip() for cell in row.strip("| \n").split("|")] for row in rows[0].splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def public_methods(cls: type) -> set[str]:
+    return {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
+
+
+def test_every_public_method_of_fsdp2_is_listed() -> None:
+    methods = table("fsdp.md", "## Methods of `FSDPModule`")
+    assert public_methods(FSDPModule) <= methods.keys()
+    version = ".".join(torch.__version__.split(".")[:2])
+    here = {name for name, (since, *_) in methods.items() if since == "all" or version in since}
+    assert here == public_methods(FSDPModule)
+
+
+def test_what_fsdp2_methods_become_is_what_the_code_does() -> None:
+    methods = table("fsdp.md", "## Methods of `FSDPModule`")
+    for name, (_, what, *_) in methods.items():
+        refused = inspect.isfunction(vars(OdcModule).get(name)) and "Refused" in (vars(OdcModule)[name].__doc__ or "")
+        no_effect = "No-op" in (getattr(vars(OdcModule).get(name), "__doc__", None) or "")
+        assert (what == "refused") == refused, name
+        assert (what == "no effect") == no_effect, name
+
+
+def test_new_methods_are_listed() -> None:
+    text = (ROOT / "docs" / "fsdp.md").read_text(encoding="utf-8")
+    for name in public_methods(OdcModule):
+        assert f"`{name}`" in text or f"`{name}()`" in text, name
+
+
+def test_every_error_has_its_section() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    errors = [name for name, value in vars(odc.errors).items() if isinstance(value, type) and name.endswith("Error")]
+    for name in errors:
+        assert re.search(rf"^###? `{name}`", text, re.MULTILINE), name
+
+
+def test_every_word_of_the_board_is_listed() -> None:
+    listed = {word.strip() for row in table("protocol.md", "## Words on the board") for word in row.split(",")}
+    assert listed == {word.name for word in Word}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+            assert anchor in slugs, target

@@ -1,0 +1,138 @@
+"""The rules of the house (docs/architecture.md): which way imports run, how long files grow, what importing does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import odc
+
+HOUSE = Path(odc.__file__).parent
+FILES = {
+    ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(HOUSE.rglob("*.py"))
+}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
+TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
+ALL = frozenset({"balance", "cli", "comm", "fsdp", "memory", "server", "trace", "train"})
+MAY_IMPORT = {
+    "errors": frozenset(),
+    "settings": frozenset(),
+    "balance": frozenset(),
+    "trace": frozenset(),
+    "memory": frozenset(),
+    "comm": frozenset({"memory", "trace"}),
+    "server": frozenset({"comm", "memory", "trace"}),
+    "fsdp": frozenset({"server", "comm", "memory", "trace"}),
+    "train": ALL - {"cli"},
+    "cli": ALL,
+    "odc": frozenset({"fsdp"}),
+}
+
+
+def part(name: str) -> str:
+    """`odc.comm.wait` is part of `comm`; odc/__init__.py of `odc`."""
+    return name.split(".")[1] if "." in name else "odc"
+
+
+def imports(name: str) -> set[str]:
+    """Modules of odc that one imports, anywhere in it; a name that an `__init__` re-exports counts as its package."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
+            found |= inside or {node.module}
+    return {one for one in found if one.split(".")[0] == "odc"}
+
+
+def test_imports_run_downward() -> None:
+    wrong = []
+    for name in FILES:
+        allowed = MAY_IMPORT[part(name)] | {part(name), "errors", "settings"}
+        wrong += [f"{name} imports {other}" for other in imports(name) if part(other) not in allowed]
+    assert not wrong
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph = {name: imports(name) & FILES.keys() - {name} for name in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("imports go round: " + " -> ".join(error.args[1]))
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a function; of a command of the command line, whose parameters are its options, what follows them."""
+    first = node.body[0].lineno if len(node.args.args) > 10 else node.lineno
+    return (node.end_lineno or node.lineno) - first + 1
+
+
+def test_files_and_functions_stay_short() -> None:
+    long = [f"{name} has {size} lines" for name, text in TEXTS.items() if (size := len(text.splitlines())) > 400]
+    for name, tree in TREES.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        long += [f"{name}.{node.name} has {lines(node)} lines" for node in functions if lines(node) > 60]
+    assert not long
+
+
+def test_packages_only_re_export() -> None:
+    for name in [name for name, path in FILES.items() if path.name == "__init__.py"]:
+        for node in TREES[name].body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            assert docstring or names or isinstance(node, ast.ImportFrom), f"{name}: {ast.unparse(node)}"
+    assert len(odc.__all__) <= 12
+
+
+def test_every_module_opens_with_a_docstring() -> None:
+    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+
+
+def test_private_torch_names_live_in_one_file() -> None:
+    wrong = []
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                paths = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wrong += [f"{name}: {path}" for path in paths if path.startswith("torch.") and "._" in path]
+    assert wrong, "the search finds nothing at all"
+    assert not [one for one in wrong if not one.startswith("odc.fsdp._torch_compat:")]
+
+
+def test_extras_that_messages_name_exist() -> None:
+    project = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z]+)\]", text)}
+    assert named
+    assert named <= project["optional-dependencies"].keys()
+
+
+def test_importing_odc_starts_nothing_and_reads_no_environment() -> None:
+    program = """
+import os, sys, threading
+import torch, torch.distributed.fsdp, torch.distributed.device_mesh  # these may do as they please
+
+class Watched(dict):
+    def __getitem__(self, key): raise AssertionError(f"read {key} of the environment")
+    get = __contains__ = __getitem__
+
+threads, descriptors = threading.active_count(), sorted(os.listdir("/proc/self/fd"))
+os.environ._data = Watched(os.environ._data)
+import odc
+assert threading.active_count() == threads, "importing odc started a thread"
+assert sorted(os.listdir("/proc/self/fd")) == descriptors, "importing odc left a file open"
+heavy = {"typer", "rich", "matplotlib", "transformers", "tokenizers"} & set(sys.modules)
+assert not heavy, f"importing odc imported {heavy}"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _leaks import assert_nothing_left, memfds_of, processes_of, shared_files
+from _rank_worker import die, tell
+from _ranks import RankPool, RanksFailed, spawn_ranks
+
+Pools = Callable[[int], RankPool]
+
+
+def add_ranks(rank: int, world: int, extra: int) -> tuple[int, torch.Tensor, int]:
+    total = torch.tensor([float(rank + extra)])
+    dist.all_reduce(total)
+    return os.getpid(), total, torch.get_num_threads()
+
+
+def fail_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError(f"no good on {rank}")
+    dist.barrier()  # never met: the culprit is not there
+
+
+def sleep_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        time.sleep(120)
+
+
+def die_on(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        die("now")
+
+
+def tell_then_wait(rank: int, world: int) -> str:
+    tell({"rank": rank})
+    time.sleep(120 if rank == 0 else 0)
+    return "waited"
+
+
+def leave_child(rank: int, world: int) -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_memfd(rank: int, world: int) -> list[str]:
+    before = memfds_of(os.getpid())
+    fd = os.memfd_create("odc-harness-test")
+    found = [name for name in memfds_of(os.getpid()) if name not in before]
+    os.close(fd)
+    return found
+
+
+def mark_exit(rank: int, world: int, folder: str) -> None:
+    import atexit
+
+    atexit.register(Path(folder, str(rank)).touch)
+
+
+def test_pool_keeps_its_processes_and_its_process_group(ranks: Pools) -> None:
+    first = ranks(2).run(add_ranks, 1)
+    second = ranks(2).run(add_ranks, 2)
+    assert [pid for pid, *_ in first] == [pid for pid, *_ in second]
+    assert len({pid for pid, *_ in first} | {os.getpid()}) == 3
+    assert [total.item() for _, total, _ in first] == [3.0, 3.0]
+    assert [total.item() for _, total, _ in second] == [5.0, 5.0]
+    assert {threads for *_, threads in first} == {1}
+
+
+def test_an_exception_is_shown_with_its_rank_and_the_pool_is_rebuilt(ranks: Pools) -> None:
+    before = [pid for pid, *_ in ranks(2).run(add_ranks, 0)]
+    with pytest.raises(RanksFailed, match=re.compile(r"rank 1 .*ValueError: no good on 1", re.DOTALL)) as failure:
+        ranks(2).run(fail_on, 1)
+    assert "in fail_on" in str(failure.value)
+    after = [pid for pid, *_ in ranks(2).run(add_ranks, 0)]
+    assert not set(before) & set(after)
+    assert not processes_of(before)
+
+
+def test_a_timeout_shows_the_stack_and_kills_the_pool(ranks: Pools) -> None:
+    before = [pid for pid, *_ in ranks(2).run(add_ranks, 0)]
+    with pytest.raises(RanksFailed, match=re.compile(r"rank 0 .*no answer.*in sleep_on", re.DOTALL)) as failure:
+        ranks(2).run(sleep_on, 0, timeout=0.5)
+    assert "rank 1" not in str(failure.value)
+    assert not processes_of(before)
+    assert len(ranks(2).run(add_ranks, 0)) == 2
+
+
+def test_a_rank_that_dies_in_a_pool_is_a_failure_not_a_hang(ranks: Pools) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 .*exit code -9"):
+        ranks(2).run(die_on, 1)
+
+
+def test_world_of_four(ranks: Pools) -> None:
+    assert [total.item() for _, total, _ in ranks(4).run(add_ranks, 0)] == [6.0] * 4
+
+
+def test_a_pool_ends_in_good_order(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    pool.run(mark_exit, str(tmp_path))
+    assert [outcome.exit_code for outcome in pool.close()] == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]  # atexit handlers ran
+
+
+def test_one_shot_ranks_are_killed_and_tell() -> None:
+    with spawn_ranks(3, tell_then_wait) as job:
+        job.until_told(1)
+        job.kill(0)
+        outcomes = job.wait(20)
+    assert [outcome.exit_code for outcome in outcomes] == [-9, 0, 0]
+    assert [outcome.value for outcome in outcomes] == [None, "waited", "waited"]
+    assert [outcome.told for outcome in outcomes] == [[{"rank": rank}] for rank in range(3)]
+
+
+def test_a_rank_that_kills_itself_tells_when() -> None:
+    begin = time.monotonic()
+    with spawn_ranks(2, die_on, 1) as job:
+        outcomes = job.wait(20)
+    when, what = outcomes[1].told[0]
+    assert begin < when < time.monotonic()
+    assert what == "now"
+    assert [outcome.exit_code for outcome in outcomes] == [0, -9]
+
+
+def test_an_exception_in_a_one_shot_rank_is_an_outcome() -> None:
+    with spawn_ranks(2, fail_on, 0) as job:
+        while not job.outcomes[0].answered:
+            job.receive(0.05)
+        job.kill(1)
+        outcome = job.wait(20)[0]
+    assert (outcome.error, outcome.message, outcome.exit_code) == ("ValueError", "no good on 0", 1)
+    assert 0 < outcome.at <= time.monotonic()
+    assert "Traceback" in outcome.output
+
+
+def test_a_wait_past_its_timeout_kills_all() -> None:
+    with spawn_ranks(2, sleep_on, 1) as job:
+        pids = job.pids
+        with pytest.raises(RanksFailed, match=re.compile("after 1 s.*in sleep_on", re.DOTALL)):
+            job.wait(1.0)
+    assert not processes_of(pids)
+
+
+def test_nothing_lives_on_when_pytest_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from _ranks import RankProcesses
+ranks = RankProcesses(2, once=False)
+print(*ranks.pids, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        process.kill()
+    assert_nothing_left(pids, shared_files(), within_s=5.0)
+
+
+def test_a_child_left_behind_is_found() -> None:
+    with spawn_ranks(1, leave_child) as job:
+        pids = job.pids
+        job.wait(20)
+    with pytest.raises(AssertionError, match="processes live on"):
+        assert_nothing_left(pids, shared_files(), within_s=0.2)
+    for pid in processes_of(pids):
+        os.kill(pid, signal.SIGKILL)
+    assert_nothing_left(pids, shared_files(), within_s=5.0)
+
+
+def test_a_shared_memory_file_left_behind_is_found() -> None:
+    before = shared_files()
+    left = Path(f"/dev/shm/odc-harness-{os.getpid()}")
+    left.touch()
+    try:
+        with pytest.raises(AssertionError, match="left in /dev/shm"):
+            assert_nothing_left([], before)
+    finally:
+        left.unlink()
+    assert_nothing_left([], before)
+
+
+def test_memfds_are_seen() -> None:
+    with spawn_ranks(1, hold_memfd) as job:
+        assert job.wait(20)[0].value == ["/memfd:odc-harness-test (deleted)"]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc.trace import FETCH, MICROBATCH, OPTIMIZER, PUSH, WAIT, WINDOW, Recorder, Span, recorder
+
+
+def test_add_keeps_every_field():
+    mine = Recorder(rank=3)
+    mine.epoch, mine.microbatch_index = 7, 2
+    mine.add(PUSH, 10, end_ns=25, unit="layers.1", peer=4, nbytes=99, lane="push")
+    assert mine.spans() == [Span(PUSH, "push", 10, 25, 7, 2, "layers.1", 4, 99)]
+    assert mine.rank == 3
+
+
+def test_a_span_ends_now_on_the_clock_of_all_processes():
+    mine = Recorder()
+    before = time.monotonic_ns()
+    mine.add(FETCH, mine.now())
+    (span,) = mine.spans()
+    assert before <= span.start_ns <= span.end_ns <= time.monotonic_ns()
+    assert span[4:] == (-1, -1, "", -1, 0)
+    assert span.lane == "main"
+
+
+def test_marks_number_the_spans_inside_and_the_optimizer_after():
+    mine = Recorder()
+    with mine.window(5):
+        with mine.microbatch(0):
+            mine.add(FETCH, mine.now())
+        with mine.microbatch(1), mine.span(WAIT, peer=2):
+            assert mine.microbatch_index == 1
+        mine.add(WAIT, mine.now())
+    with mine.span(OPTIMIZER):
+        pass
+    assert [(span.category, span.epoch, span.microbatch) for span in mine.spans()] == [
+        (FETCH, 5, 0),
+        (MICROBATCH, 5, 0),
+        (WAIT, 5, 1),
+        (MICROBATCH, 5, 1),
+        (WAIT, 5, -1),
+        (WINDOW, 5, -1),
+        (OPTIMIZER, 5, -1),
+    ]
+
+
+def test_marks_inside_marks_do_nothing():
+    mine = Recorder()
+    with mine.window(1), mine.microbatch(4):
+        with mine.window(8), mine.microbatch(9):
+            assert (mine.epoch, mine.microbatch_index) == (1, 4)
+        assert (mine.epoch, mine.microbatch_index) == (1, 4)
+    assert [(span.category, span.epoch, span.microbatch) for span in mine.spans()] == [
+        (MICROBATCH, 1, 4),
+        (WINDOW, 1, -1),
+    ]
+    with mine.window(2):
+        assert mine.epoch == 2
+
+
+def test_a_cancelled_mark_leaves_no_span():
+    mine = Recorder()
+    for mark in (mine.window(3), mine.microbatch(1)):
+        mark.__enter__()
+        mark.cancel()
+    assert mine.spans() == []
+    assert mine.microbatch_index == -1
+    with mine.window(4):
+        pass
+    assert [span.epoch for span in mine.spans()] == [4]
+
+
+def test_what_raises_is_recorded_and_raised():
+    mine = Recorder()
+    with pytest.raises(KeyError), mine.window(1), mine.microbatch(0), mine.span(FETCH, unit="a"):
+        raise KeyError("a")
+    assert [span.category for span in mine.spans()] == [FETCH, MICROBATCH, WINDOW]
+    assert mine.microbatch_index == -1
+
+
+def test_disabled_records_nothing_but_still_knows_where_it_is():
+    mine = Recorder(enabled=False)
+    with mine.window(6), mine.microbatch(2), mine.span(FETCH):
+        mine.add(FETCH, mine.now())
+        assert (mine.epoch, mine.microbatch_index) == (6, 2)
+    assert mine.spans() == []
+    assert mine.dropped == 0
+
+
+@given(capacity=st.integers(1, 20), count=st.integers(0, 40))
+def test_keeps_the_first_spans_and_counts_the_rest(capacity, count):
+    mine = Recorder(capacity=capacity)
+    for index in range(count):
+        mine.add(FETCH, index)
+    assert [span.start_ns for span in mine.spans()] == list(range(min(capacity, count)))
+    assert mine.dropped == max(0, count - capacity)
+    mine.clear()
+    assert mine.spans() == []
+    assert mine.dropped == 0
+
+
+def test_capacity_must_be_positive():
+    with pytest.raises(ValueError, match="at least one span"):
+        Recorder(capacity=0)
+
+
+def test_threads_lose_nothing():
+    mine = Recorder(capacity=6000)
+
+    def work(number):
+        for index in range(1000):
+            mine.add(PUSH, index, peer=number, lane=f"lane {number}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = mine.spans()
+    assert 6000 <= len(kept) <= 6008
+    assert len(kept) + mine.dropped == 8000
+    for number in range(8):
+        starts = [span.start_ns for span in kept if span.peer == number]
+        assert starts == sorted(starts)
+        assert {span.lane for span in kept if span.peer == number} <= {f"lane {number}"}
+
+
+def test_spans_is_a_copy():
+    mine = Recorder()
+    before = mine.spans()
+    mine.add(FETCH, 0)
+    assert before == []
+
+
+def test_one_recorder_a_process():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(recorder())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(each is recorder() for each in found)
+    rank = recorder().rank
+    try:
+        recorder().set_rank(11)
+        assert recorder().rank == 11
+    finally:
+        recorder().set_rank(rank)

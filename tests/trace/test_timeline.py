@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from odc.errors import OdcError, TraceError
+from odc.trace import (
+    COMPUTE,
+    FETCH,
+    MICROBATCH,
+    OPTIMIZER,
+    WAIT,
+    WINDOW,
+    Span,
+    draw,
+)
+from odc.trace.timeline import COLOURS
+
+MS = 1_000_000
+
+
+def trace(ranks, *, waits, epochs=3):
+    """Every rank: two microbatches of 40 ms, of which the second half of each is spent waiting if `waits`."""
+    spans = {}
+    for rank in range(ranks):
+        mine = spans[rank] = []
+        for epoch in range(epochs):
+            at = epoch * 100 * MS
+            for microbatch in range(2):
+                start = at + microbatch * 40 * MS
+                if waits:
+                    mine.append(Span(WAIT, "main", start + 20 * MS, start + 40 * MS, epoch, microbatch))
+                mine.append(Span(MICROBATCH, "main", start, start + 40 * MS, epoch, microbatch))
+            mine.append(Span(FETCH, "fetch", at, at + 10 * MS, epoch))
+            mine.append(Span(WINDOW, "main", at, at + 85 * MS, epoch))
+            mine.append(Span(OPTIMIZER, "main", at + 85 * MS, at + 95 * MS, epoch))
+    return spans
+
+
+def share(path, category):
+    """Share of the picture's pixels in the very colour of a category."""
+    pixels = np.round(imread(path)[..., :3] * 255).astype(int)
+    colour = [int(COLOURS[category][at : at + 2], 16) for at in (1, 3, 5)]
+    return float((pixels == colour).all(axis=-1).mean())
+
+
+def test_waits_can_be_seen(tmp_path):
+    draw(tmp_path / "with.png", [("with", trace(4, waits=True))])
+    draw(tmp_path / "without.png", [("without", trace(4, waits=False))])
+    assert share(tmp_path / "with.png", WAIT) > 0.1
+    assert share(tmp_path / "without.png", WAIT) < 0.005  # its patch in the legend
+    assert share(tmp_path / "without.png", COMPUTE) > 1.8 * share(tmp_path / "with.png", COMPUTE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 32])
+def test_every_number_of_ranks_fits(tmp_path, ranks):
+    path = tmp_path / "t.png"
+    draw(str(path), [("one", trace(ranks, waits=True)), ("two", trace(ranks, waits=False))])
+    height, width = imread(path).shape[:2]
+    assert width == 1950
+    assert 300 < height < 3000
+
+
+def test_panels_share_one_time_axis(tmp_path):
+    """Beside a panel three times as long, the same trace takes a third of the width."""
+    draw(tmp_path / "same.png", [("a", trace(2, waits=True)), ("b", trace(2, waits=True))], epochs=[0])
+    slow = {
+        r: [s._replace(start_ns=3 * s.start_ns, end_ns=3 * s.end_ns) for s in spans]
+        for r, spans in trace(2, waits=False).items()
+    }
+    draw(tmp_path / "slow.png", [("slow", slow), ("b", trace(2, waits=True))], epochs=[0])
+    ratio = share(tmp_path / "slow.png", OPTIMIZER) / share(tmp_path / "same.png", OPTIMIZER)
+    waits = share(tmp_path / "slow.png", WAIT) / (share(tmp_path / "same.png", WAIT) / 2)
+    assert 0.25 < waits < 0.45
+    assert ratio > 0.5  # the slow panel's optimizer is as wide as before
+
+
+def test_epochs_are_chosen(tmp_path):
+    spans = trace(2, waits=True)
+    spans[0].append(Span(FETCH, "main", 100 * MS, 140 * MS, 1))
+    for epoch in (0, 1):
+        draw(tmp_path / f"{epoch}.png", [("a", spans)], epochs=[epoch, 77])
+    assert share(tmp_path / "1.png", FETCH) > 3 * share(tmp_path / "0.png", FETCH)
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(TraceError, match="at least one panel"):
+        draw(tmp_path / "t.png", [])
+    with pytest.raises(TraceError, match="arm: none of the minibatches asked for"):
+        draw(tmp_path / "t.png", [("arm", trace(2, waits=True))], epochs=[9])
+    with pytest.raises(TraceError, match="nothing is left"):
+        draw(tmp_path / "t.png", [("arm", {0: []})])
+    assert not (tmp_path / "t.png").exists()
+
+
+def test_nothing_global_changes(tmp_path):
+    before, modules = dict(mpl.rcParams), set(sys.modules)
+    draw(tmp_path / "t.png", [("a", trace(2, waits=True))])
+    assert dict(mpl.rcParams) == before
+    assert "matplotlib.pyplot" not in set(sys.modules) - modules
+
+
+def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(OdcError, match=r"odc-fsdp\[plot\]"):
+        draw(tmp_path / "t.png", [("a", trace(2, waits=True))])

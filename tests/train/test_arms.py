@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from odc.balance import linear_cost
+from odc.errors import ConfigError
+from odc.train.arms import ARMS, arm_named
+from odc.train.config import ARM_NAMES
+
+LENGTHS = [90, 10, 10, 10, 10, 10]
+
+
+def test_every_name_has_an_arm_and_others_are_refused() -> None:
+    assert tuple(ARMS) == ARM_NAMES
+    assert all(arm_named(name).name == name for name in ARM_NAMES)
+    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2, "):
+        arm_named("zero")
+
+
+def test_arms_of_one_balance_have_the_same_plan() -> None:
+    plans = {name: arm.plan(LENGTHS, 2, 100, linear_cost, 0) for name, arm in ARMS.items()}
+    assert plans["fsdp2"] == plans["odc-equal"]
+    assert plans["fsdp2-resident"] == plans["odc"]
+
+
+def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:
+    plan = ARMS["odc"].plan([90, 90, 90], 2, 100, linear_cost, 0)
+    assert sorted(map(len, plan.ranks)) == [1, 2]
+    assert sorted(ARMS["odc"].counts(plan)) == [1, 2]
+    assert ARMS["fsdp2"].counts(plan) == [2, 2]
+
+
+def test_a_resident_rank_without_samples_still_takes_part() -> None:
+    plan = ARMS["fsdp2-resident"].plan([50], 2, 100, linear_cost, 0)
+    assert sorted(ARMS["odc"].counts(plan)) == [0, 1]
+    assert ARMS["fsdp2-resident"].counts(plan) == [1, 1]
+
+
+def test_the_prediction_fits_how_often_ranks_meet() -> None:
+    plan = ARMS["odc"].plan([90, 60, 50, 30], 2, 100, linear_cost, 0)
+    assert ARMS["odc"].predicted_bubble(plan) == plan.bubble
+    assert ARMS["fsdp2"].predicted_bubble(plan) == plan.bubble_per_microbatch

@@ -1,0 +1,157 @@
+"""Whole jobs on two ranks: what every arm must agree on, resuming, and what stops a job."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import RanksFailed
+from _tiny_job import run_here, tiny_job
+
+from odc.errors import ConfigError, DataError, NonFiniteLossError
+from odc.fsdp import shutdown
+from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.job import prepare, run
+from odc.train.progress import Progress
+from odc.train.rank import RankJob
+from odc.train.results import JobResult, StepRecord
+from odc.train.step import Step
+
+Pools = Callable[[int], Any]
+
+
+def run_job(rank: int, world: int, config: JobConfig) -> JobResult:
+    return run_here(config)
+
+
+def trained_parameters(rank: int, world: int, config: JobConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the job and its whole parameters at the end."""
+    job = RankJob(config, Progress(config.steps, shown=False))
+    result = job.run()
+    parameters = {name: p.full_tensor().detach().clone() for name, p in job.model.named_parameters()}
+    dist.barrier()
+    shutdown()
+    return [step.loss for step in result.steps], parameters
+
+
+pytest.importorskip("transformers", reason="needs the train extra")
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"activation_checkpointing": True}])
+def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
+    runs = {arm: ranks(2).run(run_job, tiny_job(tmp_path, arm=arm, **changes)) for arm in ARM_NAMES}
+    reference = runs["fsdp2"][0].steps
+    assert len(reference) == 3 and reference[-1].loss < reference[0].loss
+    near = {"rel": 2e-2} if changes.get("precision") == "bf16" else {"rel": 2e-5}
+    for arm, results in runs.items():
+        for mine, theirs in zip(results[0].steps, results[1].steps, strict=True):
+            same = {"step_s": 0.0, "bubble": None}
+            assert replace(mine, **same) == replace(theirs, **same), "ranks disagree on a step"
+        for step, expected in zip(results[0].steps, reference, strict=True):
+            assert (step.samples, step.tokens, step.label_tokens) == (6, expected.tokens, expected.label_tokens), arm
+            assert step.loss == pytest.approx(expected.loss, **near), arm
+            assert step.norm == pytest.approx(expected.norm, **near), arm
+            assert step.bubble is not None and 0 < step.bubble < 1, arm
+        assert {step.dummies for step in results[0].steps} == {0} or arm == "fsdp2"
+    assert all(len(set(step.counts)) == 1 for step in reference), "fsdp2 needs equal counts"
+
+
+@pytest.mark.parametrize("arm", ["fsdp2", "odc"])
+def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, arm: str) -> None:
+    base = tiny_job(tmp_path, arm=arm, steps=4, warmup=1, reproducible=arm == "odc", save_every=2, output="set below")
+    straight, expected = ranks(2).run(trained_parameters, base.with_(output=str(tmp_path / "straight")))[0]
+    first = tmp_path / "straight" / "checkpoints" / "step-00000002"
+    again = base.with_(output=str(tmp_path / "again"), resume=str(first))
+    resumed, got = ranks(2).run(trained_parameters, again)[0]
+    assert resumed == straight[2:]
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), name
+    lines = (tmp_path / "straight" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == straight
+    with pytest.raises(RanksFailed, match=r"the checkpoint was made with seed=0, this job has seed=1"):
+        ranks(2).run(run_job, again.with_(seed=1))
+
+
+class Spoiled(Step):
+    """From step 2 (counted from 0) on, rank 1's summed loss is NaN though its gradients are fine."""
+
+    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
+        self.now = step
+        return super().run(step, samples, between)
+
+    def _minibatch(self, *args: Any) -> float:
+        found = super()._minibatch(*args)
+        return math.nan if dist.get_rank() == 1 and self.now == 2 else found
+
+
+def poisoned(rank: int, world: int, config: JobConfig) -> tuple[str, int]:
+    """The error of a job whose third step has a NaN loss on rank 1, and how often its optimizer stepped."""
+    job = RankJob(config, Progress(config.steps, shown=False))
+    job.step = Spoiled(**vars(job.step))
+    with pytest.raises(NonFiniteLossError) as caught:
+        job.run()
+    steps = {int(state["step"]) for state in job.optimizer.state.values()}
+    assert len(steps) == 1, steps
+    return str(caught.value), steps.pop()
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(ranks: Pools, tmp_path: Path) -> None:
+    for message, steps in ranks(2).run(poisoned, tiny_job(tmp_path, arm="fsdp2", steps=4)):
+        assert message.startswith("step 3: the loss of rank 1 is nan; nothing was updated")
+        assert steps == 2
+
+
+def exploding(rank: int, world: int, config: JobConfig) -> tuple[str, bool]:
+    """A head scaled by infinity gives infinite logits: a loss that is NaN on every rank; weights stay as they are."""
+    job = RankJob(config, Progress(config.steps, shown=False))
+    with torch.no_grad():
+        job.model.model.norm.weight.fill_(math.inf)
+    before = [p.to_local().clone() for p in job.model.parameters()]
+    with pytest.raises(NonFiniteLossError) as caught:
+        job.run()
+    same = all(torch.equal(a, p.to_local()) for a, p in zip(before, job.model.parameters(), strict=True))
+    return str(caught.value), same
+
+
+def test_nan_from_the_model_names_the_ranks(ranks: Pools, tmp_path: Path) -> None:
+    for message, same in ranks(2).run(exploding, tiny_job(tmp_path, arm="fsdp2")):
+        assert message.startswith("step 1: the loss of rank 0, 1 is nan")
+        assert same, "parameters changed"
+
+
+def test_one_rank_is_enough(ranks: Pools, tmp_path: Path) -> None:
+    for arm in ("fsdp2", "odc"):
+        result = ranks(1).run(run_job, tiny_job(tmp_path, arm=arm, ranks=1, steps=2))[0]
+        assert [len(step.counts) for step in result.steps] == [1, 1]
+        assert result.peak_bytes > result.baseline_bytes > 0
+
+
+def test_documents_over_the_cap_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:\d+ has \d+ tokens, more than the cap of 20"):
+        prepare(tiny_job(tmp_path, max_tokens=20))
+    prepare(tiny_job(tmp_path, max_tokens=20, long="split"))
+
+
+def test_empty_data_and_bad_folders_are_refused_before_ranks_start(tmp_path: Path) -> None:
+    good = tiny_job(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no documents"):
+        run(good.with_(data=str(tmp_path / "empty")))
+    with pytest.raises(ConfigError, match="output: cannot write to"):
+        run(good.with_(output=str(tmp_path / "data.jsonl")))
+    with pytest.raises(ConfigError, match="model: there is no file"):
+        run(good.with_(model=str(tmp_path / "none.json")))
+    with pytest.raises(ConfigError, match="no shipped config"):
+        run(good.with_(model="qwen2-unknown"))
+    with pytest.raises(ConfigError, match="resume: no checkpoint"):
+        run(good.with_(resume=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"export: .* is not empty"):
+        run(good.with_(export=str(tmp_path)))
