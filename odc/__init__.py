@@ -1,10 +1,33 @@
 """odc: on-demand communication for sharded training.
 
 `from odc import fully_shard` in place of torch's; see the README.
+
+Chose names that load on first use over plain imports, so that `odc --help` and `import odc.balance` do not wait seconds
+for torch. The price is that a torch odc cannot run on is found when `fully_shard` is first named, not at `import odc`.
 """
 
+from typing import TYPE_CHECKING
+
 from odc.errors import OdcError
-from odc.fsdp import fully_shard, minibatch, shutdown
 from odc.settings import Settings
 
+if TYPE_CHECKING:
+    from odc.fsdp import fully_shard, minibatch, shutdown
+else:
+    # Hidden from type checkers, to whom a module with __getattr__ has every name.
+    def __getattr__(name: str) -> object:
+        """The public names that need torch (PEP 562); AttributeError for any other."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from odc import fsdp
+
+        value = globals()[name] = getattr(fsdp, name)
+        return value
+
+
 __all__ = ["OdcError", "Settings", "fully_shard", "minibatch", "shutdown"]
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, and what the module holds."""
+    return sorted({*globals(), *__all__})

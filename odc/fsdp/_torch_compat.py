@@ -2,8 +2,8 @@
 
 Chose to build on FSDP2's own state machine and parameter bookkeeping (about 30 private names, unchanged from torch 2.11
 to 2.13) over a second implementation of it: mixed precision, tied weights, DTensor layouts and checkpointing stay
-torch's. The price is this file: when torch renames something, importing odc fails here, with the names that are missing
-and the torch version, and nowhere else later.
+torch's. The price is this file: when torch renames something, importing odc.fsdp fails here, with the names that are
+missing and the torch version, and nowhere else later.
 """
 
 from __future__ import annotations

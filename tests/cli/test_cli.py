@@ -153,3 +153,28 @@ def test_help_lists_the_commands(capfd: pytest.CaptureFixture) -> None:
     said = capfd.readouterr().out
     for command in ("train", "compare", "status"):
         assert command in said
+
+
+def test_first_words_come_before_torch(tmp_path: Path) -> None:
+    program = """
+import sys
+from odc.cli import app, compare, train
+
+class Said(Exception): pass
+
+def first(*words, **_):
+    assert "torch" not in sys.modules, f"torch was loaded before {words}"
+    raise Said
+
+assert app.run(["--help"]) == app.run(["compare", "--help"]) == app.run(["train", "--help"]) == 0
+assert app.run(["train", "--model", "m", "--data", "d", "--arm", "zero1"]) == 2
+compare.print = train.print = first
+for arguments in (["compare", "--demo"], ["train", "--model", "m", "--data", "stdlib"]):
+    try:
+        app.run(arguments)
+    except Said:
+        continue
+    raise AssertionError(f"{arguments} said nothing")
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path, env=_ENV)
