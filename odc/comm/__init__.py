@@ -1,22 +1,24 @@
 """The verbs over a heap: publish, fetch, push, done, wait."""
 
 from odc.comm.abort import abort
-from odc.comm.accumulator import accumulator_dtype, add
+from odc.comm.accumulator import Adder, accumulator_dtype
 from odc.comm.geometry import Geometry
 from odc.comm.push import Gradient, flatten
 from odc.comm.space import Space
 from odc.comm.staging import Inbox, Outbox
-from odc.comm.units import ParamSpec, UnitSpec
+from odc.comm.units import ParamSpec, Piece, UnitSpec
 from odc.comm.verbs import Verbs
 from odc.comm.wait import Waiter
 from odc.comm.words import State, Word
 
 __all__ = [
+    "Adder",
     "Geometry",
     "Gradient",
     "Inbox",
     "Outbox",
     "ParamSpec",
+    "Piece",
     "Space",
     "State",
     "UnitSpec",
@@ -25,6 +27,5 @@ __all__ = [
     "Word",
     "abort",
     "accumulator_dtype",
-    "add",
     "flatten",
 ]

@@ -2,18 +2,20 @@
 
 Chose one accumulator per owner, at least fp32, guarded by one robust lock a unit, over a copy per source: ZeRO's memory
 claim holds. Whoever adds (the owner's daemon, the owner itself for its own chunk, or with `accumulate="direct"` the
-pusher) goes through `add`; the price is a lock of a few microseconds a block. Sums of fp32 then depend on the order of
-arrival in their last bits; fp64 accumulators (`reproducible=True`) practically do not.
+pusher) goes through an `Adder`; the price is a lock of a few microseconds a turn of about 1 MiB. Sums of fp32 then
+depend on the order of arrival in their last bits; fp64 accumulators (`reproducible=True`) practically do not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
 
 from odc.comm.space import Space
-from odc.comm.units import UnitSpec
+from odc.comm.units import Piece, UnitSpec
+from odc.memory import RobustMutex
 
 BLOCK_BYTES = 1 << 20  # a mixed-dtype add over 64 MB ran at 2 GB/s, over 1 MB at 14 to 21
 PARALLEL_GRAIN = 32768  # elements; torch never splits a smaller op over threads
@@ -24,29 +26,75 @@ def accumulator_dtype(reproducible: bool) -> torch.dtype:
     return torch.float64 if reproducible else torch.float32
 
 
+def turn_elements(itemsize: int) -> int:
+    """Elements to add in one turn of the lock, for an accumulator of `itemsize` bytes."""
+    return BLOCK_BYTES // itemsize
+
+
 def block_elements(itemsize: int) -> int:
-    """Elements to add at a time, for an accumulator of `itemsize` bytes.
+    """Elements to add in one op, for an accumulator of `itemsize` bytes.
 
     With several torch threads blocks stay under torch's parallel grain: a daemon or sender thread that crossed it would
     start a second team of workers and fight the training thread for cores.
     """
-    return BLOCK_BYTES // itemsize if torch.get_num_threads() == 1 else PARALLEL_GRAIN
+    return turn_elements(itemsize) if torch.get_num_threads() == 1 else PARALLEL_GRAIN
 
 
-def add(
-    space: Space, owner: int, unit: UnitSpec, first: int, values: torch.Tensor, *, source: int = 0, timeout_s: float
-) -> None:
-    """Add `values` [n] at element `first` of the owner's accumulator of `unit`, upcasting, on any thread.
+class Adder:
+    """Adds into the accumulators of one root's members, upcasting; one thread at a time.
 
-    With per-source accumulators `source` (a shard index) has its own, and no lock is needed: it is the only writer.
-
-    Raises:
-        PeerLostError: a rank died while it held the lock; the accumulator may be half-added and the job must restart.
-        WaitTimeoutError: the lock was not had in `timeout_s` seconds.
+    Args:
+        space: the root's heaps.
+        source: the own shard's index; with per-source accumulators it has its own one, and no lock is needed: it is the
+            only writer. Ignored otherwise.
     """
-    target = space.accumulator(owner, unit, source)[first : first + values.numel()]
-    block = block_elements(target.itemsize)
-    mutex = None if space.settings.accumulate == "per_source" else space.mutex(owner, unit)
-    for start in range(0, values.numel(), block):
-        with mutex.held(timeout_s) if mutex else nullcontext():
-            target[start : start + block].add_(values[start : start + block])
+
+    def __init__(self, space: Space, source: int = 0) -> None:
+        self._space = space
+        self._locks = space.settings.accumulate != "per_source"
+        self._source = 0 if self._locks else source
+        # Made once: a view of shared memory and its lock cost more than adding a small parameter.
+        self._places: dict[tuple[int, int], tuple[torch.Tensor, RobustMutex | None]] = {}
+
+    def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
+        """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
+
+        Small pieces share a turn of the lock, large ones take several: nobody waits for more than a turn.
+
+        Raises:
+            PeerLostError: a rank died while it held the lock; the accumulator may be half-added and the job must
+                restart.
+            WaitTimeoutError: the lock was not had in `timeout_s` seconds.
+        """
+        total, mutex = self._place(owner, unit)
+        for first, turn in _turns(pieces, total.itemsize):
+            places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
+            with mutex.held(self._space.settings.timeout_s) if mutex else nullcontext():
+                torch._foreach_add_(places, turn)
+
+    def _place(self, owner: int, unit: UnitSpec) -> tuple[torch.Tensor, RobustMutex | None]:
+        place = self._places.get((owner, unit.index))
+        if place is None:
+            mutex = self._space.mutex(owner, unit) if self._locks else None
+            place = self._space.accumulator(owner, unit, self._source), mutex
+            self._places[owner, unit.index] = place
+        return place
+
+
+def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """(first elements, values) of each turn of the lock; no value longer than a block, no turn much over its size."""
+    block, turn_size = block_elements(itemsize), turn_elements(itemsize)
+    first: list[int] = []
+    turn: list[torch.Tensor] = []
+    size = 0
+    for piece in pieces:
+        for start in range(0, piece.values.numel(), block):
+            values = piece.values if piece.values.numel() <= block else piece.values[start : start + block]
+            first.append(piece.first + start)
+            turn.append(values)
+            size += values.numel()
+            if size >= turn_size:
+                yield first, turn
+                first, turn, size = [], [], 0
+    if turn:
+        yield first, turn

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.comm.accumulator import add
+from odc.comm.accumulator import Adder
 from odc.comm.space import WIRE_DTYPES, Space
 from odc.comm.staging import Outbox
-from odc.comm.units import UnitSpec
+from odc.comm.units import Piece, UnitSpec
 from odc.errors import UnsupportedError
 
 
@@ -28,14 +28,6 @@ class Gradient:
     """
 
     param: int
-    values: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Piece:
-    """`values` belong at elements [first, first + len) of one owner's accumulator of the unit."""
-
-    first: int
     values: torch.Tensor
 
 
@@ -78,6 +70,7 @@ class Pusher:
     ) -> None:
         self._space, self._ready, self._await_credit, self._ring_bell = space, ready, await_credit, ring_bell
         self._outboxes: dict[int, Outbox] = {}
+        self._adder = Adder(space, space.geometry.shard)
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send `gradients` of `unit` to their owners; returns the bytes that left this rank.
@@ -92,18 +85,10 @@ class Pusher:
         self._ready(owner)
         pieces = pieces_for(unit, gradients, owner % self._space.geometry.shards)
         if owner == me or self._space.settings.accumulate != "server":
-            nbytes = self._add(unit, owner, pieces)
-            return nbytes if owner != me else 0
+            added = list(pieces)
+            self._adder.add(owner, unit, added)
+            return sum(piece.values.nbytes for piece in added) if owner != me else 0
         return self._stage(unit, owner, pieces)
-
-    def _add(self, unit: UnitSpec, owner: int, pieces: Iterator[Piece]) -> int:
-        source, timeout_s = self._space.geometry.shard, self._space.settings.timeout_s
-        source = source if self._space.settings.accumulate == "per_source" else 0
-        nbytes = 0
-        for piece in pieces:
-            add(self._space, owner, unit, piece.first, piece.values, source=source, timeout_s=timeout_s)
-            nbytes += piece.values.nbytes
-        return nbytes
 
     def _stage(self, unit: UnitSpec, owner: int, pieces: Iterator[Piece]) -> int:
         box = self._outboxes.get(owner)

@@ -20,7 +20,7 @@ from odc.comm.words import BOARD_WORDS
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.settings import Settings
 
-HEADER_WORDS = 4  # of a staged block: unit, first element, elements, wire dtype
+HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 REASON_BYTES = 1024
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -4,17 +4,24 @@ Chose one single-producer single-consumer ring for each pair of ranks over a sha
 holds up only what is pushed to it. `SENT[source]` is the ring's head and `ACCUMULATED[source]` its tail; both are
 cumulative, so head minus tail is the number of slots in use and the credit left is what remains of `slots`. A pusher
 without credit waits (the wait has a deadline); nothing is queued beyond the ring.
+
+Blocks are taken in the order in which they were posted, but the slot that came back last is filled next: an owner that
+keeps up leaves its blocks in the cache, however long the ring is. So a block's header says in which slot it lies.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 
 import torch
 
 from odc.comm.space import HEADER_WORDS, WIRE_DTYPES, Space
-from odc.comm.units import UnitSpec
+from odc.comm.units import Piece, UnitSpec
 from odc.memory import Words
+
+_WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}
+_SLOT = 4  # word of a header
 
 
 class Outbox:
@@ -33,20 +40,29 @@ class Outbox:
         self._data = space.heap.address(owner, f"staging/{distance}")
         self._headers = space.heap.tensor(owner, f"headers/{distance}", torch.int64).view(-1, HEADER_WORDS).numpy()
         self._sent, self._accumulated = space.sent(owner), space.accumulated(owner)
-        self.posted = self._sent.load(self._source)
+        self.posted, self._returned = self._sent.load(self._source), self._accumulated.load(self._source)
+        slots = self.ring.slots
+        #: Slots of the blocks on their way, in the order of posting; the free ones, the next to fill last.
+        self._away = deque(int(self._headers[i % slots, _SLOT]) for i in range(self._returned, self.posted))
+        self._free = [slot for slot in reversed(range(slots)) if slot not in self._away]
 
     def credit(self) -> int:
         """Free slots."""
-        return self.ring.slots - (self.posted - self._accumulated.load(self._source))
+        returned = self._accumulated.load(self._source)  # acquire: the owner has read what lay in the slots
+        for _ in range(returned - self._returned):
+            self._free.append(self._away.popleft())
+        self._returned = returned
+        return len(self._free)
 
     def put(self, at_byte: int, address: int, nbytes: int) -> None:
-        """Copy `nbytes` from `address` into the slot to be posted next, at `at_byte`. Needs credit."""
-        slot = self._data + (self.posted % self.ring.slots) * self.ring.slot_bytes
-        ctypes.memmove(slot + at_byte, address, nbytes)
+        """Copy `nbytes` from `address` into the slot to be posted next, at `at_byte`. `credit()` must have said so."""
+        ctypes.memmove(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
 
     def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         """Hand the filled slot over: elements [first, first + numel) of `unit`."""
-        self._headers[self.posted % self.ring.slots] = (unit.index, first, numel, WIRE_DTYPES.index(dtype))
+        slot = self._free.pop()
+        self._away.append(slot)
+        self._headers[self.posted % self.ring.slots] = (unit.index, first, numel, _WIRE_CODES[dtype], slot)
         self.posted += 1
         self._sent.store(self._source, self.posted)  # release: data and header are visible before the head moves
 
@@ -63,8 +79,9 @@ class Inbox:
         geometry = space.geometry
         me = geometry.me
         distance = geometry.distance(source % geometry.shards, geometry.shard)
-        self.source, self._space = source, space
-        self._data = space.heap.tensor(me, f"staging/{distance}", torch.uint8).view(-1, space.ring.slot_bytes)
+        self.source, self._units, self._slots = source, space.units, space.ring.slots
+        data = space.heap.tensor(me, f"staging/{distance}", torch.uint8).view(-1, space.ring.slot_bytes)
+        self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
         self._headers = space.heap.tensor(me, f"headers/{distance}", torch.int64).view(-1, HEADER_WORDS).numpy()
         self._sent: Words = space.sent(me)
         self._accumulated: Words = space.accumulated(me)
@@ -74,17 +91,19 @@ class Inbox:
         """Posted blocks that are not yet taken: slots in use."""
         return self._sent.load(self.source) - self._taken
 
-    def peek(self) -> tuple[UnitSpec, int, torch.Tensor] | None:
-        """(unit, first element, values 1-D in wire dtype) of the oldest block, a view into its slot; None if empty."""
-        if not self.waiting():
-            return None
-        slot = self._taken % self._space.ring.slots
-        unit, first, numel, code = (int(word) for word in self._headers[slot])
-        dtype = WIRE_DTYPES[code]
-        values = self._data[slot, : numel * dtype.itemsize].view(dtype)
-        return self._space.units[unit], first, values
+    def peek(self, most: int = 1) -> tuple[UnitSpec, list[Piece]] | None:
+        """The oldest blocks, up to `most` and of one unit, in wire dtype; views into their slots. None if empty."""
+        found: list[Piece] = []
+        index = -1
+        for at in range(self._taken, self._taken + min(most, self.waiting())):
+            unit, first, numel, code, slot = self._headers[at % self._slots].tolist()
+            if found and unit != index:
+                break
+            index = unit
+            found.append(Piece(first, self._data[code][slot, :numel]))
+        return (self._units[index], found) if found else None
 
-    def take(self) -> None:
-        """Return the oldest slot to its pusher, after its values were added."""
-        self._taken += 1
+    def take(self, count: int = 1) -> None:
+        """Return the slots of the `count` oldest blocks to their pusher, after their values were added."""
+        self._taken += count
         self._accumulated.store(self.source, self._taken)  # release: the sum is visible before the credit returns

@@ -76,3 +76,11 @@ class UnitSpec:
         """All that two ranks must agree on, as text."""
         params = ";".join(f"{p.name}:{p.numel}:{p.dtype}" for p in self.params)
         return f"{self.name}[{params}]{self.accumulator_dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`values` (1-D, any wire dtype) belong at elements [first, first + len) of one owner's accumulator of a unit."""
+
+    first: int
+    values: torch.Tensor

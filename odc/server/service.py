@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from odc.comm import Inbox, Space, State, Word, abort, add
+from odc.comm import Adder, Inbox, Space, State, Word, abort
 from odc.errors import OdcError
 from odc.trace import PUSH, recorder
 
@@ -32,21 +32,27 @@ class Service:
         if space.settings.accumulate == "server":
             geometry = space.geometry
             self._inboxes = [Inbox(space, source) for source in geometry.row if source != geometry.me]
+        self._adder = Adder(space)
+        self._most = max(1, space.ring.slots // 4)  # the rest of the ring is filled while a batch is added
 
     @torch.no_grad()
     def drain(self) -> bool:
-        """Add at most one block of every source; True if there was any."""
+        """Add at most a quarter of a ring of every source; True if there was anything.
+
+        Blocks are added in batches, so that an owner whose training holds the GIL is asked for it once a batch.
+        """
         found = False
         for inbox in self._inboxes:
-            block = inbox.peek()
-            if block is None:
+            batch = inbox.peek(self._most)
+            if batch is None:
                 continue
-            unit, first, values = block
+            unit, blocks = batch
             begin = recorder().now()
-            add(self.space, self.space.geometry.me, unit, first, values, timeout_s=self.space.settings.timeout_s)
-            inbox.take()
+            self._adder.add(self.space.geometry.me, unit, blocks)
+            inbox.take(len(blocks))
             source = self.space.geometry.ranks[inbox.source]
-            recorder().add(PUSH, begin, unit=unit.name, peer=source, nbytes=values.nbytes, lane="server")
+            nbytes = sum(block.values.nbytes for block in blocks)
+            recorder().add(PUSH, begin, unit=unit.name, peer=source, nbytes=nbytes, lane="server")
             found = True
         return found
 

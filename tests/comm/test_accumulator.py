@@ -8,8 +8,8 @@ import pytest
 import torch
 from _members import BF16, F16, F32, F64, Crew
 
+from odc.comm import Adder, Piece, UnitSpec, accumulator_dtype
 from odc.comm import accumulator as accumulator_module
-from odc.comm import accumulator_dtype, add
 from odc.errors import WaitTimeoutError
 from odc.settings import Settings
 
@@ -25,6 +25,11 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * 10 ** torch.randint(-6, 4, (numel,), generator=generator)).to(
         dtype
     )
+
+
+def add(crew: Crew, member: int, owner: int, unit: UnitSpec, first: int, values: torch.Tensor) -> None:
+    space = crew.spaces[member]
+    Adder(space, space.geometry.shard).add(owner, unit, [Piece(first, values)])
 
 
 @contextmanager
@@ -58,7 +63,7 @@ def test_adds_what_torch_adds_after_an_exact_upcast(wire: torch.dtype, reproduci
         expected = torch.zeros(NUMEL, dtype=accumulator_dtype(reproducible))
         for step in range(5):
             values = random(NUMEL, wire, step)
-            add(crew.spaces[1], 0, crew.units[0], 0, values, timeout_s=5.0)
+            add(crew, 1, 0, crew.units[0], 0, values)
             expected += values.to(expected.dtype)
         assert torch.equal(crew.spaces[0].accumulator(0, crew.units[0]), expected)
 
@@ -66,7 +71,7 @@ def test_adds_what_torch_adds_after_an_exact_upcast(wire: torch.dtype, reproduci
 def test_bf16_sums_do_not_swamp() -> None:
     with made() as crew:
         for _ in range(1000):
-            add(crew.spaces[0], 0, crew.units[0], 0, torch.ones(8, dtype=BF16), timeout_s=5.0)
+            add(crew, 0, 0, crew.units[0], 0, torch.ones(8, dtype=BF16))
         assert crew.spaces[0].accumulator(0, crew.units[0])[:9].tolist() == [1000.0] * 8 + [0.0]
 
 
@@ -80,7 +85,7 @@ def test_every_element_is_added_once_whatever_the_blocks(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with made() as crew:
         values = torch.arange(1.0, numel + 1)
-        add(crew.spaces[0], 0, crew.units[0], 30, values, timeout_s=5.0)
+        add(crew, 0, 0, crew.units[0], 30, values)
         found = crew.spaces[0].accumulator(0, crew.units[0])
         assert torch.equal(found[30 : 30 + numel], values)
         assert not found[:30].any() and not found[30 + numel :].any()
@@ -103,7 +108,7 @@ def test_writers_at_once_lose_nothing(accumulate: str) -> None:
         def push(member: int) -> None:
             start.wait()
             for _ in range(300):
-                add(crew.spaces[member], 0, crew.units[0], 0, torch.ones(NUMEL), timeout_s=5.0)
+                add(crew, member, 0, crew.units[0], 0, torch.ones(NUMEL))
 
         threads = [threading.Thread(target=push, args=(member,)) for member in range(3)]
         for thread in threads:
@@ -114,22 +119,22 @@ def test_writers_at_once_lose_nothing(accumulate: str) -> None:
 
 
 def test_waits_for_the_lock_of_that_unit_alone_and_names_it() -> None:
-    with made(accumulate="direct") as crew:
+    with made(accumulate="direct", timeout_s=0.05) as crew:
         crew.attach()
         with lock_held_elsewhere(crew, owner=0, unit=0):
             with pytest.raises(WaitTimeoutError, match="accumulator of unit 'u0' on rank 10"):
-                add(crew.spaces[1], 0, crew.units[0], 0, torch.ones(4), timeout_s=0.05)
-            add(crew.spaces[1], 0, crew.units[1], 0, torch.ones(4), timeout_s=0.05)
-            add(crew.spaces[1], 1, crew.units[0], 0, torch.ones(4), timeout_s=0.05)
+                add(crew, 1, 0, crew.units[0], 0, torch.ones(4))
+            add(crew, 1, 0, crew.units[1], 0, torch.ones(4))
+            add(crew, 1, 1, crew.units[0], 0, torch.ones(4))
         assert not crew.spaces[0].accumulator(0, crew.units[0]).any(), "nothing was added without the lock"
 
 
 def test_the_lock_is_given_back_between_blocks_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with made() as crew:
-        space, unit = crew.spaces[0], crew.units[0]
+    with made(timeout_s=0.05) as crew:
+        unit = crew.units[0]
         with pytest.raises(RuntimeError, match="size"):
-            add(space, 0, unit, NUMEL - 2, torch.ones(4), timeout_s=0.05)  # over the end: torch refuses
-        add(space, 0, unit, 0, torch.ones(4), timeout_s=0.05)
+            add(crew, 0, 0, unit, NUMEL - 2, torch.ones(4))  # over the end: torch refuses
+        add(crew, 0, 0, unit, 0, torch.ones(4))
 
 
 def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
@@ -137,15 +142,7 @@ def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
         crew.attach()
         with lock_held_elsewhere(crew, owner=0, unit=0):
             for source in range(3):
-                add(
-                    crew.spaces[source],
-                    0,
-                    crew.units[0],
-                    10,
-                    torch.full((5,), 1.0 + source),
-                    source=source,
-                    timeout_s=0.05,
-                )
+                add(crew, source, 0, crew.units[0], 10, torch.full((5,), 1.0 + source))
         for source in range(3):
             found = crew.spaces[0].accumulator(0, crew.units[0], source)
             assert found[10:15].tolist() == [1.0 + source] * 5
@@ -158,7 +155,7 @@ def test_fp64_sums_do_not_depend_on_the_order() -> None:
     def total(order: list[int], reproducible: bool) -> torch.Tensor:
         with made(reproducible=reproducible) as crew:
             for i in order:
-                add(crew.spaces[0], 0, crew.units[0], 0, parts[i], timeout_s=5.0)
+                add(crew, 0, 0, crew.units[0], 0, parts[i])
             return crew.spaces[0].accumulator(0, crew.units[0]).to(F32)
 
     there, back = list(range(16)), list(range(15, -1, -1))

@@ -165,7 +165,7 @@ def blocks(crew: Crew, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
 
     inbox = Inbox(crew.spaces[owner], (owner - 1) % len(crew.ranks))
     while (block := inbox.peek()) is not None:
-        yield block[1], block[2].clone()
+        yield block[1][0].first, block[1][0].values.clone()
         inbox.take()
 
 
@@ -215,7 +215,7 @@ def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> N
 
         def await_credit(box: Outbox) -> None:
             credits.append(box.credit())
-            if not box.credit():
+            while not box.credit():
                 crew.services[1].drain()
 
         Pusher(crew.spaces[0], lambda owner: None, await_credit, crew._ring).push(

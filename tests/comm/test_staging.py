@@ -8,7 +8,7 @@ from _members import BF16, F16, F32, F64, Crew
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.comm import Inbox, Outbox
+from odc.comm import Inbox, Outbox, Piece
 from odc.comm.space import Ring
 from odc.settings import Settings
 
@@ -27,6 +27,12 @@ def crew() -> Iterator[Crew]:
 
 def put(box: Outbox, values: torch.Tensor, at_byte: int = 0) -> None:
     box.put(at_byte, values.data_ptr(), values.nbytes)
+
+
+def pieces(inbox: Inbox, most: int = 1) -> list[Piece]:
+    """The oldest blocks; none if there are none."""
+    batch = inbox.peek(most)
+    return batch[1] if batch else []
 
 
 DTYPES = st.sampled_from([F32, BF16, F16, F64])
@@ -52,9 +58,10 @@ def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int,
             block = inbox.peek()
             assert (block is None) == (not model)
             if block is not None:
-                assert (block[0].index, block[1]) == model[0][:2]
-                assert block[2].dtype == model[0][2].dtype
-                assert torch.equal(block[2], model[0][2])
+                found, (piece,) = block
+                assert (found.index, piece.first) == model[0][:2]
+                assert piece.values.dtype == model[0][2].dtype
+                assert torch.equal(piece.values, model[0][2])
         if op == "take" and model:
             inbox.take()
             model.pop(0)
@@ -70,9 +77,7 @@ def test_a_slot_is_filled_in_parts_before_it_is_seen(crew: Crew) -> None:
     put(box, torch.tensor([3.0]), at_byte=8)
     assert inbox.peek() is None and inbox.waiting() == 0, "nothing is seen before it is posted"
     box.post(crew.units[0], 17, 3, F32)
-    block = inbox.peek()
-    assert block is not None
-    assert (block[1], block[2].tolist()) == (17, [1.0, 2.0, 3.0])
+    assert [(piece.first, piece.values.tolist()) for piece in pieces(inbox)] == [(17, [1.0, 2.0, 3.0])]
     assert box.credit() == SLOTS - 1, "a look gives no credit back"
     inbox.take()
     assert box.credit() == SLOTS
@@ -85,9 +90,9 @@ def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
         box.post(crew.units[0], number, SLOT // 4, F32)
     assert box.credit() == 0
     for number in range(SLOTS):
-        block = inbox.peek()
-        assert block is not None and block[1] == number
-        assert torch.equal(block[2], torch.full((SLOT // 4,), float(number)))
+        (piece,) = pieces(inbox)
+        assert piece.first == number
+        assert torch.equal(piece.values, torch.full((SLOT // 4,), float(number)))
         inbox.take()
 
 
@@ -105,9 +110,8 @@ def test_rings_of_different_pairs_are_apart(crew: Crew) -> None:
             box.post(crew.units[0], 0, SLOT // 4, F32)
     for (source, owner), inbox in inboxes.items():
         for slot in range(SLOTS):
-            block = inbox.peek()
-            assert block is not None
-            assert set(block[2].tolist()) == {100.0 * source + 10.0 * owner + slot}
+            (piece,) = pieces(inbox)
+            assert set(piece.values.tolist()) == {100.0 * source + 10.0 * owner + slot}
             inbox.take()
         assert inbox.peek() is None
 
@@ -125,6 +129,33 @@ def test_both_ends_go_on_where_the_counters_stand(crew: Crew) -> None:
     inbox = Inbox(crew.spaces[2], 1)
     assert inbox.waiting() == 2
     for number in (SLOTS - 1, SLOTS):
-        block = inbox.peek()
-        assert block is not None and block[2].tolist() == [float(number)]
+        assert [piece.values.tolist() for piece in pieces(inbox)] == [[float(number)]]
         inbox.take()
+
+
+def test_a_batch_is_what_waits_of_one_unit(crew: Crew) -> None:
+    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    for unit, value in ((0, 1.0), (0, 2.0), (1, 3.0)):
+        put(box, torch.tensor([value]))
+        box.post(crew.units[unit], 5, 1, F32)
+    assert [piece.values.item() for piece in pieces(inbox, most=1)] == [1.0]
+    assert [piece.values.item() for piece in pieces(inbox, most=3)] == [1.0, 2.0]
+    inbox.take(2)
+    assert box.credit() == 2
+    assert [piece.values.item() for piece in pieces(inbox, most=3)] == [3.0]
+    inbox.take()
+
+
+def test_the_slot_that_came_back_last_is_filled_next(crew: Crew) -> None:
+    """An owner that keeps up finds every block in the same slot: in the cache."""
+    box, inbox = Outbox(crew.spaces[2], 1), Inbox(crew.spaces[1], 2)
+    places = set()
+    for number in range(2 * SLOTS):
+        put(box, torch.tensor([float(number)]))
+        box.post(crew.units[0], 0, 1, F32)
+        (piece,) = pieces(inbox)
+        assert piece.values.item() == number
+        places.add(piece.values.data_ptr())
+        inbox.take()
+        assert box.credit() == SLOTS
+    assert len(places) == 1

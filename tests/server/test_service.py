@@ -25,7 +25,7 @@ def push(crew: Crew, member: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_a_drain_takes_one_block_of_every_source(crew: Crew, owner: int) -> None:
+def test_a_drain_takes_a_quarter_of_the_ring_of_every_source(crew: Crew, owner: int) -> None:
     """So that a rank which pushes much does not hold up the others."""
     service, sources = crew.services[owner], [member for member in range(3) if member != owner]
     for value in (1.0, 2.0):
