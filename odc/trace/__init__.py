@@ -4,7 +4,7 @@ from odc.trace.breakdown import Breakdown, EpochBreakdown, Stat, breakdown
 from odc.trace.collect import load_spans, save_spans
 from odc.trace.collectives import SplitWaits, split_waits
 from odc.trace.perfetto import read_trace, write_trace
-from odc.trace.recorder import Mark, Recorder, recorder
+from odc.trace.recorder import CAPACITY, Mark, Recorder, recorder
 from odc.trace.span import (
     CATEGORIES,
     COLLECTIVE,
@@ -24,6 +24,7 @@ from odc.trace.span import (
 from odc.trace.timeline import draw
 
 __all__ = [
+    "CAPACITY",
     "CATEGORIES",
     "COLLECTIVE",
     "COMPUTE",

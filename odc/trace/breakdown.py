@@ -12,8 +12,9 @@ Chose one definition of a step, the same for every arm, over whatever each arm f
 What this costs: time between steps (reading data, logging, evaluation) belongs to no step, and where ranks drift apart
 after finish, one rank may begin its next step while another ends this one; that overlap counts in both steps.
 
-Epochs that some rank lacks (it died, or its recorder was full) are left out and listed, never estimated. Figures are
-medians over epochs with min and max, so medians of categories need not add up to the median step; one epoch's do.
+Epochs that some rank lacks (it died, or its recorder pushed out spans of theirs for newer ones) are left out, never
+estimated; those that another rank still has are listed. Figures are medians over epochs with min and max, so medians of
+categories need not add up to the median step; one epoch's do.
 """
 
 from __future__ import annotations
@@ -142,11 +143,12 @@ class Breakdown:
         except ImportError as error:
             raise OdcError("printing a breakdown needs rich: pip install 'odc-fsdp[cli]'") from error
         step, bubble = self.step_s, self.bubble
+        lacking = f"\nleft out, not whole on every rank: {len(self.left_out)} steps" if self.left_out else ""
         table = Table(
             title=title or None,
             caption=f"ms a step, median of {len(self.steps)} steps\nstep {step.median * 1e3:.1f} ms "
             f"({step.min * 1e3:.1f} to {step.max * 1e3:.1f})\nmeasured bubble {bubble.median:.1%} "
-            f"({bubble.min:.1%} to {bubble.max:.1%})",
+            f"({bubble.min:.1%} to {bubble.max:.1%}){lacking}",
         )
         table.add_column("rank")
         for category in (*CATEGORIES, "busy"):
@@ -177,8 +179,8 @@ def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> 
     whole = sorted(epoch for epoch in seen if all(epoch in own for own in bounds.values()))
     if len(whole) <= skip:
         raise TraceError(
-            f"{len(whole)} minibatches hold a WINDOW mark on all {len(bounds)} ranks, and {skip} are skipped: nothing "
-            "is left to break down (is tracing on, and was the recorder's capacity reached?)"
+            f"{len(whole)} minibatches were recorded whole on all {len(bounds)} ranks, and {skip} are skipped: nothing "
+            "is left to break down (is tracing on? A recorder keeps its newest spans; does one minibatch have more?)"
         )
     marked = marked_epochs(spans_by_rank)
     pieces = {rank: cover(spans, marked) for rank, spans in spans_by_rank.items()}

@@ -6,7 +6,8 @@ costs some 290 bytes a span; a path that ends in ".gz" is compressed, which Perf
 One process a rank, one thread a lane (more where spans of a lane overlap without nesting). Besides the recorded spans
 and marks the file holds the derived compute, so that what the breakdown counts can be seen; `read_trace` leaves it out
 again (`args.derived`). Times are microseconds after the first span; `otherData.origin_ns` is that span's place on the
-host's monotonic clock, so reading back is exact.
+host's monotonic clock, so reading back is exact. A recorder keeps its newest spans only, so a file may begin in the
+middle of a run; a rank that lost older spans says how many beside its name.
 """
 
 from __future__ import annotations
@@ -26,20 +27,31 @@ _FORMAT = "odc-trace-1"
 _ROWS_A_RANK = 1000  # thread numbers are unique over all ranks, which Perfetto wants
 
 
-def write_trace(path: str | os.PathLike[str], spans_by_rank: Mapping[int, Sequence[Span]]) -> None:
+def write_trace(
+    path: str | os.PathLike[str],
+    spans_by_rank: Mapping[int, Sequence[Span]],
+    *,
+    dropped: Mapping[int, int] | None = None,
+) -> None:
     """Write the spans of all ranks as Chrome `X` events; `path`'s folder must exist.
 
     Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane.
+
+    Args:
+        path: where to write it.
+        spans_by_rank: by global rank.
+        dropped: by global rank, how many older spans its recorder pushed out (`Recorder.dropped`); shown in its name.
     """
+    lost = {rank: number for rank, number in (dropped or {}).items() if number}
     origin = min((span.start_ns for spans in spans_by_rank.values() for span in spans), default=0)
-    other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank)}
+    other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank), "dropped": lost}
     marked = marked_epochs(spans_by_rank)
     encode = json.JSONEncoder(separators=(",", ":")).encode
     with _open(Path(path), "wt") as file:
         file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n')
         separator = ""
         for rank in sorted(spans_by_rank):
-            for event in _rank_events(rank, spans_by_rank[rank], origin, marked):
+            for event in _rank_events(rank, spans_by_rank[rank], origin, marked, lost.get(rank, 0)):
                 file.write(separator + encode(event))
                 separator = ",\n"
         file.write("\n]}\n")
@@ -72,7 +84,9 @@ def _open(path: Path, mode: str) -> IO[str]:
     return cast("IO[str]", opener(path, mode, encoding="utf-8"))
 
 
-def _rank_events(rank: int, spans: Sequence[Span], origin: int, marked: frozenset[int]) -> Iterator[dict[str, Any]]:
+def _rank_events(
+    rank: int, spans: Sequence[Span], origin: int, marked: frozenset[int], dropped: int
+) -> Iterator[dict[str, Any]]:
     process = rank + 1  # Perfetto keeps process and thread 0 for the idle task
     # A recorded COMPUTE span covers like any other, but is not derived.
     covering = (span._replace(category=IDLE) if span.category == COMPUTE else span for span in spans)
@@ -84,7 +98,8 @@ def _rank_events(rank: int, spans: Sequence[Span], origin: int, marked: frozense
         if is_derived:
             event["args"]["derived"] = True
         yield event
-    yield _name("process_name", process, process * _ROWS_A_RANK, name=f"rank {rank}")
+    title = f"rank {rank}, without {dropped:,} older spans" if dropped else f"rank {rank}"
+    yield _name("process_name", process, process * _ROWS_A_RANK, name=title)
     yield _name("process_sort_index", process, process * _ROWS_A_RANK, sort_index=rank)
     for index, (thread, name) in enumerate(rows.names()):
         yield _name("thread_name", process, thread, name=name)

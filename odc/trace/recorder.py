@@ -1,9 +1,10 @@
-"""The recorder: one list of spans a process, cheap enough to stay on.
+"""The recorder: one ring of spans a process, cheap enough to stay on.
 
-Chose a plain list of plain tuples over a ring buffer, a lock or a C extension: `list.append` is atomic under the
-interpreter lock, and one `add` costs well under a microsecond (bench/bench_trace.py measures it). The price is memory,
-about 200 bytes a span, so a recorder stops at `capacity` and counts what it drops: the oldest spans stay, and a
-minibatch that no longer fits lacks its WINDOW mark, so that a breakdown leaves it out rather than guess.
+Chose a bounded deque of plain tuples over a list, a lock or a C extension: `deque.append` is atomic under the
+interpreter lock, pushes out the oldest span by itself, and one `add` costs well under a microsecond
+(bench/bench_trace.py measures it). The price is memory, about 200 bytes a span (40 MB when full), and that a run longer
+than the ring keeps only its end: `dropped` counts what was pushed out. The oldest minibatch that is left may then lack
+spans, so `spans()` leaves out its marks, and a breakdown leaves it out rather than guess.
 
 A span's epoch and microbatch are what the recorder's attributes say when the span *ends*; on background lanes that is
 where the training thread is by then.
@@ -13,51 +14,63 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from itertools import count
 from types import TracebackType
 from typing import Final
 
-from odc.trace.span import MAIN, MICROBATCH, NO_PEER, WINDOW, Span
+from odc.trace.span import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
 
 _clock: Final = time.monotonic_ns
+
+CAPACITY: Final = 200_000
 
 
 class Recorder:
     """Collects the spans of one process. Never synchronizes and never raises for being full.
 
-    `add`, `span`, `now` and `spans` may be called from any thread; `window` and `microbatch` only from the training
-    thread, because they say where that thread is.
+    `window` and `microbatch` may be called only from the training thread, because they say where that thread is; all
+    others from any thread.
 
     Args:
         rank: global rank of this process.
         enabled: False makes `add` return at once; the marks still keep `epoch` and `microbatch_index` up to date.
-        capacity: spans to keep; later ones are counted in `dropped` (threads that race for the last place may exceed
-            it by one span each).
+        capacity: spans to keep, the newest.
     """
 
     __slots__ = (
+        "_appended",
         "_depth",
-        "_drop_lock",
+        "_read_lock",
+        "_reads",
         "_spans",
-        "capacity",
-        "dropped",
         "enabled",
         "epoch",
         "microbatch_index",
         "rank",
     )
 
-    def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = 1_000_000) -> None:
+    def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise ValueError(f"a recorder's capacity must be at least one span, not {capacity!r}")
         self.rank = rank
         self.enabled = enabled
-        self.capacity = capacity
-        self.dropped = 0
         self.epoch = -1
         self.microbatch_index = -1
-        self._spans: list[tuple[str, str, int, int, int, int, str, int, int]] = []
-        self._drop_lock = threading.Lock()
+        self._spans: deque[tuple[str, str, int, int, int, int, str, int, int]] = deque(maxlen=capacity)
+        # Counts spans and reads of itself: `next` is atomic under the interpreter lock, `+= 1` is not.
+        self._appended = count().__next__
+        self._reads = 0
+        self._read_lock = threading.Lock()
         self._depth = {WINDOW: 0, MICROBATCH: 0}
+
+    @property
+    def dropped(self) -> int:
+        """Spans that newer ones have pushed out since the start or the last `clear`."""
+        with self._read_lock:
+            total = self._appended() - self._reads
+            self._reads += 1
+        return max(0, total - len(self._spans))
 
     def set_rank(self, rank: int) -> None:
         """Say which global rank this process is, once it is known."""
@@ -81,13 +94,9 @@ class Recorder:
             return
         if end_ns is None:
             end_ns = _clock()
-        spans = self._spans
-        if len(spans) < self.capacity:
-            # One append of one tuple: no other thread can see half a span.
-            spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
-        else:
-            with self._drop_lock:
-                self.dropped += 1
+        self._appended()
+        # One append of one tuple: no other thread can see half a span.
+        self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
 
     def span(
         self, category: str, *, unit: str = "", peer: int = NO_PEER, nbytes: int = 0, lane: str = MAIN
@@ -112,13 +121,24 @@ class Recorder:
         return Mark(self, MICROBATCH, index)
 
     def spans(self) -> list[Span]:
-        """All spans so far, in the order they ended. A copy: later spans do not appear in it."""
-        return [Span._make(span) for span in self._spans.copy()]
+        """The newest spans, in the order they ended. A copy: later spans do not appear in it.
+
+        Where older ones were dropped, the oldest minibatch that is left has no WINDOW and no MICROBATCH marks here,
+        because some of its own spans may be missing.
+        """
+        # list() of a deque runs no Python code, so that no other thread appends meanwhile.
+        kept = [Span._make(span) for span in list(self._spans)]
+        if not self.dropped:
+            return kept
+        cut = next((span.epoch for span in kept if span.lane == MAIN), None)
+        return [span for span in kept if span.epoch != cut or span.category not in MARKS]
 
     def clear(self) -> None:
         """Forget all spans and the count of dropped ones; `epoch`, `microbatch_index` and open marks stay."""
-        self._spans.clear()
-        self.dropped = 0
+        with self._read_lock:
+            self._spans.clear()
+            self._appended = count().__next__
+            self._reads = 0
 
 
 class _SpanContext:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc.errors import ConfigError, OdcError
-from odc.trace import Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
+from odc.errors import ConfigError, OdcError, TraceError
+from odc.trace import CAPACITY, Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
 from odc.train.config import ARM_NAMES, ArmName, JobConfig
 from odc.train.results import JobResult
 
@@ -100,13 +100,23 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[ArmName,
         except OdcError as error:
             error.add_note(f"arm {arm}")
             raise
-        runs[arm].append(Run(results, measure(read_spans(spans, job.ranks), config.skip)))
+        runs[arm].append(Run(results, measure(read_spans(spans, job.ranks), config.skip, job.steps)))
     return runs
 
 
-def measure(spans_by_rank: dict[int, list[Span]], skip: int) -> Breakdown:
-    """The breakdown of one run, with waiting and transfer inside FSDP2's collectives told apart."""
-    return breakdown(split_waits(spans_by_rank).spans_by_rank, skip=skip)
+def measure(spans_by_rank: dict[int, list[Span]], skip: int, steps: int) -> Breakdown:
+    """The breakdown of one run of `steps`, with waiting and transfer inside FSDP2's collectives told apart.
+
+    Raises `TraceError` unless every step was recorded whole on every rank.
+    """
+    measured = breakdown(split_waits(spans_by_rank).spans_by_rank, skip=skip)
+    lacking = steps - len(measured.steps) - len(measured.skipped)
+    if lacking:
+        raise TraceError(
+            f"{lacking} of {steps} steps cannot be measured: some rank's recorder, which keeps its newest {CAPACITY:,} "
+            "spans, could not hold them whole. Take fewer microbatches a step."
+        )
+    return measured
 
 
 def spans_folder(config: CompareConfig, arm: ArmName, repeat: int) -> Path:

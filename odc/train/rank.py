@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, Span, breakdown, recorder, save_spans
+from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, recorder, save_spans
 from odc.train import footprint
 from odc.train.arms import arm_named
 from odc.train.checkpoint import find_checkpoint, load, save
@@ -109,19 +109,21 @@ class RankJob:
         footprint.trim()
         self.held = footprint.held_bytes()
 
-    def _measured(self) -> float:
-        """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks."""
+    def _measured(self) -> float | None:
+        """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks.
+
+        None where a rank's recorder could not hold the whole step.
+        """
         spans = recorder().spans()
         recorder().clear()
         if self.config.spans is not None:
             self.spans += spans
-        own = breakdown({self.rank: spans}).steps[-1]
-        row = own.nanoseconds[self.rank]
-        computed = row[COMPUTE] if any(span.category == MICROBATCH for span in spans) else 0
-        mine = torch.tensor([own.start_ns, own.end_ns, computed + row[OPTIMIZER]])
+        mine = torch.tensor(_start_end_busy(self.rank, spans))
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         starts, ends, busy = torch.stack(rows).unbind(1)
+        if not ends.all():
+            return None
         return 1.0 - float(busy.double().mean()) / float(ends.max() - starts.min())
 
     def _report(self, record: StepRecord) -> None:
@@ -129,6 +131,16 @@ class RankJob:
         if self.output is not None and self.rank == 0:
             with (self.output / "steps.jsonl").open("a") as log:
                 log.write(json.dumps(asdict(record)) + "\n")
+
+
+def _start_end_busy(rank: int, spans: list[Span]) -> tuple[int, int, int]:
+    """A rank's own step in nanoseconds: start, end, and how long of it the rank was busy; zeros if it is not whole."""
+    if not any(span.category == WINDOW for span in spans):
+        return 0, 0, 0
+    own = breakdown({rank: spans}).steps[-1]
+    row = own.nanoseconds[rank]
+    computed = row[COMPUTE] if any(span.category == MICROBATCH for span in spans) else 0
+    return own.start_ns, own.end_ns, computed + row[OPTIMIZER]
 
 
 def _quiet_transformers() -> None:

@@ -25,7 +25,8 @@ class StepRecord:
         step_s: seconds from the start of the step to the end of the update, on this rank.
         plan_bubble: bubble that the plan predicts for how often the arm's ranks meet, by its cost model.
         bound_bubble: bubble that every plan of these samples has at least, by the same model.
-        bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known.
+        bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known, or where
+            a rank's recorder could not hold the whole step.
     """
 
     step: int

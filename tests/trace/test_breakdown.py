@@ -146,7 +146,8 @@ def test_skip_and_what_not_every_rank_recorded():
     result = breakdown(trace, skip=1)
     assert [step.epoch for step in result.steps] == [1, 2]
     assert (result.skipped, result.left_out) == ((0,), (3,))
-    with pytest.raises(TraceError, match="3 minibatches hold a WINDOW mark on all 2 ranks, and 3 are skipped"):
+    assert "left out, not whole on every rank: 1 steps" in str(result.to_table().caption)
+    with pytest.raises(TraceError, match="3 minibatches were recorded whole on all 2 ranks, and 3 are skipped"):
         breakdown(trace, skip=3)
     with pytest.raises(ValueError, match="skip"):
         breakdown(trace, skip=-1)

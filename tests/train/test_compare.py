@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from _tiny_job import tiny_job
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, TraceError
 from odc.trace import COLLECTIVE, FETCH, MICROBATCH, OPTIMIZER, WINDOW, Span, save_spans
 from odc.train.compare import CompareConfig, Run, measure, spans_folder, write_pictures
 from odc.train.config import JobConfig
@@ -93,7 +93,7 @@ def result(rank: int, losses: Sequence[float]) -> JobResult:
 
 
 def run_of(computes: Sequence[Sequence[int]], losses: Sequence[float]) -> Run:
-    measured = measure({rank: spans_of(own) for rank, own in enumerate(computes)}, skip=1)
+    measured = measure({rank: spans_of(own) for rank, own in enumerate(computes)}, 1, len(computes[0]))
     return Run([result(rank, losses) for rank in range(len(computes))], measured)
 
 
@@ -180,7 +180,15 @@ def test_waiting_inside_collectives_is_told_apart() -> None:
     early = Span(FETCH, "main", 1000 * MS, 1050 * MS, 1, 0, "unit", COLLECTIVE, 8)
     late = early._replace(start_ns=1040 * MS)
     rest = spans_of([90])
-    measured = measure({0: [early, *rest], 1: [late, *rest]}, skip=0)
+    measured = measure({0: [early, *rest], 1: [late, *rest]}, 0, 1)
     assert measured.rank_s(0, "wait").median == pytest.approx(0.04)
     assert measured.rank_s(0, "fetch").median == pytest.approx(0.01)
     assert measured.rank_s(1, "wait").median == 0.0
+
+
+def test_a_step_that_was_not_recorded_whole_is_an_error() -> None:
+    spans = {rank: spans_of([40, 50, 60]) for rank in range(2)}
+    assert len(measure(spans, 1, 3).steps) == 2
+    spans[1] = [span for span in spans[1] if span.epoch != 2 or span.category != WINDOW]
+    with pytest.raises(TraceError, match="1 of 3 steps cannot be measured: .* newest 200,000 spans"):
+        measure(spans, 1, 3)

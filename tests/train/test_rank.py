@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from _tiny_job import run_here, tiny_job
 
 from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.fsdp import shutdown
+from odc.trace import recorder
 from odc.train.config import ARM_NAMES, JobConfig
 from odc.train.job import prepare, run
 from odc.train.progress import Progress
@@ -61,6 +63,24 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, A
             assert step.bubble is not None and 0 < step.bubble < 1, arm
         assert {step.dummies for step in results[0].steps} == {0} or arm == "fsdp2"
     assert all(len(set(step.counts)) == 1 for step in reference), "fsdp2 needs equal counts"
+
+
+def run_with_little_room(rank: int, world: int, config: JobConfig) -> JobResult:
+    """Rank 0 keeps five spans, which no step fits into."""
+    mine = recorder()
+    whole = mine._spans
+    try:
+        if rank == 0:
+            mine._spans = deque(maxlen=5)
+        return run_here(config)
+    finally:
+        mine._spans = whole
+
+
+def test_a_step_that_the_recorder_cannot_hold_has_no_bubble(ranks: Pools, tmp_path: Path) -> None:
+    for result in ranks(2).run(run_with_little_room, tiny_job(tmp_path)):
+        assert [step.bubble for step in result.steps] == [None] * 3
+        assert "step 3: loss" in result.summary()
 
 
 @pytest.mark.parametrize("arm", ["fsdp2", "odc"])
