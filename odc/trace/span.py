@@ -8,7 +8,8 @@ Times are `time.monotonic_ns()`, i.e. CLOCK_MONOTONIC: nanoseconds on one clock 
 different hosts must not be compared without aligning their clocks first.
 
 Lanes: "main" is the training thread, and the only lane that counts in a breakdown. Other lanes ("fetch", "push",
-"server") are background threads: they are drawn and exported, but work that hides behind compute costs no time.
+"server") are background threads: drawn and exported, but not counted, since work that hides behind compute ends no step
+later. It does compete for cores, which shows as longer spans of the main lane.
 On the main lane spans may nest or abut; the innermost one says what the rank was doing.
 """
 

@@ -5,8 +5,9 @@ figures), so a training job may draw from any thread. Every panel starts at 0 an
 panel *is* a faster arm, and a barrier is seen as waits that end on one vertical line.
 
 A row's upper band is the training thread, as the breakdown counts it (`odc.trace.cover`); the thin strip below it,
-where there is one, shows the background lanes, which cost no time. Two shades of compute alternate between
-microbatches. The colours differ in lightness as well as in hue, so that they stay apart for colour-blind readers.
+where there is one, shows the background lanes, which are not counted (they compete for cores, so what they cost shows
+as longer compute). Two shades of compute alternate between microbatches. The colours differ in lightness as well as in
+hue, so that they stay apart for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -243,5 +244,5 @@ def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float) -> Non
         borderpad=0, borderaxespad=0,
     )  # fmt: skip
     if any(any(panel.background.values()) for panel in panels):
-        note = "thin strip: background threads (cost no time)"
+        note = "thin strip: background threads (not counted)"
         figure.text(1 - _RIGHT / _WIDTH, 1 - 0.27 / height, note, ha="right", va="center", fontsize=9, color=_SOFT_INK)
