@@ -101,12 +101,9 @@ class Crew:
             space.board(member).store(Word.ABORT, 0)
 
     def close(self) -> None:
-        """Give everything back; what a heap mapped goes with the last tensor on it, so none is kept here."""
+        """Give everything back."""
         for space in self.spaces:
-            space.heap.close()
-        self.spaces.clear()
-        self.verbs.clear()
-        self.services.clear()
+            space.close()
 
     def __enter__(self) -> Crew:
         return self

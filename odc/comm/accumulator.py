@@ -15,7 +15,6 @@ import torch
 
 from odc.comm.space import Space
 from odc.comm.units import Piece, UnitSpec
-from odc.memory import RobustMutex
 
 BLOCK_BYTES = 1 << 20  # a mixed-dtype add over 64 MB ran at 2 GB/s, over 1 MB at 14 to 21
 PARALLEL_GRAIN = 32768  # elements; torch never splits a smaller op over threads
@@ -53,8 +52,6 @@ class Adder:
         self._space = space
         self._locks = space.settings.accumulate != "per_source"
         self._source = 0 if self._locks else source
-        # Made once: a view of shared memory and its lock cost more than adding a small parameter.
-        self._places: dict[tuple[int, int], tuple[torch.Tensor, RobustMutex | None]] = {}
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
@@ -66,19 +63,12 @@ class Adder:
                 restart.
             WaitTimeoutError: the lock was not had in `timeout_s` seconds.
         """
-        total, mutex = self._place(owner, unit)
+        total = self._space.accumulator(owner, unit, self._source)
+        mutex = self._space.mutex(owner, unit) if self._locks else None
         for first, turn in _turns(pieces, total.itemsize):
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._space.settings.timeout_s) if mutex else nullcontext():
                 torch._foreach_add_(places, turn)
-
-    def _place(self, owner: int, unit: UnitSpec) -> tuple[torch.Tensor, RobustMutex | None]:
-        place = self._places.get((owner, unit.index))
-        if place is None:
-            mutex = self._space.mutex(owner, unit) if self._locks else None
-            place = self._space.accumulator(owner, unit, self._source), mutex
-            self._places[owner, unit.index] = place
-        return place
 
 
 def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:

@@ -57,6 +57,9 @@ class Space:
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
+        #: Made once: a view of shared memory costs more than to copy a small parameter.
+        self._views: dict[tuple[str, int, int, int], torch.Tensor] = {}
+        self._mutexes: dict[tuple[int, int], RobustMutex] = {}
         self.ring = Ring.fit(self.units, settings.staging_block_bytes)
         self.sources = geometry.shards if settings.accumulate == "per_source" else 1
         for name, nbytes in self._requests():
@@ -112,22 +115,42 @@ class Space:
 
     def published_bytes(self, member: int, unit: UnitSpec) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the member's published shard of `unit`, parameter after parameter."""
-        return self.heap.tensor(member, f"published/{unit.index}", torch.uint8)
+        key = ("published", member, unit.index, 0)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self.heap.tensor(member, f"published/{unit.index}", torch.uint8)
+        return view
 
     def accumulator(self, member: int, unit: UnitSpec, source: int = 0) -> torch.Tensor:
         """1-D [unit.numel] in the accumulator's dtype; `source` (a shard index) only with per-source accumulators."""
-        name = f"accumulator/{unit.index}"
-        return self.heap.tensor(member, name, unit.accumulator_dtype, offset=source * unit.numel, numel=unit.numel)
+        key = ("accumulator", member, unit.index, source)
+        view = self._views.get(key)
+        if view is None:
+            at, count = source * unit.numel, unit.numel
+            view = self.heap.tensor(member, f"accumulator/{unit.index}", unit.accumulator_dtype, offset=at, numel=count)
+            self._views[key] = view
+        return view
 
     def mutex(self, member: int, unit: UnitSpec) -> RobustMutex:
         """The lock that guards adds into the member's accumulator of `unit`."""
-        address = self.heap.address(member, "mutexes") + unit.index * MUTEX_BYTES
-        what = f"the accumulator of unit {unit.name!r} on rank {self.geometry.ranks[member]}"
-        return RobustMutex(address, self.heap.words(member, "mutexes"), what)  # the words keep the memory mapped
+        key = member, unit.index
+        mutex = self._mutexes.get(key)
+        if mutex is None:
+            address = self.heap.address(member, "mutexes") + unit.index * MUTEX_BYTES
+            what = f"the accumulator of unit {unit.name!r} on rank {self.geometry.ranks[member]}"
+            # The words keep the memory mapped.
+            mutex = self._mutexes[key] = RobustMutex(address, self.heap.words(member, "mutexes"), what)
+        return mutex
 
     def reason(self, member: int) -> torch.Tensor:
         """uint8 [REASON_BYTES]: zero-terminated UTF-8 text, written before ABORT."""
         return self.heap.tensor(member, "reason", torch.uint8)
+
+    def close(self) -> None:
+        """Give the memory back, own and peers', as soon as no view of it is in use; idempotent."""
+        self._views.clear()
+        self._mutexes.clear()
+        self.heap.close()
 
     def ledger(self) -> dict[str, int]:
         """Bytes by purpose: published, accumulator, staging, words."""

@@ -138,7 +138,7 @@ def _leave(pid: int, verbs: Verbs, service: Service, rendezvous: Rendezvous, fet
     fetcher.close()
     sender.close()
     rendezvous.close()
-    verbs.space.heap.close()
+    verbs.space.close()
 
 
 def live_roots() -> list[Root]:

@@ -123,7 +123,7 @@ def live_in_a_process(rank: int, world: int, accumulate: Accumulate) -> int:
         dist.barrier()  # nobody goes before everybody is through
         server.close()
         meet.close()
-        space.heap.close()
+        space.close()
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
