@@ -7,6 +7,7 @@ memory, in the parameters' own dtype.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -26,15 +27,16 @@ def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> N
 
     Every rank calls it, outside a minibatch; it meets the other ranks. The folder, which must be empty or missing,
     appears as a whole once complete.
-    Raises `CheckpointError` on every rank when the disk refuses.
+    Its config ends texts with the tokenizer's end-of-text token, unless it already knows that token as an end.
+    Raises `CheckpointError` on every rank when the disk or transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             _write(folder, model, weights, tokenizer)
-        except OSError as error:
-            failure = [f"export: cannot write {folder}: {error.strerror or error}"]
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            failure = [f"export: cannot write {folder}: {getattr(error, 'strerror', None) or error}"]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise CheckpointError(failure[0])
@@ -49,9 +51,21 @@ def _write(folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokeniz
         shutil.rmtree(partial)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
+    if model.generation_config is not None:
+        empty.generation_config = copy.deepcopy(model.generation_config)
+    if tokenizer is not None:
+        _end_with(empty, tokenizer.eos_id)
     empty.save_pretrained(partial, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save(partial)
     if folder.exists():
         folder.rmdir()
     os.rename(partial, folder)
+
+
+def _end_with(model: Any, eos_id: int) -> None:
+    """Makes `generate` stop at the token that ended the documents, which a config for another tokenizer does not."""
+    for config in (model.config, model.generation_config):
+        ends = getattr(config, "eos_token_id", None)
+        if config is not None and eos_id not in (ends if isinstance(ends, list) else [ends]):
+            config.eos_token_id = eos_id

@@ -77,7 +77,11 @@ class ByteTokenizer:
         return chatml(messages, self.encode, 257, 258)
 
     def save(self, folder: Path) -> None:
-        """Write it as a byte-level BPE without merges, which is the same thing."""
+        """Write it as a byte-level BPE without merges, which is the same thing.
+
+        Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC) first, which no file can forbid;
+        `load_tokenizer` does not.
+        """
         vocab = {character: byte for byte, character in enumerate(_byte_characters())}
         save_byte_level(folder, vocab | {name: 256 + i for i, name in enumerate(SPECIALS)}, [])
 
@@ -140,22 +144,52 @@ class HfTokenizer:
 
 
 def load_tokenizer(folder: Path) -> HfTokenizer:
-    """The tokenizer in a Hugging Face folder; DataError when there is none or `transformers` is missing."""
+    """The tokenizer in a Hugging Face folder; DataError when there is none or `transformers` is missing.
+
+    A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json; for
+    some models `AutoTokenizer` would put the rules of the model's original tokenizer in their place.
+    """
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
         raise DataError("loading a tokenizer needs transformers: pip install 'odc-fsdp[train]'") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        loader = PreTrainedTokenizerFast if _is_plain(folder) else AutoTokenizer
+        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     return HfTokenizer(tokenizer, str(folder))
 
 
-def save_byte_level(folder: Path, vocab: dict[str, int], merges: Sequence[tuple[str, str]]) -> None:
-    """Write a byte-level BPE as `tokenizer.json` and `tokenizer_config.json`, with ChatML as its chat template."""
+def _is_plain(folder: Path) -> bool:
+    """Whether tokenizer.json is the whole tokenizer, by the class that the folder names."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    return isinstance(fields, dict) and fields.get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
+
+
+def save_byte_level(
+    folder: Path,
+    vocab: dict[str, int],
+    merges: Sequence[tuple[str, ...]],
+    normalizer: dict[str, Any] | None = None,
+    pre_tokenizer: dict[str, Any] | None = None,
+) -> None:
+    """Write a byte-level BPE as `tokenizer.json` and `tokenizer_config.json`, with ChatML as its chat template.
+
+    Args:
+        folder: made if missing.
+        vocab: characters that stand for bytes, and what they are merged to, to ids; `SPECIALS` too.
+        merges: pairs in the order they are merged.
+        normalizer, pre_tokenizer: as in tokenizer.json; by default text is left as it is, and split as GPT-2 does.
+    """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     rules = {
@@ -163,8 +197,8 @@ def save_byte_level(folder: Path, vocab: dict[str, int], merges: Sequence[tuple[
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": vocab[name], "content": name, **flags} for name in SPECIALS],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer or byte_level,
         "post_processor": None,
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges]},

@@ -58,6 +58,13 @@ def test_train_launches_its_ranks_saves_and_exports(job: list[str], tmp_path: Pa
     assert model.config.architectures == ["Qwen2ForCausalLM"]
     assert AutoTokenizer.from_pretrained(export)("ab")["input_ids"] == [97, 98]
 
+    again = [
+        ("auto" if option == "bytes" else str(export) if option.endswith("model.json") else option) for option in job
+    ]
+    done = odc("train", *again)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 2: loss")
+
 
 def test_train_runs_under_torchrun(job: list[str]) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")

@@ -72,6 +72,22 @@ def test_saved_tokenizers_load_as_the_same(tmp_path: Path, bpe: BpeTokenizer):
         assert load_tokenizer(tmp_path / name / "again").fingerprint == loaded.fingerprint
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "gpt2"])
+def test_saved_beside_a_model_they_give_the_same_ids(tmp_path: Path, bpe: BpeTokenizer, model_type: str):
+    """Transformers replaces the rules of some models' tokenizers by its own."""
+    from transformers import AutoTokenizer
+
+    for name, own in (("bytes", ByteTokenizer()), ("bpe", bpe)):
+        folder = tmp_path / name
+        own.save(folder)
+        (folder / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        text = TEXT + " it's 12345\n\n\t  x²"
+        ids = own.encode(text).tolist()
+        assert AutoTokenizer.from_pretrained(str(folder))(text, split_special_tokens=True)["input_ids"] == ids
+        decomposed = text + "e\u0301"
+        assert load_tokenizer(folder).encode(decomposed).tolist() == own.encode(decomposed).tolist()
+
+
 def test_saved_bpe_decodes(tmp_path: Path, bpe: BpeTokenizer):
     from transformers import AutoTokenizer
 
