@@ -3,11 +3,13 @@
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
-#   ARGS="-k fetch -x"       added to the command of demo, test and bench
+#   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
+#   RESULTS=bench/results    where bench stores tables and JSON (runs/bench)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+RESULTS ?= runs/bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,8 +29,10 @@ demo: $(READY)  ## train a small model under each arm on this machine, compare t
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-bench: $(READY)  ## measure fetch, push and the arms on this machine (tens of minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 $(ARGS)
+bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .
