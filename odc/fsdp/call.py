@@ -97,7 +97,8 @@ def fully_shard(
         adopt(group, root_above)
     for one in modules:
         add_methods(one)
-        one.register_forward_pre_hook(_before_forward, prepend=True)
+        # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
+        one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
     rank = dist.get_rank()
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), rank, settings)

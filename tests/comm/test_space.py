@@ -142,7 +142,7 @@ def test_locks_are_one_a_unit_and_member() -> None:
 )
 def test_ranks_with_other_settings_cannot_attach(other: Settings) -> None:
     with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=other) as strangers:
-        crew.spaces[1] = strangers.spaces[1]
+        crew.spaces[1], strangers.spaces[1] = strangers.spaces[1], crew.spaces[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
             crew.spaces[0].board(1)
 
@@ -150,12 +150,12 @@ def test_ranks_with_other_settings_cannot_attach(other: Settings) -> None:
 def test_ranks_with_the_same_sizes_but_other_names_cannot_attach() -> None:
     renamed = [[("a", 5, F32), ("x", 3, BF16)], *LAYOUT[1:]]
     with Crew(LAYOUT, 2) as crew, Crew(renamed, 2) as strangers:
-        crew.spaces[1] = strangers.spaces[1]
+        crew.spaces[1], strangers.spaces[1] = strangers.spaces[1], crew.spaces[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
             crew.spaces[0].board(1)
 
 
 def test_settings_that_may_differ_between_ranks_do_not_keep_them_apart() -> None:
     with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=Settings(timeout_s=9.0, prefetch=3, trace=False)) as others:
-        crew.spaces[1] = others.spaces[1]
+        crew.spaces[1], others.spaces[1] = others.spaces[1], crew.spaces[1]
         assert crew.spaces[0].board(1).load(0) == 0

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _compare import differences
-from _models import Case, Tiny, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
+from _models import Case, Tiny, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens, train
 from _programs import PLAIN, Make, Programs, Result, backward, new, step
 from _ranks import RankPool
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor
+
+from odc import fully_shard
 
 Pools = Callable[[int], RankPool]
 
@@ -252,3 +254,19 @@ def same(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(ranks: Pools, name: str) -> None:
     ranks(2).run(same, name)
+
+
+def compiled_layers(rank: int, world: int) -> list[str]:
+    """Files of odc whose code dynamo was given while layers compiled, inlined calls aside."""
+    from torch._dynamo.convert_frame import input_codes
+
+    torch._dynamo.reset()
+    train(fully_shard, Case(((1, 1),), compiled=True), rank, world)
+    codes = [code for code in (reference() for reference in input_codes.seen) if code is not None]
+    assert codes, "nothing was compiled"
+    return sorted({code.co_filename for code in codes if "/odc/" in code.co_filename})
+
+
+def test_nothing_of_odc_is_compiled_with_a_layer(ranks: Pools) -> None:
+    """A hook that is traced turns torch's weak dictionaries into inputs, which change while they are read."""
+    assert ranks(2).run(compiled_layers) == [[], []]
