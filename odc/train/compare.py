@@ -18,6 +18,7 @@ from pathlib import Path
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.trace import CAPACITY, Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
 from odc.train.config import ARM_NAMES, ArmName, JobConfig
+from odc.train.machine import processor_times, steal
 from odc.train.results import JobResult
 
 REFERENCE: ArmName = "fsdp2"
@@ -71,6 +72,7 @@ class Run:
 
     results: list[JobResult]
     measured: Breakdown
+    steal: float | None = None  # share of the cores' time that the host took while it ran
 
     @property
     def losses(self) -> list[float]:
@@ -95,12 +97,14 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[ArmName,
         spans = spans_folder(config, arm, repeat)
         shutil.rmtree(spans, ignore_errors=True)
         job = config.job.with_(arm=arm, label=f"{arm} ({number + 1}/{total})", output=None, spans=str(spans))
+        before = processor_times()
         try:
             results = launch_ranks(job)
         except OdcError as error:
             error.add_note(f"arm {arm}")
             raise
-        runs[arm].append(Run(results, measure(read_spans(spans, job.ranks), config.skip, job.steps)))
+        stolen = steal(before, processor_times())
+        runs[arm].append(Run(results, measure(read_spans(spans, job.ranks), config.skip, job.steps), stolen))
     return runs
 
 

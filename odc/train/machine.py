@@ -24,6 +24,26 @@ def machine() -> dict[str, str | int]:
     return facts
 
 
+def processor_times() -> tuple[int, int] | None:
+    """(stolen, all) ticks of all cores since boot; None where the kernel does not say.
+
+    Stolen is what the host of a virtual machine gave to others while this one wanted to run: the noise that no care on
+    this side can take out of a timing.
+    """
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()
+        return int(first[8]), sum(int(ticks) for ticks in first[1:9])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def steal(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """Share of the cores' time that was stolen between two calls of `processor_times`."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
 def versions() -> dict[str, str]:
     """Of Python and of the packages that a run's figures depend on."""
     found = {"python": platform.python_version()}

@@ -64,7 +64,7 @@ class RankJob:
         recorder().clear()
         self.progress.phase(f"step {first + 1}")
         for step in range(first, self.config.steps):
-            record = self.step.run(step, next(self.sampler), self._probe if step == first else None)
+            record = self.step.run(step, next(self.sampler), self._probe if self.held is None else None)
             records.append(replace(record, bubble=self._measured()))
             self._report(records[-1])
             if step == first:

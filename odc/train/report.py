@@ -71,6 +71,7 @@ def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict
         "held_bytes": max((result.held_bytes or 0 for run in runs for result in run.results), default=0) or None,
         "baseline_bytes": min(result.baseline_bytes for run in runs for result in run.results),
         "plan": _plan(steps),
+        "steal": median(known) if (known := [run.steal for run in runs if run.steal is not None]) else None,
         "runs": [_run(run) for run in runs],
     }
 
@@ -100,6 +101,7 @@ def _run(run: Run) -> dict[str, Any]:
     return {
         "step_s": [step.step_s for step in run.measured.steps],
         "bubble": [step.bubble for step in run.measured.steps],
+        "steal": run.steal,
         "peak_bytes": [result.peak_bytes for result in run.results],
         "held_bytes": [result.held_bytes for result in run.results],
         "baseline_bytes": [result.baseline_bytes for result in run.results],

@@ -52,8 +52,8 @@ class JobResult:
         rank: global rank.
         steps: this run's steps, without those before a resume.
         peak_bytes: largest resident size after the first step; shared pages are divided among ranks.
-        held_bytes: resident between two microbatches of the first step, when no activation is alive; None when this
-            rank had fewer than two.
+        held_bytes: resident between two microbatches of the first step in which this rank had two, when no activation
+            is alive; None when there was no such step.
         baseline_bytes: resident before the model was built, to subtract from both.
         checkpoint: the last checkpoint's folder.
     """

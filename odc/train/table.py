@@ -58,6 +58,8 @@ def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
         (None, str),
         ("final loss", lambda arm: f"{arm['loss']['final']:.6f}"),
         ("  largest gap", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
+        (None, str),
+        ("steal by the host", lambda arm: "-" if arm["steal"] is None else f"{arm['steal']:.1%}"),
     ]
     return rows
 
@@ -86,5 +88,6 @@ def _caption(figures: dict[str, Any]) -> str:
     return (
         f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
         "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
-        f"step. The loss gap is to {figures['reference']}."
+        f"step that has two. The loss gap is to {figures['reference']}. Steal: cores' time that the host of a virtual "
+        "machine gave to others while the arm ran."
     )

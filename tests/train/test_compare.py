@@ -92,16 +92,19 @@ def result(rank: int, losses: Sequence[float]) -> JobResult:
     )
 
 
-def run_of(computes: Sequence[Sequence[int]], losses: Sequence[float]) -> Run:
+def run_of(computes: Sequence[Sequence[int]], losses: Sequence[float], steal: float | None = None) -> Run:
     measured = measure({rank: spans_of(own) for rank, own in enumerate(computes)}, 1, len(computes[0]))
-    return Run([result(rank, losses) for rank in range(len(computes))], measured)
+    return Run([result(rank, losses) for rank in range(len(computes))], measured, steal)
 
 
 @pytest.fixture
 def figures(tmp_path: Path) -> dict:
     config = CompareConfig(job(tmp_path), arms=("fsdp2", "odc"), repeats=3)
     slow = [run_of([[99, 60, extra], [99, 100, 100]], [3.0, 2.5, 2.0]) for extra in (20, 80, 60)]
-    fast = [run_of([[99, 100, 100], [99, 100, 100]], [3.0, 2.5 + gap, 2.0]) for gap in (0.0, -1e-6, 0.0)]
+    fast = [
+        run_of([[99, 100, 100], [99, 100, 100]], [3.0, 2.5 + gap, 2.0], steal)
+        for gap, steal in ((0.0, 0.5), (-1e-6, 0.01), (0.0, 0.02))
+    ]
     return report(config, {"fsdp2": slow, "odc": fast}, ["odc", "compare"])
 
 
@@ -132,6 +135,7 @@ def test_losses_memory_and_plan_are_there(figures: dict) -> None:
     assert figures["arms"]["fsdp2"]["loss"]["largest_difference"] == 0.0
     assert (odc["peak_bytes"], odc["held_bytes"], odc["baseline_bytes"]) == (301 << 20, 120 << 20, 100 << 20)
     assert odc["plan"] == {"bubble": 0.25, "bound": 0.125, "microbatches": [[1, 2], [1, 2]], "dummies": 0}
+    assert (odc["steal"], figures["arms"]["fsdp2"]["steal"]) == (0.02, None), "median over repeats; not known"
     assert {"machine", "versions", "seed", "command", "job", "schema"} <= figures.keys()
 
 
@@ -159,6 +163,7 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     assert re.search(r"bubble, measured +18.2% +0.0% +0.0% +0.0%", text)
     assert re.search(r"peak memory, MiB +201 +201", text)
     assert re.search(r"between passes +20 +20", text)
+    assert re.search(r"steal by the host +- +2.0% +2.0%", text)
     assert "each the median of 3 runs" in " ".join(text.split())
 
 
