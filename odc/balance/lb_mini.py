@@ -15,13 +15,16 @@ from odc.balance.cost import Cost, linear_cost
 from odc.balance.inputs import costliest_first, sample_costs
 from odc.balance.karmarkar_karp import karmarkar_karp
 from odc.balance.lb_micro import lb_micro
-from odc.balance.packing import best_fit_decreasing
+from odc.balance.packing import best_fit_decreasing, pack_evenly
 from odc.balance.plan import Plan
 from odc.balance.refine import refine
 
 
 def lb_mini(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost = linear_cost, seed: int = 0) -> Plan:
-    """Ranks of nearly equal cost; each packs its samples into as few microbatches as best-fit decreasing needs.
+    """Ranks of nearly equal cost, each with as few microbatches as best-fit decreasing needs for its samples.
+
+    A rank's microbatches are as even in tokens as their number allows: the fullest one decides how much memory
+    activations take.
 
     Args:
         lengths: tokens of every sample.
@@ -38,7 +41,7 @@ def lb_mini(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost = li
     parts = _evenest_parts(lengths, ranks, max_tokens, cost, seed, costs, order, bound)
     plan = []
     for part in parts:
-        microbatches = best_fit_decreasing(lengths, part, max_tokens)
+        microbatches = _few_and_even(lengths, part, max_tokens)
         plan.append(sorted(microbatches, key=lambda mb: -sum(costs[i] for i in mb)))
     return Plan.of(plan, costs)
 
@@ -69,6 +72,13 @@ def _evenest_parts(
         if best_longest <= bound * (1 + 1e-9):
             break
     return best
+
+
+def _few_and_even(lengths: Sequence[int], part: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """The samples of one rank in microbatches; none is empty."""
+    tight = best_fit_decreasing(lengths, part, max_tokens)
+    longest_first = sorted(part, key=lambda i: -lengths[i])
+    return pack_evenly(lengths, lengths, longest_first, len(tight), max_tokens) or tight
 
 
 def _longest_first(costs: Sequence[float], ranks: int, order: Sequence[int]) -> list[list[int]]:

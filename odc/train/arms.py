@@ -92,6 +92,8 @@ class Arm:
                 if self.transport == "resident":
                     _mark(model, last=m == count - 1)
                 backward(m)
+                if self.transport == "resident" and m < count - 1:
+                    _forget_order(model)
 
     def _minibatch(self, model: nn.Module) -> AbstractContextManager[None]:
         if self.transport == "on demand":
@@ -104,6 +106,18 @@ def _mark(model: Any, *, last: bool) -> None:
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last)
+
+
+def _forget_order(model: Any) -> None:
+    """Has the last backward prefetch by its own forward.
+
+    torch forgets the order of forwards only after a last backward. With an earlier microbatch still in it, the first
+    block's backward would gather the last one again, which it has just given up: on ranks with several microbatches
+    only, and the others never come.
+    """
+    from odc.fsdp import _torch_compat as compat
+
+    compat.clear_forward_order(compat.state_of(model))
 
 
 ARMS: dict[ArmName, Arm] = {

@@ -46,6 +46,12 @@ def test_never_behind_lb_micro_and_no_empty_microbatch(lengths, ranks, cost):
     assert all(mb for microbatches in plan.ranks for mb in microbatches)
 
 
+def test_microbatches_of_a_rank_are_few_and_even_in_tokens():
+    plan = lb_mini([60, 30, 30, 20, 20], 1, CAP)
+    tokens = [sum([60, 30, 30, 20, 20][i] for i in mb) for mb in plan.ranks[0]]
+    assert tokens == [80, 80], "best-fit decreasing alone packs 90 and 70"
+
+
 @pytest.mark.parametrize("cost", [linear_cost, quadratic(0.268, 4.05e-3)], ids=["linear", "quadratic"])
 def test_small_instances_against_the_optimum(cost):
     draw = random.Random(7)

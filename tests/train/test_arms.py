@@ -1,7 +1,12 @@
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+
+from odc import Settings
 from odc.balance import linear_cost
 from odc.errors import ConfigError
 from odc.train.arms import ARMS, arm_named
@@ -40,3 +45,27 @@ def test_the_prediction_fits_how_often_ranks_meet() -> None:
     plan = ARMS["odc"].plan([90, 60, 50, 30], 2, 100, linear_cost, 0)
     assert ARMS["odc"].predicted_bubble(plan) == plan.bubble
     assert ARMS["fsdp2"].predicted_bubble(plan) == plan.bubble_per_microbatch
+
+
+def unequal_counts(rank: int, world: int, name: str) -> list[float]:
+    """Gradients after 3 microbatches on rank 0 and one elsewhere; the root has no parameters of its own."""
+    torch.manual_seed(0)
+    arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))  # type: ignore[index]
+    arm.shard(model, list(model), Settings(timeout_s=20.0))
+    for _ in range(2):
+        model.zero_grad()
+        arm.run(model, 1 if rank else 3, lambda m: model(torch.full((1, 4), 1.0 + m)).sum().backward())
+    whole = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
+    return torch.cat(whole).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["fsdp2-resident", "odc"])
+def test_ranks_may_run_unequal_counts(name: str, ranks: Callable[[int], Any]) -> None:
+    first, second = ranks(2).run(unequal_counts, name, timeout=60)
+    assert first == second
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for scale in (1.0, 2.0, 3.0, 1.0):
+        (alone(torch.full((1, 4), scale)).sum() / 2).backward()
+    whole = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])  # type: ignore[arg-type, union-attr]
+    assert first == pytest.approx(whole.tolist())
