@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -55,10 +56,11 @@ def serve_beside(pipe: Connection, door: str, token: str, identity: str, parts: 
     heap_fd, bell = knock(door, {"op": "attach", "root": identity, "token": token}, 10.0).fds
     space = Space(OwnersHeap(identity, geometry, heap_fd), geometry, units, settings, _FINGERPRINT)
     service = Service(identity, space)
+    pipe.send(private_mib())
+    pipe.recv()  # the loop in the rank has let go of the bell: who reads it first keeps the other asleep
     epoll = select.epoll()
     epoll.register(bell, select.EPOLLIN)
     epoll.register(pipe.fileno(), select.EPOLLIN)
-    pipe.send(private_mib())
     while True:
         for fd, _ in epoll.poll():
             if fd == pipe.fileno():
@@ -102,6 +104,7 @@ def move_out(rank: int) -> dict[str, float]:
     took = time.perf_counter() - begin
     held.beside_pipe = ours
     _on_loop(lambda: server._selector.unregister(server.bell), rank)
+    ours.send("go")
     return {"start_s": took, "private_MiB": memory}
 
 
@@ -110,6 +113,9 @@ def move_in(rank: int) -> None:
     server = daemon(rank)
     held.beside_pipe.close()
     held.beside.join(10)
+    for service in server._services.values():
+        for inbox in service._inboxes:  # go on where the process beside stopped
+            inbox._taken = inbox._accumulated.load(inbox.source)
     # The loop does not hear the bell now: register from here, it sleeps.
     server._selector.register(server.bell, select.EPOLLIN, server._on_bell)
     server.ring()
@@ -117,6 +123,7 @@ def move_in(rank: int) -> None:
 
 def _on_loop(task: Callable[[], Any], rank: int) -> None:
     """Run `task` on the daemon's thread and wait for it."""
-    done = multiprocessing.get_context("spawn").Event()
+    done = threading.Event()
     daemon(rank)._do(lambda: (task(), done.set()))
-    done.wait(10)
+    if not done.wait(10):
+        raise TimeoutError("the daemon's loop has not run a task in 10 s")

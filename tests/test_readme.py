@@ -31,3 +31,12 @@ def test_make_targets_of_the_readme_exist() -> None:
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?:^|`)make ([a-z]+)", README.read_text(encoding="utf-8"), re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_figures_of_the_readme_are_the_stored_ones() -> None:
+    sys.path.insert(0, str(README.parent))  # `bench` is a folder of modules, not an installed package
+    try:
+        from bench.readme import section
+    finally:
+        sys.path.remove(str(README.parent))
+    assert section() in README.read_text(encoding="utf-8"), "run `python -m bench.readme`"

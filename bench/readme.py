@@ -1,0 +1,142 @@
+"""Writes the README's section of figures from what the benchmarks stored: `python -m bench.readme`.
+
+Chose to generate it over typing it in: a figure in the README then is the figure that was measured, and a test says so.
+What the figures mean is text here, and has to be read again when they change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+_BEGIN, _END = "<!-- measured:begin (made by `python -m bench.readme`) -->", "<!-- measured:end -->"
+_MIB = 1 << 20
+
+
+def section(results: Path = RESULTS) -> str:
+    """The text between the marks, marks included."""
+    demo, emulated, fetch, push, overlap = (
+        _load(results, name) for name in ("demo", "emulated", "fetch", "push", "overlap")
+    )
+    parts = [_BEGIN, _where(demo), _demo(demo), _emulated(emulated), _verbs(fetch, push), _overlap(overlap), _END]
+    return "\n\n".join(parts)
+
+
+def replaced(text: str) -> str:
+    """The README with its section made anew."""
+    pattern = re.compile(r"<!-- measured:begin.*?<!-- measured:end -->", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError("the README has no section of figures")
+    return pattern.sub(lambda _: section(), text)
+
+
+def _load(results: Path, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def _where(demo: dict[str, Any]) -> str:
+    machine, versions = demo["machine"], demo["versions"]
+    return (
+        f"*{machine['processor']}, {machine['cores']} cores, torch {versions['torch']}, CPU ranks on one host: read "
+        "ratios, not speeds.*"
+    )
+
+
+def _demo(demo: dict[str, Any]) -> str:
+    arms = demo["arms"]
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
+        ("step, s (median)", lambda arm: f"{arm['step_s']['median']:.2f}"),
+        ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
+        ("bubble, bound for any plan", lambda arm: f"{arm['plan']['bound']:.1%}"),
+        ("memory between microbatches, MiB", _held),
+        ("largest loss gap to fsdp2", lambda arm: f"{arm['loss']['largest_difference']:.0e}".replace("0e+00", "0")),
+    ]
+    lines = [_row("", *arms), _row(*["---"] * (len(arms) + 1))]
+    lines += [_row(name, *(cell(arm) for arm in arms.values())) for name, cell in rows]
+    steps = demo["job"]["steps"] - demo["skipped_steps"]
+    head = (
+        f"**The demo, measured**: {demo['job']['ranks']} ranks, {steps} steps, each the median of {demo['repeats']} "
+        "interleaved runs (`odc compare --demo --repeats 5`):"
+    )
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _held(arm: dict[str, Any]) -> str:
+    return "-" if arm["held_bytes"] is None else f"{(arm['held_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"
+
+
+def _emulated(emulated: dict[str, Any]) -> str:
+    rows = emulated["rows"]
+    lines = [_row("arm", "step, s", "speed-up", "bubble"), _row(*["---"] * 4)]
+    lines += [_row(r["arm"], f"{r['step_s']:.1f}", f"{r['speed-up']:.2f}", f"{r['bubble']:.0%}") for r in rows]
+    control = emulated["control"][-1]
+    head = (
+        "**Eight ranks, emulated**: compute is slept, communication is real; LongAlign-like lengths, 4 samples a rank "
+        f"(`{emulated['command']}`). On a control with nothing to balance, `fsdp2` takes {control['fsdp2/odc']:.2f} "
+        "times as long as `odc`. The first row is LB-Micro as published, with equal samples a rank; ours balances "
+        "sample counts too:"
+    )
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _verbs(fetch: dict[str, Any], push: dict[str, Any]) -> str:
+    sizes = (1, 4, 16, 64)
+
+    def fetched(figure: Callable[[dict[str, Any]], float], pages: str) -> list[str]:
+        wanted = {"dtype": "float32", "parameters": 9, "pages": pages}
+        return [f"{figure(_find(fetch, unit_MiB=size, **wanted)):.2f}" for size in sizes]
+
+    def pushed(mode: str) -> list[str]:
+        return [f"{_find(push, accumulate=mode, chunk_MiB=s, dtype='float32')['ratio']:.2f}" for s in sizes]
+
+    lines = [_row("", *(f"{size} MiB" for size in sizes)), _row(*["---"] * 5)]
+    lines += [
+        _row("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
+        _row("the same where every page is fresh", *fetched(lambda r: r["ratio"], "fresh")),
+        _row("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
+        _row("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
+        _row("push until the server has added it, share of a local `add_`", *pushed("server")),
+        _row('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
+    ]
+    head = (
+        "**Fetch and push, measured** (`make bench`; fp32, all rows and commands in `bench/results`). A fetch copies "
+        "at memcpy's speed; what small units lose is the bookkeeping for each parameter, most of it torch's own, which "
+        "FSDP2 pays too:"
+    )
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _overlap(overlap: dict[str, Any]) -> str:
+    def gain(compute: str, prefetch: int, push_overlap: bool) -> str:
+        row = _find(overlap, compute=compute, prefetch=prefetch, push_overlap=push_overlap)
+        return f"{row['ratio'] - 1:+.0%}"
+
+    both, ahead, behind = gain("emulated", 1, True), gain("emulated", 1, False), gain("emulated", 0, True)
+    return (
+        "**Overlap** (`bench/bench_overlap.py`, 2 ranks): fetching one unit ahead and pushing behind backward are on "
+        f"by default. Where cores are free (compute *emulated*) both together change the speed by {both}, fetching "
+        f"ahead alone by {ahead}, pushing behind backward alone by {behind}. Where training keeps every core busy "
+        f"(*measured*) it is {gain('real', 1, True)}: set `Settings(prefetch=0, push_overlap=False)` there."
+    )
+
+
+def _find(result: dict[str, Any], **wanted: object) -> dict[str, Any]:
+    found: list[dict[str, Any]] = [r for r in result["rows"] if all(r[key] == value for key, value in wanted.items())]
+    (row,) = found
+    return row
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the figures of {RESULTS.name} into {README.name}")
