@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from odc.balance.state import Floats
 
@@ -37,24 +37,30 @@ def lower_bound(
     Never rises when a rank is added.
     """
     cost = np.asarray(costs, np.float64)
-    speed = np.ones(ranks) if speeds is None else np.asarray(speeds, np.float64)
-    best = _falling_bound(np.sort(cost)[::-1], speed)
+    speed = None if speeds is None else np.asarray(speeds, np.float64)
+    best = falling_bound(np.sort(cost)[::-1], ranks, speed)
     if needs is not None and limits is not None:
         need, limit = np.asarray(needs), np.asarray(limits)
         for level in np.unique(limit)[:-1]:
-            best = max(best, _falling_bound(np.sort(cost[need > level])[::-1], speed[limit > level]))
+            more = limit > level
+            fewer = None if speed is None else speed[more]
+            best = max(best, falling_bound(np.sort(cost[need > level])[::-1], int(more.sum()), fewer))
     return best
 
 
-def _falling_bound(costs: Floats, speeds: Floats) -> float:
-    if not len(costs):
+def falling_bound(costs: NDArray[np.number], ranks: int, speeds: Floats | None) -> float:
+    """`lower_bound` of costs that fall, without limits."""
+    n = len(costs)
+    if not n:
         return 0.0
-    sums = np.concatenate(([0.0], np.cumsum(costs)))
-    ranks = len(speeds)
-    if (speeds == speeds[0]).all():
-        last = np.arange(0, len(costs), ranks)
-        longest = max(sums[-1] / ranks, float((sums[last + 1] - sums[last - np.arange(len(last))]).max()))
-        return float(longest / speeds[0])
+    sums = np.empty(n + 1)
+    sums[0] = 0.0
+    np.cumsum(costs, out=sums[1:])
+    if speeds is None or (speeds == speeds[0]).all():
+        counts = np.arange((n - 1) // ranks + 1)
+        last = counts * ranks
+        longest = max(sums[n] / ranks, (sums[last + 1] - sums[last - counts]).max())
+        return float(longest if speeds is None else longest / speeds[0])
     fastest = np.cumsum(np.sort(speeds)[::-1])
-    few = min(ranks - 1, len(costs))
-    return float(max(sums[-1] / fastest[-1], (sums[1 : few + 1] / fastest[:few]).max()))
+    few = min(ranks - 1, n)
+    return float(max(sums[n] / fastest[-1], (sums[1 : few + 1] / fastest[:few]).max()))

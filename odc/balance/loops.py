@@ -25,6 +25,7 @@ def solve(state: State, rules: Rules) -> None:
     `everywhere` also the next latest once nothing helps the one before.
     """
     best, stale = -1.0, 0
+    many = len(state.costs) > SPLIT * len(state.loads)  # swaps find something near to every ideal
     for _ in range(_ROUNDS):
         _by_time(state)
         low, high = 0, len(state.loads) - 1
@@ -34,7 +35,10 @@ def solve(state: State, rules: Rules) -> None:
         if latest <= rules.goal or stale == _STALE:
             break
         while low < high and _time(state, state.order[high]) > rules.goal:
-            _trade(state, state.order[high], state.order[low], rules)
+            if many:
+                swap(state, state.order[high], state.order[low], rules)
+            else:
+                _trade(state, state.order[high], state.order[low], rules)
             low += 1
             high -= 1
     trades, active = _TRADES, len(state.loads) - 1
@@ -113,27 +117,32 @@ def _before(state: State, one: int, other: int) -> bool:
 def longest_first(state: State, bits: int) -> None:
     """Each sample, costliest first, to the part that would end it first; of equals the first kind, then the first part.
 
-    Each kind of parts has a heap of (load << bits | part), which fits into 63 bits; 2**bits > k.
+    Each kind of parts has a heap of (load << bits | part), which fits into 63 bits; 2**bits > k. Sizes are not counted.
     """
-    kinds, heap = state.kinds, state.heap
+    costs, heads, links, kinds, heap = state.costs, state.heads, state.links, state.kinds, state.heap
+    several, top, size, mask = len(kinds) > 2, 0, len(heap), (1 << bits) - 1
     for part in range(len(heap)):
         heap[part] = part
-    for i in range(len(state.costs)):
-        cost, best = state.costs[i], 0
-        if len(kinds) > 2:
-            best = _first_to_end(state, i, bits)
-        top = kinds[best]
-        place(state, i, heap[top] & ((1 << bits) - 1))
-        key = heap[top] + (cost << bits)
-        at, child, size = 0, 1, kinds[best + 1] - top
+    for i in range(len(costs)):
+        if several:
+            kind = _first_to_end(state, i, bits)
+            top = kinds[kind]
+            size = kinds[kind + 1] - top
+        part = heap[top] & mask
+        links[i] = heads[part]
+        heads[part] = i
+        key = heap[top] + (costs[i] << bits)
+        at, child = 0, 1
         while child < size:
-            if child + 1 < size and heap[top + child + 1] < heap[top + child]:
-                child += 1
+            if child + 1 < size:
+                child += heap[top + child + 1] < heap[top + child]  # added, not branched on: either is as likely
             if heap[top + child] > key:
                 break
             heap[top + at] = heap[top + child]
             at, child = child, 2 * child + 1
         heap[top + at] = key
+    for at in range(len(heap)):
+        state.loads[heap[at] & mask] = heap[at] >> bits
 
 
 def _first_to_end(state: State, sample: int, bits: int) -> int:
@@ -193,15 +202,17 @@ def swap(state: State, late: int, early: int, rules: Rules) -> bool:
     ideal = above / (slow + fast)
     mine = _gather(state, late, early, state.mine, state.mine_costs, rules.counts)
     theirs = _gather(state, early, late, state.theirs, state.their_costs, rules.counts)
-    soonest = state.loads[late] * slow * (1.0 - rules.worth)
+    soonest = _time(state, late) * (1.0 - rules.worth)
+    mine_costs, their_costs = state.mine_costs, state.their_costs
+    late_load, early_load = state.loads[late], state.loads[early]
     give, take, j = -1, -1, 0
     for i in range(mine):
-        cost = state.mine_costs[i]
-        while j + 1 < theirs and state.their_costs[j + 1] <= cost - ideal:
+        cost = mine_costs[i]
+        while j + 1 < theirs and their_costs[j + 1] <= cost - ideal:
             j += 1
         for at in range(max(0, j - rules.reach), min(theirs, j + 2 + rules.reach)):
-            moved = cost - state.their_costs[at]
-            end = max((state.loads[late] - moved) * slow, (state.loads[early] + moved) * fast)
+            moved = cost - their_costs[at]
+            end = max((late_load - moved) * slow, (early_load + moved) * fast)
             if end < soonest and _fits(state, late, early, state.mine[i], state.theirs[at]):
                 give, take, soonest = i, at, end
     if give < 0:
@@ -213,16 +224,17 @@ def swap(state: State, late: int, early: int, rules: Rules) -> bool:
 
 def _gather(state: State, part: int, other: int, samples: Any, costs: Any, counts: bool) -> int:
     """List the samples of `part` that may go to `other`, cheapest first, after a -1 for none unless `counts`."""
+    all_costs, needs, links, limit = state.costs, state.needs, state.links, state.limits[other]
     found = 0
     if not counts:
         samples[0], costs[0], found = -1, 0, 1
     i = state.heads[part]
     while i >= 0:
-        if state.needs[i] <= state.limits[other]:
+        if needs[i] <= limit:
             samples[found] = i
-            costs[found] = state.costs[i]
+            costs[found] = all_costs[i]
             found += 1
-        i = state.links[i]
+        i = links[i]
     return found
 
 

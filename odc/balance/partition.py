@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from odc.balance import loops as _loops
 from odc.balance import search as _search
-from odc.balance.bound import lower_bound
+from odc.balance.bound import falling_bound, lower_bound
 from odc.balance.compiled import loops_of
 from odc.balance.state import Floats, Ints, Rules, new_state, new_tree
 from odc.errors import PlanError
 
 _BITS = 52  # of the largest cost times the number of samples: sums are exact in float64
-_NEAR = 2e-5  # share of the bound that is not worth another trade
+_NEAR = 5e-5  # share of the bound that is not worth another trade
 _LEAST = 2e-6  # share of its end that a late part must gain by a trade
 _FEW = 24  # samples that are searched exactly ...
 _STEPS = 4000  # ... in at most so many steps ...
@@ -50,21 +50,24 @@ def partition(
         ties: [n] a permutation of range(n) that orders samples of equal cost; as they come unless given.
 
     Returns the part of each sample, int64 [n]: the same with numba and without, on every machine. Costs are rounded to
-    2**-52 of n times the largest where they are not integers below that. Parts within 0.002% of the lower bound are
+    2**-52 of n times the largest where they are not integers below that. Parts within 0.005% of the lower bound are
     left as they are. Raises PlanError for bad costs, and where no part may hold a sample.
     """
     ticks = to_ticks(np.asarray(costs), parts)
     order = falling(ticks, ties)
     n = len(order)
-    unlimited = needs is None or limits is None
     slowness = np.ones(parts) if speeds is None else 1.0 / np.asarray(speeds, np.float64)
-    limit = np.zeros(parts, np.int64) if unlimited else np.asarray(limits, np.int64)
-    need = np.zeros(n, np.int64) if unlimited else np.asarray(needs, np.int64)[order]
-    if n and need.max() > limit.max():
-        raise PlanError(f"no part may hold sample {int(order[need.argmax()])}")
+    need, limit = np.zeros(n, np.int64), np.zeros(parts, np.int64)
+    if needs is not None and limits is not None:
+        need, limit = np.asarray(needs, np.int64)[order], np.asarray(limits, np.int64)
+        if n and need.max() > limit.max():
+            raise PlanError(f"no part may hold sample {int(order[need.argmax()])}")
     by_kind = np.lexsort((slowness, -limit))
     problem = _Problem(ticks[order], need, slowness[by_kind], limit[by_kind], equal_sizes)
-    least = lower_bound(problem.costs, parts, speeds=speeds, needs=None if unlimited else need, limits=limits)
+    if limits is None:
+        least = falling_bound(problem.costs, parts, None if speeds is None else 1.0 / slowness)
+    else:
+        least = lower_bound(problem.costs, parts, speeds=speeds, needs=need, limits=limits)
     owners, latest = problem.trade(least * (1 + _NEAR))
     if n <= _FEW and latest > least * (1 + _WORTH):
         owners = problem.search(owners, latest, least)
