@@ -244,7 +244,8 @@ def _fits(state: State, late: int, early: int, give: int, take: int) -> bool:
         moved += state.sizes[give]
     if take >= 0:
         moved -= state.sizes[take]
-    return state.used[early] + moved <= state.rooms[early] and state.used[late] - moved <= state.rooms[late]
+    fits: bool = state.used[early] + moved <= state.rooms[early] and state.used[late] - moved <= state.rooms[late]
+    return fits
 
 
 def _move(state: State, sample: int, source: int, target: int) -> None:

@@ -50,7 +50,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
         loc="left",
         fontsize=11,
     )
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="y", integer=True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="lower left", fontsize=9)

@@ -7,6 +7,7 @@ size. It stops in a local optimum: no trade of one sample for one or none, and n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +51,9 @@ def refine(
     state = new_state(ticks[order], nothing[:n], sizes, np.ones(k), nothing[:k], rooms, arrays=arrays)
     loops.put(state, owners if arrays else owners.tolist())
     loops.solve(state, Rules(0.0, False, _REACH if capped else 0, worth, everywhere))
-    out = owners if arrays else owners.tolist()
+    out: Any = owners if arrays else owners.tolist()
     loops.get(state, out)
     result: list[list[int]] = [[] for _ in parts]
     for i, owner in zip(samples.tolist(), out, strict=True):
-        result[int(owner)].append(i)
+        result[owner].append(i)
     return result

@@ -88,8 +88,8 @@ def new_state(
     parts[2] = -1
     parts[3] = np.arange(k)
     fields = (costs, needs, sizes, slowness, limits, rooms, kinds, *parts[:3], samples[0, :n], *parts[3:])
-    state = State(*fields, *samples[1:], np.empty(SPLIT, np.int64), *halves)
-    return state if arrays else State(*(field.tolist() for field in state))
+    state = State._make((*fields, *samples[1:], np.empty(SPLIT, np.int64), *halves))
+    return state if arrays else State._make(field.tolist() for field in state)
 
 
 class Tree(NamedTuple):
@@ -108,5 +108,6 @@ class Tree(NamedTuple):
 def new_tree(costs: Ints, needs: Ints, slowness: Floats, limits: Ints, quotas: Ints, *, arrays: bool) -> Tree:
     """A tree with nothing placed; lists unless `arrays`."""
     n, k = len(costs), len(slowness)
-    tree = Tree(costs, needs, slowness, limits, quotas, *np.zeros((2, k), np.int64), np.empty(n + 1, np.int64))
-    return tree if arrays else Tree(*(field.tolist() for field in tree))
+    scratch = (*np.zeros((2, k), np.int64), np.empty(n + 1, np.int64))
+    tree = Tree._make((costs, needs, slowness, limits, quotas, *scratch))
+    return tree if arrays else Tree._make(field.tolist() for field in tree)
