@@ -13,7 +13,7 @@ import inspect
 from functools import cache
 from types import ModuleType
 
-WORTH = 512  # samples from which loading numba pays in a process that has not done so
+WORTH = 128  # samples from which loading numba pays in a process that has not done so
 
 
 def loops_of(module: ModuleType, samples: int) -> tuple[ModuleType, bool]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from odc.balance.state import SPLIT, Rules, State
+from odc.balance.state import Rules, State
 
-_HALF = 1 << (SPLIT // 2)
 _ROUNDS = 24
 _STALE = 3  # rounds that leave the latest part as late as it was
-_PARTNERS = 64  # earliest parts that the latest one tries
 _TRADES = 256  # at least so many may follow the rounds
 
 
@@ -25,7 +23,7 @@ def solve(state: State, rules: Rules) -> None:
     `everywhere` also the next latest once nothing helps the one before.
     """
     best, stale = -1.0, 0
-    many = len(state.costs) > SPLIT * len(state.loads)  # swaps find something near to every ideal
+    many = len(state.costs) > len(state.chosen) * len(state.loads)  # swaps find something near to every ideal
     for _ in range(_ROUNDS):
         _by_time(state)
         low, high = 0, len(state.loads) - 1
@@ -67,14 +65,16 @@ def _trade(state: State, late: int, early: int, rules: Rules) -> bool:
     if together >= _time(state, late) * (1.0 - rules.worth):
         return False
     traded = swap(state, late, early, rules)
-    if _time(state, late) > rules.goal and split(state, late, early, rules):
+    if _time(state, late) > rules.goal and split(state, late, early, rules, False):
+        traded = True
+    if _time(state, late) > rules.goal and split(state, late, early, rules, True):
         traded = True
     return traded
 
 
 def _shorten(state: State, active: int, rules: Rules) -> bool:
     """One trade of the part at `active` in `order` with the first of the earliest that helps; False if none does."""
-    at, partners = 0, min(_PARTNERS, active)
+    at, partners = 0, min(rules.partners, active)
     while at < partners and not _trade(state, state.order[active], state.order[at], rules):
         at += 1
     return at < partners
@@ -273,20 +273,22 @@ def _move(state: State, sample: int, source: int, target: int) -> None:
     state.used[target] += state.sizes[sample]
 
 
-def split(state: State, late: int, early: int, rules: Rules) -> bool:
-    """Divide the cheapest samples of two parts, up to SPLIT, anew between them: the best of all divisions.
+def split(state: State, late: int, early: int, rules: Rules, spread: bool) -> bool:
+    """Divide some samples of two parts anew between them: the best of all divisions.
+
+    They are the cheapest that `chosen` has room for, or with `spread` some of every cost, unless that is all again.
 
     Horowitz and Sahni (1974): the subset sums of two halves, then two pointers. Where counts stay, an offset larger
     than any sum, added to every cost, leaves only subsets of the right size near the ideal. Returns whether there was
     a better division.
     """
-    found, held, total, count, size = _choose(state, late, early)
+    found, held, total, count, size = _choose(state, late, early, spread)
     if found < 2:
         return False
     offset = total + 1 if rules.counts else 0
     half = found // 2
     left = _subsets(state, 0, half, offset, 0)
-    right = _subsets(state, half, found, offset, 2 * _HALF)
+    right = _subsets(state, half, found, offset, len(state.sums) // 2)
     slow, fast = state.slowness[late], state.slowness[early]
     rest, other = state.loads[late] - held, state.loads[early] - (total - held)
     ideal = int(((other + total) * fast - rest * slow) / (slow + fast)) + offset * count
@@ -308,25 +310,34 @@ def split(state: State, late: int, early: int, rules: Rules) -> bool:
     return True
 
 
-def _choose(state: State, late: int, early: int) -> tuple[int, int, int, int, int]:
-    """List the cheapest samples that may lie on either part; those of `late` get their bit in `mine[0]`.
+def _choose(state: State, late: int, early: int, spread: bool) -> tuple[int, int, int, int, int]:
+    """List samples that may lie on either part, cheapest first; those of `late` get their bit in `mine[0]`.
 
     Returns how many, the cost of those on `late`, of all, and the number and size of those on `late`.
     """
     mine = _gather(state, late, early, state.mine, state.mine_costs, True)
     theirs = _gather(state, early, late, state.theirs, state.their_costs, True)
+    both, room = mine + theirs, len(state.chosen)
     found, held, total, count, size = 0, 0, 0, 0, 0
     i, j, on_late = 0, 0, 0
-    while found < SPLIT and (i < mine or j < theirs):
+    if spread and both <= room:
+        return 0, 0, 0, 0, 0
+    while found < room and i + j < both:
         # The larger place is the cheaper sample.
-        if j == theirs or (i < mine and state.mine[i] > state.theirs[j]):
-            sample, i = state.mine[i], i + 1
+        from_late = j == theirs or (i < mine and state.mine[i] > state.theirs[j])
+        sample = state.mine[i] if from_late else state.theirs[j]
+        skipped = spread and (i + j) * room // both == (i + j - 1) * room // both
+        if from_late:
+            i += 1
+        else:
+            j += 1
+        if skipped:
+            continue
+        if from_late:
             held += state.costs[sample]
             size += state.sizes[sample]
             count += 1
             on_late |= 1 << found
-        else:
-            sample, j = state.theirs[j], j + 1
         state.chosen[found] = sample
         total += state.costs[sample]
         found += 1
@@ -335,9 +346,9 @@ def _choose(state: State, late: int, early: int) -> tuple[int, int, int, int, in
 
 
 def _subsets(state: State, first: int, last: int, offset: int, base: int) -> int:
-    """Sums of all subsets of `chosen[first:last]`, rising, from `base` or `base` + 2**(SPLIT / 2); returns where."""
+    """Sums of all subsets of `chosen[first:last]`, rising, from `base` or a quarter further on; returns where."""
     sums, weights, masks = state.sums, state.weights, state.masks
-    source, target = base, base + _HALF
+    source, target = base, base + len(state.sums) // 4
     sums[source] = weights[source] = masks[source] = 0
     for at in range(first, last):
         sample = state.chosen[at]

@@ -17,6 +17,7 @@ from odc.balance.partition import falling, to_ticks
 from odc.balance.state import Rules, new_state
 
 _REACH = 3  # samples on either side of the ideal trade that are tried, because the nearest may not fit
+_PARTNERS = 8
 
 
 def refine(
@@ -50,7 +51,7 @@ def refine(
     rooms = np.full(k, max_tokens if capped else 0, np.int64)
     state = new_state(ticks[order], nothing[:n], sizes, np.ones(k), nothing[:k], rooms, arrays=arrays)
     loops.put(state, owners if arrays else owners.tolist())
-    loops.solve(state, Rules(0.0, False, _REACH if capped else 0, worth, everywhere))
+    loops.solve(state, Rules(0.0, False, _REACH if capped else 0, worth, everywhere, _PARTNERS))
     out: Any = owners if arrays else owners.tolist()
     loops.get(state, out)
     result: list[list[int]] = [[] for _ in parts]

@@ -59,6 +59,7 @@ class Rules(NamedTuple):
         reach: samples on either side of the ideal trade that are tried; 0 where rooms forbid nothing.
         worth: share by which a trade must lower the later end of two parts.
         everywhere: where nothing helps the latest part, go on with the next.
+        partners: earliest parts that a late one tries, once rounds no longer help.
     """
 
     goal: float
@@ -66,6 +67,7 @@ class Rules(NamedTuple):
     reach: int = 0
     worth: float = 0.0
     everywhere: bool = False
+    partners: int = 64
 
 
 def new_state(

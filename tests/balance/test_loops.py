@@ -55,7 +55,7 @@ def test_split_finds_the_best_division(samples, speed, other, counts):
         for some in combinations(range(n), many)
         for held in [sum(state.costs[i] for i in some)]
     )
-    traded = loops.split(state, late, 1 - late, Rules(0.0, counts=counts))
+    traded = loops.split(state, late, 1 - late, Rules(0.0, counts=counts), False)
     check(state)
     assert max(ends(state)) == (min(before, best) if n > 1 else before)
     assert traded == (max(ends(state)) < before)
@@ -83,10 +83,23 @@ def test_swap_finds_the_best_trade(samples, speed, other, counts, spare):
     assert max(ends(state)) == best
 
 
+def test_spread_divides_some_of_every_cost():
+    samples = [(1 << bit, bit == 31) for bit in range(32)]
+    state = two_parts(samples, (1.0, 1.0), (99, 99))
+    assert loops.split(state, 1, 0, Rules(0.0), False) is False, "none of the cheapest can help"
+    few = two_parts(samples[:SPLIT], (1.0, 1.0), (99, 99))
+    assert loops.split(few, 0, 1, Rules(0.0), True) is False, "these were divided before"
+    even = [(100, True)] * 2 + [(60, False)] * 2 + [(1, False)] * 20
+    state = two_parts(even, (1.0, 1.0), (99, 99))
+    assert loops.split(state, 1, 0, Rules(0.0), True)
+    check(state)
+    assert max(ends(state)) < 200
+
+
 def test_more_samples_than_can_be_divided_keep_the_costliest():
     samples = [(100, False), (90, False)] + [(n, False) for n in range(1, SPLIT + 1)]
     state = two_parts(samples, (1.0, 1.0), (99, 99))
-    assert loops.split(state, 0, 1, Rules(0.0))
+    assert loops.split(state, 0, 1, Rules(0.0), False)
     check(state)
     assert {0, 1} <= set(members(state)[0])
     assert state.loads == [190, 136]

@@ -61,7 +61,7 @@ def test_two_hundred_small_instances_within_half_a_percent_of_the_optimum():
     above = []
     for number in range(200):
         parts = draw.randint(2, 4)
-        samples = draw.randint(parts + 1, 11)
+        samples = draw.randint(parts + 1, 10)
         lengths = draw_lengths(list(DISTRIBUTIONS)[number % 9], samples, number)
         costs = (lengths * (24576 + lengths) / 1e6).round(3).tolist() if number % 2 else lengths.tolist()
         best = shortest_longest(costs, parts)
