@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
     "train": ALL - {"cli"},
-    "cli": ALL,
+    "integrations": ALL - {"cli", "train"},
+    "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }
 

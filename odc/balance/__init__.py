@@ -5,6 +5,7 @@ from odc.balance.cost import Cost, cost_from_config, linear_cost, quadratic, tra
 from odc.balance.lb_micro import lb_micro
 from odc.balance.lb_mini import lb_mini
 from odc.balance.local_sort import local_sort
+from odc.balance.partition import partition
 from odc.balance.plan import Plan
 from odc.balance.policies import POLICIES, policy_named
 
@@ -18,6 +19,7 @@ __all__ = [
     "linear_cost",
     "local_sort",
     "lower_bound",
+    "partition",
     "policy_named",
     "quadratic",
     "transformer_cost",

@@ -1,26 +1,66 @@
-"""Lower bound on the longest rank's cost.
+"""Lower bound on the time of the latest rank.
 
-Chose the best of the three classic bounds of parallel-machine scheduling over a linear program: they cost one sort and
-already meet the optimum whenever there are many samples or one giant. What is left, a plan reports as its gap.
+Chose the classic bounds of parallel-machine scheduling over a linear program: they cost one sort and already meet the
+optimum whenever there are many samples or one giant. What is left, a plan reports as its gap.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """A cost that the longest of `ranks` ranks has at least, however samples of these `costs` (>= 0) are spread.
+from odc.balance.state import Floats
 
-    The greatest of the mean over ranks, the costliest sample, and for every j the sum of the j + 1 cheapest among the
-    j * ranks + 1 costliest samples (some rank must hold that many of them). Never rises when a rank is added.
+
+def lower_bound(
+    costs: ArrayLike,
+    ranks: int,
+    *,
+    speeds: Sequence[float] | None = None,
+    needs: ArrayLike | None = None,
+    limits: Sequence[int] | None = None,
+) -> float:
+    """A time before which the latest of `ranks` ranks cannot end, however samples of these `costs` (>= 0) are spread.
+
+    Args:
+        costs: of every sample, in time of a rank of speed 1.
+        ranks: number of ranks, >= 1.
+        speeds: of every rank; all 1 unless given.
+        needs, limits: with both, sample i may only lie on ranks whose limit is at least `needs[i]`.
+
+    Ranks alike: the greatest of the mean, the costliest sample, and for every j the sum of the j + 1 cheapest among the
+    j * ranks + 1 costliest samples (some rank must hold that many of them). Ranks of unequal speed: for every j < ranks
+    the j costliest samples on the j fastest ranks, and all on all, both divided at will (Horvath, Lam and Sethi 1977).
+    Of unequal limits: the greatest bound of the samples that need more than a limit, on the ranks that have more.
+    Never rises when a rank is added.
     """
-    if not costs:
+    cost = np.asarray(costs, np.float64)
+    speed = None if speeds is None else np.asarray(speeds, np.float64)
+    best = falling_bound(np.sort(cost)[::-1], ranks, speed)
+    if needs is not None and limits is not None:
+        need, limit = np.asarray(needs), np.asarray(limits)
+        for level in np.unique(limit)[:-1]:
+            more = limit > level
+            fewer = None if speed is None else speed[more]
+            best = max(best, falling_bound(np.sort(cost[need > level])[::-1], int(more.sum()), fewer))
+    return best
+
+
+def falling_bound(costs: NDArray[np.number], ranks: int, speeds: Floats | None) -> float:
+    """`lower_bound` of costs that fall, without limits."""
+    n = len(costs)
+    if not n:
         return 0.0
-    descending = sorted(costs, reverse=True)
-    bound = max(math.fsum(costs) / ranks, descending[0])
-    for j in range(1, (len(costs) - 1) // ranks + 1):
-        last = j * ranks
-        bound = max(bound, math.fsum(descending[last - j : last + 1]))
-    return bound
+    sums = np.empty(n + 1)
+    sums[0] = 0.0
+    np.cumsum(costs, out=sums[1:])
+    if speeds is None or (speeds == speeds[0]).all():
+        counts = np.arange((n - 1) // ranks + 1)
+        last = counts * ranks
+        longest = max(sums[n] / ranks, (sums[last + 1] - sums[last - counts]).max())
+        return float(longest if speeds is None else longest / speeds[0])
+    fastest = np.cumsum(np.sort(speeds)[::-1])
+    few = min(ranks - 1, n)
+    return float(max(sums[n] / fastest[-1], (sums[1 : few + 1] / fastest[:few]).max()))

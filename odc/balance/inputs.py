@@ -4,41 +4,186 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.balance.bound import lower_bound
 from odc.balance.cost import Cost
+from odc.balance.partition import partition
+from odc.balance.state import Ints
 from odc.errors import PlanError
 
 
-def sample_costs(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> list[float]:
-    """The cost of every sample, after checking the input of a policy.
+@dataclass(frozen=True)
+class Inputs:
+    """A minibatch to plan, checked.
 
-    Raises PlanError for no samples, ranks < 1, a length below 1, a sample over the cap (named by its index, with its
-    length and the cap), and a cost that is negative, infinite or not a number.
+    Args:
+        lengths: tokens of every sample.
+        costs: cost of every sample on a rank of speed 1.
+        caps: most tokens of a microbatch on each rank.
+        speeds: of each rank, or None when all are alike.
+        groups: samples that stay on one rank together, in arrival order; each sample alone unless told otherwise.
+        sticky: whether any group has more than one sample.
+        seed: decides between samples (groups) of equal cost and length.
+    """
+
+    lengths: list[int]
+    costs: list[float]
+    caps: list[int]
+    speeds: list[float] | None
+    groups: list[list[int]]
+    sticky: bool
+    seed: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.caps)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same speed and cap."""
+        return self.speeds is None and min(self.caps) == max(self.caps)
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Samples by falling cost, then length, then chance."""
+        keys = (_draws(len(self.lengths), self.seed), -np.asarray(self.lengths), -np.asarray(self.costs))
+        order: list[int] = np.lexsort(keys).tolist()
+        return order
+
+    @cached_property
+    def bound(self) -> float:
+        """No plan of this input has a longest rank below this time."""
+        costs, needs = self._of_groups
+        return lower_bound(costs, self.ranks, speeds=self.speeds, needs=needs, limits=self.caps)
+
+    def spread(self, *, equal_sizes: bool = False) -> list[list[int]]:
+        """Samples of each rank, by falling cost, so that ranks end at nearly the same time.
+
+        With `equal_sizes` ranks have equal numbers of groups; PlanError where groups then make samples unequal.
+        """
+        if equal_sizes and len({len(group) for group in self.groups}) > 1:
+            raise PlanError("groups of unequal size cannot give every rank as many samples: drop equal_samples")
+        costs, needs = self._of_groups
+        seats = np.lexsort((_draws(len(costs), self.seed), -needs))
+        ties = np.empty(len(costs), np.int64)
+        ties[seats] = np.arange(len(costs))
+        limited = min(self.caps) < max(self.caps)
+        owners = partition(
+            costs,
+            self.ranks,
+            equal_sizes=equal_sizes,
+            speeds=self.speeds,
+            needs=needs if limited else None,
+            limits=self.caps if limited else None,
+            ties=ties,
+        ).tolist()
+        rank_of = [0] * len(self.lengths)
+        for owner, group in zip(owners, self.groups, strict=True):
+            for i in group:
+                rank_of[i] = owner
+        parts: list[list[int]] = [[] for _ in range(self.ranks)]
+        for i in self.order:
+            parts[rank_of[i]].append(i)
+        return parts
+
+    @cached_property
+    def _of_groups(self) -> tuple[NDArray[np.float64], Ints]:
+        """Cost and longest sample of every group."""
+        if not self.sticky:
+            return np.asarray(self.costs, np.float64), np.asarray(self.lengths, np.int64)
+        costs = np.array([math.fsum(self.costs[i] for i in group) for group in self.groups])
+        return costs, np.array([max(self.lengths[i] for i in group) for group in self.groups], np.int64)
+
+
+def read_inputs(
+    lengths: Sequence[int],
+    ranks: int,
+    max_tokens: int | Sequence[int],
+    cost: Cost,
+    seed: int,
+    speeds: Sequence[float] | None,
+    groups: Sequence[Hashable] | None,
+) -> Inputs:
+    """Check the input of a policy; see `odc.balance.lb_mini` for what each argument is.
+
+    Raises PlanError for no samples, ranks < 1, a length that is no integer or below 1, a sample over the cap (named by
+    its index, with its length and the cap), caps, speeds or groups of the wrong number, a speed that is not above 0,
+    and a cost that is negative, infinite or not a number.
     """
     if ranks < 1:
         raise PlanError(f"a plan needs at least one rank, got ranks={ranks!r}")
-    if not len(lengths):
+    caps = [int(max_tokens)] * ranks if isinstance(max_tokens, int | np.integer) else [int(cap) for cap in max_tokens]
+    if len(caps) != ranks:
+        raise PlanError(f"max_tokens lists {len(caps)} caps for {ranks} ranks")
+    known = _checked_lengths(lengths, caps)
+    distinct, places = np.unique(known, return_inverse=True)
+    values = np.array([float(cost(int(length))) for length in distinct])
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        i = int(np.flatnonzero(places == bad[0])[0])
+        wrong = float(values[bad[0]])
+        raise PlanError(f"the cost of sample {i} ({known[i]} tokens) is {wrong!r}, not a finite number >= 0")
+    listed = _groups(groups, len(known))
+    return Inputs(
+        lengths=known.tolist(),
+        costs=values[places].tolist(),
+        caps=caps,
+        speeds=_checked_speeds(speeds, ranks),
+        groups=listed,
+        sticky=len(listed) < len(known),
+        seed=seed,
+    )
+
+
+def _checked_lengths(lengths: Sequence[int], caps: list[int]) -> Ints:
+    known = np.asarray(lengths)
+    if not known.size:
         raise PlanError("there are no samples to plan: lengths is empty")
-    by_length: dict[int, float] = {}
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise PlanError(f"sample {index} has length {length!r}; every sample needs at least one token")
-        if length > max_tokens:
-            raise PlanError(f"sample {index} has {length} tokens, more than the cap of {max_tokens} per microbatch")
-        if length not in by_length:
-            value = float(cost(length))
-            if not (math.isfinite(value) and value >= 0):
-                raise PlanError(f"the cost of sample {index} ({length} tokens) is {value!r}, not a finite number >= 0")
-            by_length[length] = value
-    return [by_length[length] for length in lengths]
+    if known.ndim != 1 or known.dtype.kind not in "iu":
+        raise PlanError(f"lengths must be one list of integers, got {known.dtype} of shape {known.shape}")
+    for i in np.flatnonzero((known < 1) | (known > max(caps))).tolist():
+        if known[i] < 1:
+            raise PlanError(f"sample {i} has length {known[i]}; every sample needs at least one token")
+        raise PlanError(f"sample {i} has {known[i]} tokens, more than the cap of {max(caps)} per microbatch")
+    return known.astype(np.int64)
 
 
-def costliest_first(costs: Sequence[float], seed: int) -> list[int]:
-    """Sample indices by falling cost; `seed` only decides the order of samples of equal cost.
+def _checked_speeds(speeds: Sequence[float] | None, ranks: int) -> list[float] | None:
+    if speeds is None:
+        return None
+    known = [float(speed) for speed in speeds]
+    if len(known) != ranks:
+        raise PlanError(f"speeds lists {len(known)} speeds for {ranks} ranks")
+    for rank, speed in enumerate(known):
+        if not (math.isfinite(speed) and speed > 0):
+            raise PlanError(f"rank {rank} has speed {speed!r}; a speed is a finite number above 0")
+    return None if all(speed == 1.0 for speed in known) else known
+
+
+def _groups(names: Sequence[Hashable] | None, samples: int) -> list[list[int]]:
+    if names is None:
+        return [[i] for i in range(samples)]
+    if len(names) != samples:
+        raise PlanError(f"groups names {len(names)} samples, but there are {samples}")
+    members: dict[Hashable, list[int]] = {}
+    for i, name in enumerate(names):
+        members.setdefault(name, []).append(i)
+    return list(members.values())
+
+
+def _draws(count: int, seed: int) -> NDArray[np.float64]:
+    """What decides between equals: how they came for seed 0, else chance.
 
     `random()` of a seeded `random.Random` is promised to stay the same over Python versions and machines.
     """
+    if seed == 0:
+        return np.arange(count, dtype=np.float64)
     draw = random.Random(seed).random
-    ties = [draw() for _ in costs]
-    return sorted(range(len(costs)), key=lambda i: (-costs[i], ties[i]))
+    return np.array([draw() for _ in range(count)])

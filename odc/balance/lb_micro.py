@@ -2,18 +2,18 @@
 
 The best a plan can do when ranks meet at every microbatch (collectives per layer). Chose to balance all microbatches of
 all ranks at once and to group those of similar cost into one step; the published LB-Micro first fixes equal sample
-counts per rank and packs each rank alone (`equal_samples=True`). Both are tried unless asked otherwise and the one with
-the shorter predicted step wins, so that collectives are never compared at less than their best.
+counts per rank and packs each rank alone (`equal_samples=True`). Unless asked otherwise, these and ranks of unequal
+sample counts are all tried and the shortest predicted step wins, so that collectives are never compared at less than
+their best. The price is about three times the planning time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import costliest_first, sample_costs
-from odc.balance.karmarkar_karp import karmarkar_karp
-from odc.balance.packing import best_fit_decreasing, pack_evenly
+from odc.balance.inputs import Inputs, read_inputs
+from odc.balance.packing import pack, pack_evenly
 from odc.balance.plan import Plan
 from odc.balance.refine import refine
 
@@ -23,41 +23,42 @@ _WORTH = 1e-3  # evening out microbatches further than this share of their cost 
 def lb_micro(
     lengths: Sequence[int],
     ranks: int,
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     cost: Cost = linear_cost,
     seed: int = 0,
     *,
     equal_samples: bool = False,
+    speeds: Sequence[float] | None = None,
+    groups: Sequence[Hashable] | None = None,
 ) -> Plan:
-    """Equal microbatch counts on all ranks, microbatch m costing nearly the same on each.
+    """Equal microbatch counts on all ranks, microbatch m taking nearly the same time on each.
 
     Args:
         lengths: tokens of every sample.
         ranks: number of ranks.
-        max_tokens: hard cap on the tokens of a microbatch.
-        cost: cost model.
-        seed: decides between samples of equal cost, nothing else.
+        max_tokens: hard cap on the tokens of a microbatch: one for all, or one a rank (0: no sample for this rank).
+        cost: cost model; its unit is that of the plan.
+        seed: decides between samples of equal cost and length, nothing else; 0 keeps the order they came in.
         equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), as
-            verl and the published code make them.
+            verl and the published code make them; groups must then be of one size.
+        speeds: of every rank, numbers > 0; a rank of speed 0.5 takes twice the time. All alike unless given.
+        groups: one name a sample; samples of one name stay on one rank (not in one microbatch).
 
     Where there are fewer samples than ranks * microbatches some microbatches are empty: place-holders that the rank
     runs as a dummy. Raises PlanError for bad input (see `odc.balance.inputs`).
     """
-    costs = sample_costs(lengths, ranks, max_tokens, cost)
-    order = costliest_first(costs, seed)
-    best = Plan.of(_rank_by_rank(lengths, costs, order, ranks, max_tokens), costs)
+    inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     if equal_samples:
-        return best
-    fewest = -(-len(best_fit_decreasing(lengths, order, max_tokens)) // ranks)
-    for count in (fewest, fewest + 1):
-        bins = pack_evenly(lengths, costs, order, ranks * count, max_tokens)
-        if bins is None or (count > fewest and ranks * (count - 1) >= len(lengths)):
-            continue
-        bins = refine(bins, costs, lengths=lengths, max_tokens=max_tokens, everywhere=True, worth=_WORTH)
-        plan = Plan.of(_in_steps(bins, costs, ranks), costs)
-        if _better(plan, best):
+        return _plan(inputs, _rank_by_rank(inputs, inputs.spread(equal_sizes=True)))
+    best = _plan(inputs, _rank_by_rank(inputs, inputs.spread()))
+    for other in _others(inputs):
+        if _better(plan := _plan(inputs, other), best):
             best = plan
     return best
+
+
+def _plan(inputs: Inputs, ranks: list[list[list[int]]]) -> Plan:
+    return Plan.of(ranks, inputs.costs, speeds=inputs.speeds, bound=inputs.bound)
 
 
 def _better(plan: Plan, other: Plan) -> bool:
@@ -67,20 +68,35 @@ def _better(plan: Plan, other: Plan) -> bool:
     return (len(plan.ranks[0]), plan.longest) < (len(other.ranks[0]), other.longest)
 
 
-def _rank_by_rank(
-    lengths: Sequence[int], costs: Sequence[float], order: Sequence[int], ranks: int, max_tokens: int
-) -> list[list[list[int]]]:
-    """Equal sample counts first, then as many microbatches on each rank as the fullest rank needs, costliest first."""
-    parts = karmarkar_karp(costs, ranks, order, equal_sizes=True)
-    count = max(len(best_fit_decreasing(lengths, part, max_tokens)) for part in parts)
-    position = {i: at for at, i in enumerate(order)}
+def _others(inputs: Inputs) -> Iterator[list[list[list[int]]]]:
+    """Equal sample counts, where caps and groups let them be; all microbatches at once, where ranks are alike."""
+    if min(inputs.caps) == max(inputs.caps) and len({len(group) for group in inputs.groups}) == 1:
+        yield _rank_by_rank(inputs, inputs.spread(equal_sizes=True))
+    if inputs.sticky or not inputs.alike:
+        return
+    lengths, ranks, cap = inputs.lengths, inputs.ranks, inputs.caps[0]
+    fewest = -(-len(pack(lengths, inputs.order, cap)) // ranks)
+    for count in (fewest, fewest + 1):
+        bins = pack_evenly(lengths, inputs.costs, inputs.order, ranks * count, cap)
+        if bins is not None and (count == fewest or ranks * fewest < len(lengths)):
+            yield _in_steps(_evened(inputs, bins, cap), inputs.costs, ranks)
+
+
+def _rank_by_rank(inputs: Inputs, parts: list[list[int]]) -> list[list[list[int]]]:
+    """As many microbatches on each rank as the fullest rank needs, costliest first."""
+    packed = [pack(inputs.lengths, part, cap) for part, cap in zip(parts, inputs.caps, strict=True)]
+    count = max(len(bins) for bins in packed)
     plan = []
-    for part in parts:
-        bins = pack_evenly(lengths, costs, sorted(part, key=position.__getitem__), count, max_tokens)
-        assert bins is not None, "best-fit decreasing already found a way"
-        bins = refine(bins, costs, lengths=lengths, max_tokens=max_tokens, everywhere=True, worth=_WORTH)
-        plan.append(sorted(bins, key=lambda mb: -sum(costs[i] for i in mb)))
+    for part, bins, cap in zip(parts, packed, inputs.caps, strict=True):
+        even = pack_evenly(inputs.lengths, inputs.costs, part, count, cap)
+        bins = even if even is not None else bins + [[] for _ in range(count - len(bins))]
+        bins = _evened(inputs, bins, cap)
+        plan.append(sorted(bins, key=lambda mb: -sum(inputs.costs[i] for i in mb)))
     return plan
+
+
+def _evened(inputs: Inputs, bins: list[list[int]], cap: int) -> list[list[int]]:
+    return refine(bins, inputs.costs, lengths=inputs.lengths, max_tokens=cap, everywhere=True, worth=_WORTH)
 
 
 def _in_steps(bins: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:

@@ -6,29 +6,45 @@ microbatches similar, which is all it can do against a barrier per microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import sample_costs
+from odc.balance.inputs import read_inputs
 from odc.balance.plan import Plan
 
 
-def local_sort(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost = linear_cost, seed: int = 0) -> Plan:
-    """Deal sample i to rank i % ranks; each rank runs its samples longest first, one per microbatch.
+def local_sort(
+    lengths: Sequence[int],
+    ranks: int,
+    max_tokens: int | Sequence[int],
+    cost: Cost = linear_cost,
+    seed: int = 0,
+    *,
+    speeds: Sequence[float] | None = None,
+    groups: Sequence[Hashable] | None = None,
+) -> Plan:
+    """Deal samples round robin, or groups of samples; each rank runs its own longest first, one per microbatch.
 
     Args:
         lengths: tokens of every sample, in arrival order.
         ranks: number of ranks.
-        max_tokens: cap on the tokens of a microbatch.
+        max_tokens: cap on the tokens of a microbatch, or one cap a rank: one too low for a sample is passed over.
         cost: cost model; here it only predicts.
         seed: not used, nothing is drawn; part of every policy's signature.
+        speeds: of every rank; here they only predict.
+        groups: one name a sample; samples of one name stay on one rank.
 
     Raises PlanError for bad input (see `odc.balance.inputs`). With fewer samples than ranks some ranks get none.
     """
-    del seed
-    costs = sample_costs(lengths, ranks, max_tokens, cost)
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for i in order:
-        plan[i % ranks].append([i])
-    return Plan.of(plan, costs)
+    turn = 0
+    for group in inputs.groups:
+        longest = max(inputs.lengths[i] for i in group)
+        while inputs.caps[turn % ranks] < longest:
+            turn += 1
+        plan[turn % ranks] += [[i] for i in group]
+        turn += 1
+    for microbatches in plan:
+        microbatches.sort(key=lambda mb: (-inputs.lengths[mb[0]], mb[0]))
+    return Plan.of(plan, inputs.costs, speeds=inputs.speeds, bound=inputs.bound)

@@ -1,15 +1,42 @@
 """Packing samples into microbatches under a hard token cap.
 
-Chose best-fit decreasing where the number of microbatches counts, and least-load-first where their evenness does. Both
-place each sample once and never move it; the price is at most one or two microbatches more than the optimum on hard
-instances. The cap is never exceeded, not by one token.
+Chose best-fit decreasing where the number of microbatches counts, then an exact search, for a bounded number of steps,
+for one microbatch fewer as long as a lower bound allows one; and least-load-first where their evenness counts. The
+cap is never exceeded, not by one token.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from odc.balance import search as _search
+from odc.balance.compiled import loops_of
+from odc.balance.state import new_tree
+
+STEPS = 4000  # of the search, in all, for one call
+
+
+def pack(lengths: Sequence[int], order: Sequence[int], max_tokens: int, steps: int = STEPS) -> list[list[int]]:
+    """Pack the samples of `order` into the fewest microbatches that are found: never more than best-fit decreasing.
+
+    Every length must be at most `max_tokens`. Ties keep `order`. Returns lists of sample indices, none empty.
+    """
+    bins = best_fit_decreasing(lengths, order, max_tokens)
+    falling = sorted(order, key=lambda i: -lengths[i])
+    sizes = [lengths[i] for i in falling]
+    while len(bins) > 1 and len(bins) > fewest_possible(sizes, max_tokens):
+        fewer = _pack_into(sizes, len(bins) - 1, max_tokens, steps)
+        if fewer is None:
+            break
+        bins = [[] for _ in range(len(bins) - 1)]
+        for i, chosen in zip(falling, fewer, strict=True):
+            bins[chosen].append(i)
+    return bins
 
 
 def best_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -31,12 +58,45 @@ def best_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens
     return bins
 
 
+def fewest_possible(sizes: Sequence[int], max_tokens: int) -> int:
+    """A number of microbatches that samples of these falling `sizes` need at least (Martello and Toth 1990, L2).
+
+    For every threshold up to half the cap: what is longer than cap - threshold shares with nothing that is at least
+    the threshold; what is longer than half takes one each, and the rest must fit into the room beside the latter.
+    """
+    rising = sizes[::-1]
+    sums = [0, *accumulate(rising)]
+    over_half = bisect_right(rising, max_tokens // 2)
+    best = -(-sums[-1] // max_tokens)
+    for threshold in {0, *rising[:over_half]}:
+        alone = bisect_right(rising, max_tokens - threshold)
+        first = bisect_left(rising, threshold)
+        beside = (alone - over_half) * max_tokens - (sums[alone] - sums[over_half])
+        rest = sums[over_half] - sums[first]
+        best = max(best, len(rising) - over_half + max(0, -(-(rest - beside) // max_tokens)))
+    return best
+
+
+def _pack_into(sizes: list[int], count: int, max_tokens: int, steps: int) -> list[int] | None:
+    """The microbatch of each of the falling `sizes`, `count` in all, or None when none was found in `steps`."""
+    search, arrays = loops_of(_search, len(sizes))
+    nothing, n = np.zeros(count, np.int64), len(sizes)
+    tree = new_tree(
+        np.array(sizes, np.int64), np.zeros(n, np.int64), np.ones(count), nothing, nothing + n, arrays=arrays
+    )
+    owners = np.empty(n, np.int64) if arrays else [0] * n
+    ceiling = max_tokens + 0.5
+    if search.search(tree, owners, ceiling, float(max_tokens), 0.0, True, steps) == ceiling:
+        return None
+    return [int(owner) for owner in owners]
+
+
 def pack_evenly(
     lengths: Sequence[int], costs: Sequence[float], order: Sequence[int], count: int, max_tokens: int
 ) -> list[list[int]] | None:
     """Spread the samples of `order` (falling cost) over `count` microbatches of nearly equal cost under the cap.
 
-    Each sample goes to the cheapest microbatch that has room. Where that fails, best-fit decreasing decides.
+    Each sample goes to the cheapest microbatch that has room. Where that fails, `pack` decides.
     Returns `count` lists, some perhaps empty, or None when neither finds a way.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -47,7 +107,8 @@ def pack_evenly(
         while heap and tokens[heap[0][1]] + lengths[i] > max_tokens:
             passed.append(heapq.heappop(heap))
         if not heap:
-            return _pack_tightly(lengths, order, count, max_tokens)
+            bins = pack(lengths, order, max_tokens)
+            return bins + [[] for _ in range(count - len(bins))] if len(bins) <= count else None
         load, chosen = heap[0]
         bins[chosen].append(i)
         tokens[chosen] += lengths[i]
@@ -55,8 +116,3 @@ def pack_evenly(
         for entry in passed:
             heapq.heappush(heap, entry)
     return bins
-
-
-def _pack_tightly(lengths: Sequence[int], order: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    bins = best_fit_decreasing(lengths, order, max_tokens)
-    return bins + [[] for _ in range(count - len(bins))] if len(bins) <= count else None

@@ -25,22 +25,40 @@ class Plan:
         ranks: `ranks[r][m]` lists the sample indices of microbatch m of rank r. A rank may have no microbatch. An empty
             microbatch is a place-holder in plans with equal counts: the rank joins the barrier with a dummy.
         costs: `costs[r][m]` is the predicted cost of that microbatch.
-        bound: no plan over as many ranks has a longest rank below this cost.
+            With speeds it is a time: the cost model's divided by the rank's speed.
+        bound: no plan over these ranks has a longest rank below this cost.
+        speeds: of each rank, or None when all are alike.
     """
 
     ranks: list[list[list[int]]]
     costs: list[list[float]]
     bound: float
+    speeds: list[float] | None = None
 
     @classmethod
-    def of(cls, ranks: list[list[list[int]]], sample_costs: Sequence[float]) -> Plan:
-        """The plan of `ranks` where sample i costs `sample_costs[i]`, validated; raises PlanError."""
+    def of(
+        cls,
+        ranks: list[list[list[int]]],
+        sample_costs: Sequence[float],
+        *,
+        speeds: Sequence[float] | None = None,
+        bound: float | None = None,
+    ) -> Plan:
+        """The plan of `ranks` where sample i costs `sample_costs[i]` on a rank of speed 1, validated; raises PlanError.
+
+        `bound` unless given is the one for samples that any rank may hold in any combination.
+        """
         if not ranks:
             raise PlanError("a plan needs at least one rank")
-        plan = cls(ranks, [[0.0] * len(microbatches) for microbatches in ranks], lower_bound(sample_costs, len(ranks)))
+        known = None if speeds is None else [float(speed) for speed in speeds]
+        if bound is None:
+            bound = lower_bound(sample_costs, len(ranks), speeds=known)
+        plan = cls(ranks, [[0.0] * len(microbatches) for microbatches in ranks], bound, known)
         plan.validate(len(sample_costs))
-        costs = [[float(sum(sample_costs[i] for i in mb)) for mb in microbatches] for microbatches in ranks]
-        return cls(ranks, costs, plan.bound)
+        for rank, costs in enumerate(plan.costs):
+            speed = 1.0 if known is None else known[rank]
+            costs[:] = [float(sum(sample_costs[i] for i in mb)) / speed for mb in ranks[rank]]
+        return plan
 
     @property
     def samples(self) -> int:
@@ -75,7 +93,7 @@ class Plan:
 
     @property
     def bubble_bound(self) -> float:
-        """The bubble that every plan of these samples has at least, whoever made it."""
+        """The bubble if this plan's work ended at the bound; where speeds are alike, every plan has at least this."""
         return self._idle_share(self.bound)
 
     @property
@@ -87,6 +105,8 @@ class Plan:
         """Raise PlanError unless each index of `range(samples)` is listed once and `costs` has the shape of `ranks`."""
         if [len(costs) for costs in self.costs] != [len(microbatches) for microbatches in self.ranks]:
             raise PlanError("costs and ranks of the plan differ in shape")
+        if self.speeds is not None and len(self.speeds) != len(self.ranks):
+            raise PlanError(f"the plan has {len(self.speeds)} speeds for {len(self.ranks)} ranks")
         seen = [0] * samples
         for rank, microbatches in enumerate(self.ranks):
             for m, indices in enumerate(microbatches):
@@ -104,8 +124,9 @@ class Plan:
             )
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` gives back an equal plan, costs to the last bit."""
-        return json.dumps({"ranks": self.ranks, "costs": self.costs, "bound": self.bound})
+        """One line of JSON; `from_json` gives back an equal plan, costs to the last bit. `speeds` only where given."""
+        fields: dict[str, Any] = {"ranks": self.ranks, "costs": self.costs, "bound": self.bound}
+        return json.dumps(fields if self.speeds is None else {**fields, "speeds": self.speeds})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -116,8 +137,9 @@ class Plan:
                 ranks=[[[int(i) for i in mb] for mb in microbatches] for microbatches in data["ranks"]],
                 costs=[[float(c) for c in costs] for costs in data["costs"]],
                 bound=float(data["bound"]),
+                speeds=[float(speed) for speed in data["speeds"]] if data.get("speeds") is not None else None,
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from error
         if not plan.ranks:
             raise PlanError("a plan needs at least one rank")
@@ -125,12 +147,23 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        mean = sum(self.rank_costs) / len(self.ranks)
+        return self.table()
+
+    def table(self, most: int = 64) -> str:
+        """A line a rank, of the `most` longest ranks where there are more, and the figures of the plan."""
+        times = self.rank_costs
+        shown = sorted(sorted(range(len(times)), key=lambda rank: -times[rank])[:most])
         rows = [f"{'rank':>5} {'samples':>8} {'microbatches':>13} {'cost':>12} {'of longest':>11}"]
-        for rank, (microbatches, cost) in enumerate(zip(self.ranks, self.rank_costs, strict=True)):
-            count = sum(len(mb) for mb in microbatches)
-            share = cost / self.longest if self.longest > 0 else 1.0
-            rows.append(f"{rank:>5} {count:>8} {len(microbatches):>13} {cost:>12.5g} {share:>11.1%}")
+        if self.speeds is not None:
+            rows[0] += f" {'speed':>7}"
+        for rank in shown:
+            count = sum(len(mb) for mb in self.ranks[rank])
+            share = times[rank] / self.longest if self.longest > 0 else 1.0
+            row = f"{rank:>5} {count:>8} {len(self.ranks[rank]):>13} {times[rank]:>12.5g} {share:>11.1%}"
+            rows.append(row if self.speeds is None else f"{row} {self.speeds[rank]:>7.4g}")
+        if len(shown) < len(times):
+            rows.append(f"  and {len(times) - len(shown)} ranks that end sooner")
+        mean = sum(times) / len(times)
         rows.append(f"longest {self.longest:.5g}, mean {mean:.5g}, lower bound {self.bound:.5g}, gap {self.gap:.2%}")
         rows.append(
             f"predicted bubble {self.bubble:.1%} with a barrier per minibatch, {self.bubble_per_microbatch:.1%} per "

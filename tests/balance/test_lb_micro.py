@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import lb_micro, local_sort, quadratic
+from odc.errors import PlanError
 
 CAP = 100
 LENGTHS = st.lists(st.integers(1, CAP), min_size=1, max_size=48)
@@ -51,3 +52,18 @@ def test_far_ahead_of_local_sort_on_skewed_lengths(seed: int):
     lengths = [min(65536, int(draw.lognormvariate(9.25, 1.05)) + 1) for _ in range(64)]
     cost = quadratic(8.768 / 32768, 4.348 / 32768**2)
     assert lb_micro(lengths, 8, 65536, cost).stepped < 0.9 * local_sort(lengths, 8, 65536, cost).stepped
+
+
+def test_slow_ranks_get_cheaper_microbatches():
+    plan = lb_micro([10] * 60, 3, 100, speeds=[1.0, 1.0, 0.5])
+    assert len({len(microbatches) for microbatches in plan.ranks}) == 1
+    assert plan.longest == 240.0 and plan.stepped <= 1.1 * plan.longest
+
+
+def test_equal_samples_of_groups():
+    lengths = [9, 1, 2, 8, 5, 5, 4, 6]
+    plan = lb_micro(lengths, 2, 20, groups=[0, 0, 1, 1, 2, 2, 3, 3], equal_samples=True)
+    for microbatches in plan.ranks:
+        assert len({i // 2 for mb in microbatches for i in mb}) == 2
+    with pytest.raises(PlanError, match="groups of unequal size"):
+        lb_micro(lengths, 2, 20, groups=[0, 0, 0, 1, 2, 2, 3, 3], equal_samples=True)

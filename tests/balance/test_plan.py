@@ -43,6 +43,27 @@ def test_ranks_without_samples_count_as_idle():
     assert plan.bubble == plan.bubble_per_microbatch == plan.bubble_bound == pytest.approx(0.5)
 
 
+def test_speeds_turn_costs_into_times():
+    plan = Plan.of([[[0]], [[3], [1, 2]]], SAMPLE_COSTS, speeds=[2.0, 0.5])
+    assert plan.costs == [[3.0], [8.0, 4.0]]
+    assert plan.longest == 12.0 and plan.bound == pytest.approx(12 / 2.5)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "speed" in str(plan).splitlines()[0] and "0.5" in str(plan).splitlines()[2]
+    with pytest.raises(PlanError, match="3 speeds for 2 ranks"):
+        Plan.of([[[0]], [[3], [1, 2]]], SAMPLE_COSTS, speeds=[1.0, 1.0, 1.0])
+
+
+def test_a_bound_of_ones_own():
+    assert Plan.of([[[0]], [[3], [1, 2]]], SAMPLE_COSTS, bound=5.0).gap == pytest.approx(0.2)
+
+
+def test_table_of_many_ranks_shows_the_longest():
+    plan = Plan.of([[[r]] for r in range(100)], [float(r + 1) for r in range(100)])
+    rows = plan.table(most=3).splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["97", "98", "99"]
+    assert rows[4] == "  and 97 ranks that end sooner"
+
+
 def test_costs_of_zero_make_no_bubble():
     plan = Plan.of([[[0]], [[1]]], [0.0, 0.0])
     assert (plan.bubble, plan.bubble_per_microbatch, plan.bubble_bound, plan.gap) == (0.0, 0.0, 0.0, 0.0)
@@ -65,6 +86,8 @@ def test_json_round_trip_is_exact():
         '{"ranks": [[[0]]], "costs": [[1, 2]], "bound": 1}',
         '{"ranks": [[[1]]], "costs": [[1]], "bound": 1}',
         '{"ranks": 3, "costs": [[1]], "bound": 1}',
+        '{"ranks": [[[0]]], "costs": [[1]], "bound": 1, "speeds": [1, 2]}',
+        "[]",
     ],
 )
 def test_bad_json_is_refused(text: str):

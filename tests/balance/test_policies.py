@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.balance import POLICIES, Plan, linear_cost, policy_named, quadratic
+from odc.balance import POLICIES, Plan, lb_micro, lb_mini, linear_cost, policy_named, quadratic
 from odc.errors import PlanError
 
 CAP = 100
@@ -32,6 +32,46 @@ def test_valid_capped_and_at_or_above_the_bound(policy, lengths, ranks, cost, se
             assert predicted == pytest.approx(sum(cost(lengths[i]) for i in mb))
     assert plan.longest >= plan.bound * (1 - 1e-9)
     assert 0 <= plan.bubble_bound <= plan.bubble + 1e-9 <= plan.bubble_per_microbatch + 2e-9 < 1
+
+
+@each_policy
+@given(st.data(), LENGTHS, st.integers(1, 6), COSTS)
+@settings(max_examples=60)
+def test_speeds_caps_and_groups_are_kept(policy, data, lengths, ranks, cost):
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 0.9, 1.0]), min_size=ranks, max_size=ranks))
+    caps = [CAP, *data.draw(st.lists(st.integers(0, CAP), min_size=ranks - 1, max_size=ranks - 1))]
+    groups = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    plan: Plan = policy(lengths, ranks, caps, cost, speeds=speeds, groups=groups)
+    plan.validate(len(lengths))
+    where = {i: rank for rank, microbatches in enumerate(plan.ranks) for mb in microbatches for i in mb}
+    for rank, (microbatches, costs) in enumerate(zip(plan.ranks, plan.costs, strict=True)):
+        for mb, predicted in zip(microbatches, costs, strict=True):
+            assert sum(lengths[i] for i in mb) <= caps[rank]
+            assert predicted == pytest.approx(sum(cost(lengths[i]) for i in mb) / speeds[rank])
+    if groups is not None:
+        assert len({(groups[i], where[i]) for i in where}) == len(set(groups))
+    assert plan.longest >= plan.bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("policy", [lb_micro, lb_mini])
+@given(LENGTHS, st.integers(1, 6), st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_permutation_changes_nothing_but_names(policy, lengths, ranks, rng):
+    shuffled = lengths[:]
+    rng.shuffle(shuffled)
+    one, other = (policy(values, ranks, CAP, quadratic(1, 0.01)) for values in (lengths, shuffled))
+    assert one.costs == other.costs
+    assert [[[lengths[i] for i in mb] for mb in rank] for rank in one.ranks] == [
+        [[shuffled[i] for i in mb] for mb in rank] for rank in other.ranks
+    ]
+
+
+@each_policy
+@given(LENGTHS, st.integers(1, 8))
+@settings(max_examples=40)
+def test_adding_a_rank_never_raises_the_bound(policy, lengths, ranks):
+    more = policy(lengths, ranks + 1, CAP)
+    assert more.bound <= policy(lengths, ranks, CAP).bound * (1 + 1e-12)
 
 
 @each_policy
@@ -77,6 +117,20 @@ def test_bad_input_is_named(policy):
         policy([5, 100, 101], 2, CAP)
     with pytest.raises(PlanError, match="sample 1 has length 0"):
         policy([5, 0], 2, CAP)
+    with pytest.raises(PlanError, match="sample 1 has 60 tokens, more than the cap of 50"):
+        policy([5, 60], 2, [50, 10])
+    with pytest.raises(PlanError, match="lists 1 caps for 2 ranks"):
+        policy([5], 2, [50])
+    with pytest.raises(PlanError, match="rank 1 has speed 0.0"):
+        policy([5], 2, CAP, speeds=[1, 0])
+    with pytest.raises(PlanError, match="1 speeds for 2 ranks"):
+        policy([5], 2, CAP, speeds=[1])
+    with pytest.raises(PlanError, match="groups names 2 samples, but there are 1"):
+        policy([5], 2, CAP, groups=["a", "b"])
+    with pytest.raises(PlanError, match="list of integers, got float64"):
+        policy([5.5], 2, CAP)
+    with pytest.raises(PlanError, match="cost of sample 1 .7 tokens. is nan"):
+        policy([5, 7], 2, CAP, lambda length: float("nan") if length == 7 else 1.0)
 
 
 def test_policies_by_name():

@@ -25,8 +25,8 @@ def test_keeps_samples_cap_and_longest(lengths: list[int], count: int, everywher
     assert sorted(i for part in refined for i in part) == list(range(len(lengths)))
     assert max(sum(lengths[i] for i in part) for part in refined) <= cap
     assert max(loads(refined, costs)) <= max(loads(parts, costs))
-    squares = [sum(load * load for load in loads(p, costs)) for p in (parts, refined)]
-    assert squares[1] <= squares[0]
+    falling = [sorted(loads(p, costs), reverse=True) for p in (parts, refined)]
+    assert falling[1] <= falling[0]
 
 
 def test_moves_and_swaps():
@@ -43,8 +43,10 @@ def test_cap_forbids_the_move_that_cost_wants():
     assert max(sum(lengths[i] for i in part) for part in capped) <= 8
 
 
-def test_floor_stops_the_work():
-    assert refine([[0, 1], []], [3.0, 2.0], floor=5.0) == [[0, 1], []]
+def test_worth_leaves_small_gains_alone():
+    parts, costs = [[0, 1], [2]], [50.0, 1.0, 50.0]
+    assert refine(parts, costs, worth=0.05) == parts
+    assert refine([[0, 1], [2, 3]], [50.0, 2.0, 49.0, 1.0], worth=0.01) != [[0, 1], [2, 3]]
 
 
 def test_everywhere_goes_on_below_the_costliest():

@@ -1,0 +1,165 @@
+"""The engine of all policies: spread samples over parts so that the latest part ends early.
+
+Chose longest-processing-time-first with trades between pairs of parts over Karmarkar-Karp: a heap of loads costs
+O(log k) a sample, and a late and an early part find their best trade in O(n / k), so that a million samples take less
+than a second. Few samples are searched exactly, for a bounded time. The price is C-like loops (`odc.balance.loops`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from odc.balance import loops as _loops
+from odc.balance import search as _search
+from odc.balance.bound import falling_bound, lower_bound
+from odc.balance.compiled import loops_of
+from odc.balance.state import Floats, Ints, Rules, new_state, new_tree
+from odc.errors import PlanError
+
+_BITS = 52  # of the largest cost times the number of samples: sums are exact in float64
+_NEAR = 5e-5  # share of the bound that is not worth another trade
+_LEAST = 2e-6  # share of its end that a late part must gain by a trade
+_FEW = 24  # samples that are searched exactly ...
+_STEPS = 1500  # ... in at most so many steps ...
+_WORTH = 1e-3  # ... for an end that is earlier by this share
+
+
+def partition(
+    costs: ArrayLike,
+    parts: int,
+    *,
+    equal_sizes: bool = False,
+    speeds: Sequence[float] | None = None,
+    needs: ArrayLike | None = None,
+    limits: Sequence[int] | None = None,
+    ties: ArrayLike | None = None,
+) -> Ints:
+    """Spread n samples over `parts` parts whose times are nearly equal.
+
+    Args:
+        costs: [n] finite numbers >= 0, integers or floats.
+        parts: k >= 1. With fewer samples than parts, or giants among them, some parts stay empty.
+        equal_sizes: every part gets the same number of samples (or one more, where that does not divide).
+        speeds: [k] numbers > 0; a part's time is its cost divided by its speed. All 1 unless given.
+        needs, limits: [n] and [k] integers; with both, sample i lies on a part whose limit is at least `needs[i]`.
+        ties: [n] a permutation of range(n) that orders samples of equal cost; as they come unless given.
+
+    Returns the part of each sample, int64 [n]: the same with numba and without, on every machine. Costs are rounded to
+    2**-52 of n times the largest where they are not integers below that. Parts within 0.005% of the lower bound are
+    left as they are. Raises PlanError for bad costs, and where no part may hold a sample.
+    """
+    ticks = to_ticks(np.asarray(costs), parts)
+    order = falling(ticks, ties)
+    n = len(order)
+    slowness = np.ones(parts) if speeds is None else 1.0 / np.asarray(speeds, np.float64)
+    need, limit = np.zeros(n, np.int64), np.zeros(parts, np.int64)
+    if needs is not None and limits is not None:
+        need, limit = np.asarray(needs, np.int64)[order], np.asarray(limits, np.int64)
+        if n and need.max() > limit.max():
+            raise PlanError(f"no part may hold sample {int(order[need.argmax()])}")
+    by_kind = np.lexsort((slowness, -limit))
+    problem = _Problem(ticks[order], need, slowness[by_kind], limit[by_kind], equal_sizes)
+    if limits is None:
+        least = falling_bound(problem.costs, parts, None if speeds is None else 1.0 / slowness)
+    else:
+        least = lower_bound(problem.costs, parts, speeds=speeds, needs=need, limits=limits)
+    owners, latest = problem.trade(least * (1 + _NEAR))
+    if n <= _FEW and latest > least * (1 + _WORTH):
+        owners = problem.search(owners, latest, least)
+    result = np.empty(n, np.int64)
+    result[order] = by_kind[owners]
+    return result
+
+
+class _Problem(NamedTuple):
+    """Samples by falling cost, and parts by kind."""
+
+    costs: Ints
+    needs: Ints
+    slowness: Floats
+    limits: Ints
+    equal_sizes: bool
+
+    def trade(self, goal: float) -> tuple[Ints, float]:
+        """The part of each sample by longest-first and trades, and when the latest part ends."""
+        n, parts = len(self.costs), len(self.slowness)
+        loops, arrays = loops_of(_loops, n)
+        zeros = np.zeros(max(n, parts), np.int64)
+        state = new_state(self.costs, self.needs, zeros[:n], self.slowness, self.limits, zeros[:parts], arrays=arrays)
+        if not self.equal_sizes:
+            loops.longest_first(state, parts.bit_length())
+        elif len(state.kinds) == 2:
+            loops.deal(state)
+        else:
+            owners = self._deal_by_need()
+            loops.put(state, owners if arrays else owners.tolist())
+        loops.solve(state, Rules(goal, counts=self.equal_sizes, worth=_LEAST))
+        owners = np.empty(n, np.int64)
+        out = owners if arrays else owners.tolist()
+        loops.get(state, out)
+        owners[:] = out
+        return owners, float((np.asarray(state.loads) * self.slowness).max())
+
+    def _deal_by_need(self) -> Ints:
+        """Neediest first, each to the part that ends first of those that may hold it and are not full."""
+        n, parts = len(self.costs), len(self.slowness)
+        room = np.full(parts, n // parts) + (np.arange(parts) < n % parts)
+        loads, owners = np.zeros(parts, np.int64), np.empty(n, np.int64)
+        for i in np.lexsort((np.arange(n), -self.needs)):
+            ends = np.where(
+                (room > 0) & (self.limits >= self.needs[i]), (loads + self.costs[i]) * self.slowness, np.inf
+            )
+            owner = int(ends.argmin())
+            if not math.isfinite(ends[owner]):
+                raise PlanError("no way to give every part as many samples under these limits")
+            owners[i] = owner
+            loads[owner] += self.costs[i]
+            room[owner] -= 1
+        return owners
+
+    def search(self, owners: Ints, latest: float, least: float) -> Ints:
+        """`owners`, or a placement that ends earlier by what is worth it."""
+        search, arrays = loops_of(_search, len(owners))
+        if self.equal_sizes:
+            quotas = np.bincount(owners, minlength=len(self.slowness))
+        else:
+            quotas = np.full(len(self.slowness), len(owners))
+        tree = new_tree(self.costs, self.needs, self.slowness, self.limits, quotas, arrays=arrays)
+        out = owners.copy() if arrays else owners.tolist()
+        search.search(tree, out, latest * (1 - _WORTH), least * (1 + _NEAR), _WORTH, False, _STEPS)
+        return np.asarray(out, np.int64)
+
+
+def to_ticks(costs: NDArray[np.generic], parts: int) -> Ints:
+    """Costs as int64, scaled by one power of two where they are not integers whose sum has few enough bits."""
+    n = len(costs)
+    if not n:
+        return np.empty(0, np.int64)
+    if costs.dtype.kind not in "iuf":
+        costs = costs.astype(np.float64)
+    top, least = float(costs.max()), float(costs.min())
+    if not (math.isfinite(top) and least >= 0):
+        raise PlanError("costs must be finite numbers >= 0")
+    bits = min(_BITS, 62 - parts.bit_length(), 62 - n.bit_length())
+    exponent = math.frexp(top)[1] + n.bit_length()
+    if exponent <= bits and (costs.dtype.kind in "iu" or bool((costs == np.floor(costs)).all())):
+        return costs.astype(np.int64)
+    return np.rint(np.ldexp(costs.astype(np.float64), bits - exponent)).astype(np.int64)
+
+
+def falling(ticks: Ints, ties: ArrayLike | None) -> Ints:
+    """Samples by falling cost, equals by rising `ties`: one sort of unique keys, which is the same everywhere."""
+    n = len(ticks)
+    if ties is not None:
+        seats = np.empty(n, np.int64)
+        seats[np.asarray(ties, np.int64)] = np.arange(n)
+        return seats[falling(ticks[seats], None)]
+    bits = n.bit_length()
+    keys = (-ticks << bits) | np.arange(n)
+    keys.sort()
+    return keys & ((1 << bits) - 1)

@@ -1,0 +1,100 @@
+"""`odc plan`: one plan of the lengths in a file, as a table, a picture and JSON. Loads no torch."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from odc.balance import Cost, Plan, cost_from_config, linear_cost, policy_named, quadratic
+from odc.balance.lengths import read_elements, read_lengths
+from odc.errors import ConfigError
+
+
+def plan(
+    lengths: Annotated[Path, Argument(help="File: integers, a JSON list, or JSON lines with a field of lengths.")],
+    ranks: Annotated[int, Option(help="Number of ranks.")] = 8,
+    max_tokens: Annotated[
+        str | None,
+        Option(help="Most tokens of a microbatch; with commas, one cap a rank. [default: the longest sample]"),
+    ] = None,
+    policy: Annotated[str, Option(help="local_sort, lb_micro or lb_mini.")] = "lb_mini",
+    quadratic_cost: Annotated[
+        str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l. [default: one unit per token]")
+    ] = None,
+    model: Annotated[Path | None, Option(help="Hugging Face config (JSON): cost in FLOPs of this model.")] = None,
+    speeds: Annotated[str | None, Option(help="Speed of every rank, with commas. [default: all 1]")] = None,
+    field: Annotated[str, Option(help="Field of JSON objects: an integer, or a list to count.")] = "length",
+    group_field: Annotated[
+        str | None, Option(help="Field of JSON objects whose equals stay on one rank, such as uid.")
+    ] = None,
+    equal_samples: Annotated[bool, Option("--equal-samples", help="lb_micro with equal sample counts.")] = False,
+    seed: Annotated[int, Option(help="Decides between samples of equal cost and length.")] = 0,
+    json: Annotated[Path | None, Option(help="Where the plan goes as JSON.")] = None,
+    draw: Annotated[Path | None, Option(help="Where its picture goes (PNG).")] = None,
+) -> None:
+    """Plan one minibatch whose sample lengths are in a file; print the table. All times are predicted."""
+    sizes = read_lengths(lengths, field)
+    options: dict[str, Any] = {}
+    if speeds is not None:
+        options["speeds"] = _numbers("speeds", speeds, float)
+    if group_field is not None:
+        options["groups"] = _names(lengths, group_field)
+    if equal_samples:
+        if policy != "lb_micro":
+            raise ConfigError(f"equal-samples is an option of lb_micro, not of {policy}")
+        options["equal_samples"] = True
+    caps = _numbers("max-tokens", max_tokens, int) if max_tokens is not None else [max(sizes)]
+    made: Plan = policy_named(policy)(
+        sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options
+    )
+    print(made)
+    if json is not None:
+        _write(json, made.to_json() + "\n")
+        print(f"plan     {json}")
+    if draw is not None:
+        from odc.balance.picture import draw_plan
+
+        draw_plan(made, draw, f"{policy}, {made.samples} samples on {ranks} ranks")
+        print(f"picture  {draw}")
+
+
+def _cost(quadratic_cost: str | None, model: Path | None) -> Cost:
+    if quadratic_cost is not None and model is not None:
+        raise ConfigError("quadratic and model are two costs: give one")
+    if quadratic_cost is not None:
+        numbers = _numbers("quadratic", quadratic_cost, float)
+        if len(numbers) != 2:
+            raise ConfigError(f"quadratic must be two numbers A,B, not {quadratic_cost!r}")
+        return quadratic(*numbers)
+    if model is not None:
+        try:
+            config = json_module.loads(model.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: {model} cannot be read as JSON: {error}") from error
+        return cost_from_config(config)
+    return linear_cost
+
+
+def _numbers(name: str, text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name} must be numbers with commas between them, not {text!r}") from None
+
+
+def _names(path: Path, field: str) -> list[str]:
+    elements = read_elements(path)
+    missing = [i for i, element in enumerate(elements) if not (isinstance(element, dict) and field in element)]
+    if missing:
+        raise ConfigError(f"group-field: element {missing[0]} of {path} has no field {field!r}")
+    return [json_module.dumps(element[field]) for element in elements]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""Seams into other libraries, each optional: nothing in odc but the command line imports them."""

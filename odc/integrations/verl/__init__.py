@@ -1,0 +1,5 @@
+"""verl: its balancing functions on odc's planners."""
+
+from odc.integrations.verl.seqlen_balancing import get_seqlen_balanced_partitions, rearrange_micro_batches
+
+__all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]

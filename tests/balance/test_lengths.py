@@ -1,0 +1,49 @@
+"""Lengths from files of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from odc.balance.lengths import read_lengths
+from odc.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "expected"),
+    [
+        ("3 14\n15,9\n", "length", [3, 14, 15, 9]),
+        ("[3, 14]", "length", [3, 14]),
+        ('[{"n": 3}, {"n": 14}]', "n", [3, 14]),
+        ('{"length": 3, "x": 1}\n\n{"length": 14}\n', "length", [3, 14]),
+        ('{"input_ids": [5, 6, 7]}\n', "input_ids", [3]),
+    ],
+)
+def test_formats(tmp_path: Path, text: str, field: str, expected: list[int]):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    assert read_lengths(path, field) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lists no lengths"),
+        ("three", "neither integers, nor a JSON list"),
+        ("[1, 2", "neither integers, nor a JSON list"),
+        ("[1, 2.5]", "element 1 is 2.5"),
+        ("[true]", "element 0 is True"),
+        ('{"size": 3}', "element 0 has no field 'length'"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_lengths(path)
+
+
+def test_no_file(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_lengths(tmp_path / "none")

@@ -1,0 +1,69 @@
+"""`odc plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.cli import main
+
+pytest.importorskip("typer", reason="needs the cli extra")
+
+SIZES = [60, 60, 60, 60, 100, 100, 40, 9]
+
+
+def plan(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("".join(json.dumps({"length": n, "uid": i // 2}) + "\n" for i, n in enumerate(SIZES)))
+    return str(path)
+
+
+def test_prints_saves_and_draws(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    options = ("--ranks", "2", "--max-tokens", "100", "--json", str(out), "--draw", str(picture))
+    assert plan(lengths, *options) == 0
+    expected = lb_mini(SIZES, 2, 100)
+    assert capsys.readouterr().out == f"{expected}\nplan     {out}\npicture  {picture}\n"
+    assert Plan.from_json(out.read_text()) == expected
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_reach_the_policy(lengths: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan(lengths, "--ranks", "2", "--policy", "lb_micro", "--equal-samples", "--quadratic", "1,0.5") == 0
+    assert capsys.readouterr().out == f"{lb_micro(SIZES, 2, 100, quadratic(1, 0.5), equal_samples=True)}\n"
+    assert plan(lengths, "--ranks", "2", "--speeds", "1,0.5", "--max-tokens", "120,60", "--group-field", "uid") == 0
+    expected = lb_mini(SIZES, 2, [120, 60], speeds=[1.0, 0.5], groups=[i // 2 for i in range(8)])
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "50"], "odc: sample 0 has 60 tokens, more than the cap of 50 per microbatch"),
+        (["--policy", "lb_max"], "odc: there is no policy 'lb_max'"),
+        (["--field", "tokens"], "element 0 has no field 'tokens'"),
+        (["--group-field", "prompt"], "has no field 'prompt'"),
+        (["--speeds", "1,fast"], "odc: speeds must be numbers"),
+        (["--equal-samples"], "odc: equal-samples is an option of lb_micro, not of lb_mini"),
+        (["--quadratic", "1"], "odc: quadratic must be two numbers A,B, not '1'"),
+        (["--quadratic", "1,1", "--model", "x"], "odc: quadratic and model are two costs"),
+        (["--model", "nowhere.json"], "odc: model: nowhere.json cannot be read"),
+        (["--json", "/does/not/exist.json"], "odc: json: cannot write"),
+    ],
+)
+def test_bad_input_is_one_line(lengths: str, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan(lengths, *options) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
