@@ -137,7 +137,7 @@ def test_first_call(note, tmp_path: Path):
 @pytest.mark.parametrize(("samples", "parts"), [(64, 8), (512, 64), (4096, 64), (153_600, 2560)])
 def test_policy(note, policy: Callable[..., Any], samples: int, parts: int):
     if policy is lb_micro and samples > KK_UP_TO:
-        pytest.skip("takes minutes")
+        pytest.skip("evening out so many microbatches was not tried")
     lengths = draw_lengths(samples).tolist()
     partition(np.arange(1000), 4)  # numba is loaded
     seconds = []

@@ -22,7 +22,7 @@ from odc.balance.state import Floats, Ints, Rules, new_state, new_tree
 from odc.errors import PlanError
 
 _BITS = 52  # of the largest cost times the number of samples: sums are exact in float64
-_NEAR = 5e-5  # share of the bound that is not worth another trade
+_NEAR = 8e-5  # share of the bound that is not worth another trade
 _LEAST = 2e-6  # share of its end that a late part must gain by a trade
 _FEW = 24  # samples that are searched exactly ...
 _STEPS = 1500  # ... in at most so many steps ...
@@ -50,7 +50,7 @@ def partition(
         ties: [n] a permutation of range(n) that orders samples of equal cost; as they come unless given.
 
     Returns the part of each sample, int64 [n]: the same with numba and without, on every machine. Costs are rounded to
-    2**-52 of n times the largest where they are not integers below that. Parts within 0.005% of the lower bound are
+    2**-52 of n times the largest where they are not integers below that. Parts within 0.008% of the lower bound are
     left as they are. Raises PlanError for bad costs, and where no part may hold a sample.
     """
     ticks = to_ticks(np.asarray(costs), parts)

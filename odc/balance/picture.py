@@ -53,7 +53,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     axes.locator_params(axis="y", integer=True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="lower left", fontsize=9)
+    figure.legend(loc="outside lower right", fontsize=9, frameon=False)
     figure.savefig(os.fspath(path), format="png")
 
 
