@@ -78,8 +78,16 @@ def _title(figures: dict[str, Any]) -> str:
     job = figures["job"]
     return (
         f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
-        f"{job['precision']}"
+        f"{job['precision']}{_slowed(job)}"
     )
+
+
+def _slowed(job: dict[str, Any]) -> str:
+    """Says that a rank's slowness is emulated, and how."""
+    if not job.get("slow"):
+        return ""
+    named = " and ".join("rank {} slowed {}x".format(*entry.split(":")) for entry in job["slow"].split(","))
+    return f"; {named} (emulated: it sleeps after every microbatch)"
 
 
 def _caption(figures: dict[str, Any]) -> str:
