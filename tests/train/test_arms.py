@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from odc.balance import linear_cost
+from odc.balance import lb_dynamic, linear_cost
 from odc.errors import ConfigError
 from odc.train.arms import ARMS, arm_named
 from odc.train.config import ARM_NAMES
@@ -21,6 +21,16 @@ def test_arms_of_one_balance_have_the_same_plan() -> None:
     plans = {name: arm.plan(LENGTHS, 2, 100, linear_cost, 0) for name, arm in ARMS.items()}
     assert plans["fsdp2"] == plans["odc-equal"]
     assert plans["fsdp2-resident"] == plans["odc"]
+    assert plans["odc-dynamic"] == lb_dynamic(LENGTHS, 2, 100)
+
+
+def test_a_queue_is_dealt_like_samples_to_loaders_and_a_static_rank_loads_what_it_computes() -> None:
+    lengths = [9, 8, 7, 6, 5]
+    plan = ARMS["odc-dynamic"].plan(lengths, 2, 100, linear_cost, 0)
+    loads = [ARMS["odc-dynamic"].loads(plan, rank) for rank in range(2)]
+    assert [[cost for _, cost in own] for own in loads] == [[9, 7, 5], [8, 6]]
+    plan = ARMS["odc"].plan(lengths, 2, 100, linear_cost, 0)
+    assert [[mb for mb, _ in ARMS["odc"].loads(plan, rank)] for rank in range(2)] == plan.ranks
 
 
 def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:
