@@ -1,4 +1,4 @@
-"""The verbs over a heap: publish, fetch, push, done, wait."""
+"""The verbs over a heap: publish, fetch, push, claim, done, wait."""
 
 from odc.comm.abort import abort
 from odc.comm.accumulator import Adder, accumulator_dtype

@@ -233,6 +233,8 @@ def test_one_offer_an_epoch_and_none_without_one() -> None:
         crew.verbs[0].done(trained=True)
         crew.publish(0)
         queue(crew, 0).offer([made(0, 2, 0)])
+        found = crew.verbs[0].claim()
+        assert found is not None and origin(found) == (0, 2, 0), "the count begins anew"
 
 
 def test_an_aborted_job_gives_no_more() -> None:

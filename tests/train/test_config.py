@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from odc.comm.parcel import Parcel
-
 from odc.errors import ConfigError
 from odc.train.config import JobConfig, threads_per_rank
 from odc.train.documents import Document
