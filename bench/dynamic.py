@@ -86,9 +86,7 @@ def run_arm(run: Run) -> Any:
         ]
         done: list[int] = []
 
-        def backward(
-            m: int, number: int, microbatch: Mapping[str, torch.Tensor], done: list[int] = done
-        ) -> None:
+        def backward(m: int, number: int, microbatch: Mapping[str, torch.Tensor], done: list[int] = done) -> None:
             model(torch.ones(1, WIDTH), float(microbatch["cost"]) * scale, m).sum().backward()
             done.append(number)
 

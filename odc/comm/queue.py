@@ -131,11 +131,6 @@ class Queue:
         return Claimed(number, member, nbytes, unpack(raw))
 
     @property
-    def total(self) -> int | None:
-        """Microbatches of all members in this epoch; None before the first claim."""
-        return None if self._order is None else len(self._order)
-
-    @property
     def left_early(self) -> bool:
         """Whether this rank offered in its newest epoch and has not claimed until the end."""
         return self.offered > self.drained

@@ -58,8 +58,8 @@ class Step:
     def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        `between` is called between the first and the second microbatch of this rank, if it runs two. Raises `NonFiniteLossError` on every rank, before
-        the update, when a loss or the gradient norm is NaN or infinite.
+        `between` is called between the first and the second microbatch of this rank, if it runs two. Raises
+        `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is NaN or infinite.
         """
         start = recorder().now()
         rank, world = dist.get_rank(), dist.get_world_size()
