@@ -143,7 +143,7 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
 
 def test_racing_processes_claim_each_microbatch_once(ranks: Any) -> None:
     pool: RankPool = ranks(4)
-    epochs, count = 40, 12
+    epochs, count = 25, 12
     for by_rank in zip(*pool.run(live_in_a_process, epochs, count), strict=True):
         assert sorted(number for claims in by_rank for number in claims) == list(range(4 * count))
 

@@ -137,7 +137,7 @@ def near_the_static_arm(rank: int, world: int, counts: Any, seed: int) -> list[l
     return numbers
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 999)
 )
