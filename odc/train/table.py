@@ -25,7 +25,14 @@ def table(figures: dict[str, Any]) -> Table:
     except ImportError as error:
         raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
     arms = figures["arms"]
-    made = Table(title=_title(figures), caption=_caption(figures), box=box.SIMPLE_HEAD, padding=(0, 1))
+    wide = len(arms) > 4  # no room for margins
+    made = Table(
+        title=_title(figures),
+        caption=_caption(figures),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0 if wide else 1),
+        show_edge=not wide,
+    )
     made.add_column("", no_wrap=True)
     for arm in arms:
         made.add_column(arm, justify="right", no_wrap=True)

@@ -169,6 +169,10 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     assert re.search(r"between passes +20 +20", text)
     assert re.search(r"steal by the host +- +2.0% +2.0%", text)
     assert "each the median of 3 runs" in " ".join(text.split())
+    figures["arms"]["odc-dynamic"] = figures["arms"]["odc"]
+    shown = io.StringIO()
+    console.Console(file=shown, width=80).print(table(figures))
+    assert "…" not in shown.getvalue() and "odc-dynamic" in shown.getvalue()
 
 
 def test_the_table_says_that_slowness_is_emulated(figures: dict) -> None:
