@@ -27,6 +27,8 @@ class Settings:
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward goes on).
         staging_block_bytes: largest block of one staged push, in bytes.
+        queue_bytes: room on each rank for the microbatches it offers in one minibatch (`model.claim`), in bytes of its
+            heap; 0 has no queue. Needs libatomic.
         stale_check: before each root forward in an open minibatch compare the own shards with what was published.
         trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
     """
@@ -37,6 +39,7 @@ class Settings:
     prefetch: int = 1
     push_overlap: bool = True
     staging_block_bytes: int = 1 << 20
+    queue_bytes: int = 0
     stale_check: bool = True
     trace: bool = True
 
@@ -51,6 +54,8 @@ class Settings:
             raise ValueError(
                 f"staging_block_bytes must be at least 4096 and a multiple of 64, not {self.staging_block_bytes!r}"
             )
+        if not isinstance(self.queue_bytes, int) or isinstance(self.queue_bytes, bool) or self.queue_bytes < 0:
+            raise ValueError(f"queue_bytes must be a whole number of bytes, 0 or more, not {self.queue_bytes!r}")
 
     def fingerprint(self) -> str:
         """What every rank must agree on, as one line of text; part of the heap's layout hash."""
@@ -58,4 +63,4 @@ class Settings:
         return ",".join(f"{key}={value}" for key, value in sorted(agreed.items()))
 
 
-_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes"})
+_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes"})

@@ -2,6 +2,7 @@
 
 from odc.balance.bound import lower_bound
 from odc.balance.cost import Cost, cost_from_config, linear_cost, quadratic, transformer_cost
+from odc.balance.lb_dynamic import lb_dynamic, queue_of
 from odc.balance.lb_micro import lb_micro
 from odc.balance.lb_mini import lb_mini
 from odc.balance.local_sort import local_sort
@@ -14,6 +15,7 @@ __all__ = [
     "Cost",
     "Plan",
     "cost_from_config",
+    "lb_dynamic",
     "lb_micro",
     "lb_mini",
     "linear_cost",
@@ -22,5 +24,6 @@ __all__ = [
     "partition",
     "policy_named",
     "quadratic",
+    "queue_of",
     "transformer_cost",
 ]

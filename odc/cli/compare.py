@@ -12,7 +12,7 @@ from typer import Option
 
 from odc.cli import options
 from odc.errors import ConfigError
-from odc.train.config import ARM_NAMES, ArmName, JobConfig
+from odc.train.config import DEFAULT_ARMS, ArmName, JobConfig
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -37,7 +37,7 @@ def compare(
     demo: Annotated[
         bool, Option("--demo", help="A tiny Qwen2 on the sources of Python's standard library, in a few minutes.")
     ] = False,
-    arms: Annotated[str, Option(help="Which arms, with commas.")] = ",".join(ARM_NAMES),
+    arms: Annotated[str, Option(help="Which arms, with commas; there is odc-dynamic too.")] = ",".join(DEFAULT_ARMS),
     repeats: Annotated[int, Option(help="Runs of each arm, interleaved.")] = 1,
     skip: Annotated[int, Option(help="First steps of every run that are not counted.")] = 1,
     output: Annotated[
@@ -63,6 +63,7 @@ def compare(
     reproducible: options.Reproducible = None,
     accumulate: options.Accumulate = None,
     timeout_s: options.Timeout = None,
+    slow: options.Slow = None,
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
     own = {"demo", "arms", "repeats", "skip", "output", "json"}

@@ -51,3 +51,7 @@ Timeout = Annotated[
     float | None,
     Option("--timeout", help="Seconds to wait for a rank without progress. [default: 600]", rich_help_panel=_RUNTIME),
 ]
+Slow = Annotated[
+    str | None,
+    Option(help="RANK:FACTOR, with commas: emulate slower devices by sleeping.", rich_help_panel=_RUNTIME),
+]

@@ -19,7 +19,9 @@ def train(
     data: Annotated[
         str, Option(help="Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
     ],
-    arm: Annotated[str | None, Option(help="odc, odc-equal, fsdp2 or fsdp2-resident. [default: odc]")] = None,
+    arm: Annotated[
+        str | None, Option(help="odc, odc-dynamic, odc-equal, fsdp2 or fsdp2-resident. [default: odc]")
+    ] = None,
     output: Annotated[
         str | None, Option(help="Folder for checkpoints and steps.jsonl.", rich_help_panel=_FILES)
     ] = None,
@@ -51,6 +53,7 @@ def train(
     reproducible: options.Reproducible = None,
     accumulate: options.Accumulate = None,
     timeout_s: options.Timeout = None,
+    slow: options.Slow = None,
 ) -> None:
     """Fine-tune a causal language model on text, sharded over ranks.
 

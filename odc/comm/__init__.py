@@ -1,9 +1,10 @@
-"""The verbs over a heap: publish, fetch, push, done, wait."""
+"""The verbs over a heap: publish, fetch, push, claim, done, wait."""
 
 from odc.comm.abort import abort
 from odc.comm.accumulator import Adder, accumulator_dtype
 from odc.comm.geometry import Geometry
 from odc.comm.push import Gradient, flatten
+from odc.comm.queue import Claimed, Queue
 from odc.comm.space import Space
 from odc.comm.staging import Inbox, Outbox
 from odc.comm.units import ParamSpec, Piece, UnitSpec
@@ -13,12 +14,14 @@ from odc.comm.words import State, Word
 
 __all__ = [
     "Adder",
+    "Claimed",
     "Geometry",
     "Gradient",
     "Inbox",
     "Outbox",
     "ParamSpec",
     "Piece",
+    "Queue",
     "Space",
     "State",
     "UnitSpec",

@@ -4,7 +4,8 @@ Chose to fix every size when the root is initialised, from the units alone, so t
 before training starts and never grows. `ledger()` is that account; the bound it is tested against:
 
     one published shard (compute dtype) + one accumulator shard (fp32; fp64 when reproducible; W of them for
-    "per_source") + staging of at most 2 x the largest unit's chunk for each peer + words.
+    "per_source") + staging of at most 2 x the largest unit's chunk for each peer + the queue's inputs (none unless
+    `Settings.queue_bytes` asks for them) + words.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Space:
             for distance in range(1, self.geometry.shards):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
+        if self.settings.queue_bytes:
+            requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
         return requests
 
     def board(self, member: int) -> Words:
@@ -142,6 +145,14 @@ class Space:
             mutex = self._mutexes[key] = RobustMutex(address, self.heap.words(member, "mutexes"), what)
         return mutex
 
+    def claimed(self, member: int) -> Words:
+        """Word 0: microbatches claimed from the queue whose home is `member`, in its current epoch."""
+        return self.heap.words(member, "claimed")
+
+    def offers(self, member: int) -> torch.Tensor:
+        """uint8 [queue_bytes, rounded up to 64]: the microbatches that the member offers, and their table."""
+        return self.heap.tensor(member, "queue", torch.uint8)
+
     def reason(self, member: int) -> torch.Tensor:
         """uint8 [REASON_BYTES]: zero-terminated UTF-8 text, written before ABORT."""
         return self.heap.tensor(member, "reason", torch.uint8)
@@ -153,8 +164,8 @@ class Space:
         self.heap.close()
 
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose: published, accumulator, staging, words."""
-        account = {"published": 0, "accumulator": 0, "staging": 0, "words": 0}
+        """Bytes by purpose: published, accumulator, staging, queue, words."""
+        account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]
             account[{"headers": "words"}.get(kind, kind if kind in account else "words")] += nbytes

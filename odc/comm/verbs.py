@@ -4,8 +4,8 @@ Chose to keep the protocol's *order* in `odc.fsdp.minibatch` and only its *rules
 for exactly what makes it sound (a fetch or push for the peer's PUBLISHED, and nothing else), so any caller that keeps
 to the epochs is safe. No verb calls a collective.
 
-Threads: `publish`, `done` and the waits belong to the rank's main thread; `fetch` may run on the fetch thread as well
-as on the main one, `push` on the sender thread alone.
+Threads: `publish`, `claim`, `done` and the waits belong to the rank's main thread; `fetch` may run on the fetch thread
+as well as on the main one, `push` on the sender thread alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from odc.comm.abort import abort
 from odc.comm.push import Gradient, Pusher
+from odc.comm.queue import Claimed, Queue
 from odc.comm.ready import Ready
 from odc.comm.space import Space
 from odc.comm.units import UnitSpec
@@ -44,6 +45,7 @@ class Verbs:
         self._counts = torch.zeros(space.param_base[-1], dtype=torch.int64)
         self._pushed_epoch = 0
         self._counting = threading.Lock()
+        self.queue = Queue(space, self.waiter) if space.settings.queue_bytes else None
 
     def touch(self, doing: str) -> None:
         """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
@@ -118,6 +120,16 @@ class Verbs:
     def _count(self, word: Word, nbytes: int) -> None:
         with self._counting:
             self.board.store(word, self.board.load(word) + nbytes)
+
+    # claim ------------------------------------------------------------------------------------------------------
+
+    def claim(self) -> Claimed | None:
+        """The next microbatch of the queue, None once all are claimed (see `Queue.claim`); a root without one: None."""
+        self.touch("claiming a microbatch")
+        found = self.queue.claim() if self.queue is not None else None
+        if found is not None and found.member != self.geometry.me:
+            self._count(Word.FETCHED, found.nbytes)
+        return found
 
     # done and wait ----------------------------------------------------------------------------------------------
 

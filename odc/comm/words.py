@@ -28,6 +28,7 @@ class Word(IntEnum):
     PUSHED = 11  # rank: bytes pushed to peers since the start
     WAITING = 12  # rank: 0, or 1 + global rank it waits for
     WAITING_EPOCH = 13  # rank: the epoch it waits for
+    OFFERED = 14  # rank: newest epoch for which its microbatches lie in the queue
 
 
 BOARD_WORDS = 16

@@ -24,6 +24,7 @@ from odc.fsdp.group import adopt
 from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.registry import register
 from odc.fsdp.root import live_roots, root_above, root_at
+from odc.memory import require_add
 from odc.server import announce_process, daemon, stop_daemon
 from odc.settings import Settings
 
@@ -76,12 +77,14 @@ def fully_shard(
         The same module (or list), now an `FSDPModule` with DTensor parameters, plus `minibatch()` and `publish()`.
 
     Raises:
-        UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right.
+        UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
     mesh = _default_mesh() if mesh is None else mesh
     _refuse_mesh(mesh)
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedError(f"{type(offload_policy).__name__}: offloading is not supported")
+    if settings is not None and settings.queue_bytes:
+        require_add()
     modules = module if isinstance(module, list) else [module]
     _refuse_mixed_dtypes(modules, ignored_params or set())
     whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True

@@ -6,7 +6,8 @@ The order below is what makes the verbs sound:
 
     begin    wait: all DONE the previous epoch | publish, zero accumulators | PUBLISHED
     (fetch and push: each waits for the peer's PUBLISHED)
-    done     own fetches over, sender flushed | attach to all | push counts to all | DONE
+    (claim: waits until every rank has offered its microbatches)
+    done     queue drained, own fetches over, sender flushed | attach to all | push counts to all | DONE
     collect  wait: all DONE, own daemon has added all | (replicas complete) | scale once, write .grad
 
 No collective is called anywhere here. Everything runs on the rank's main thread.
@@ -100,6 +101,7 @@ class Minibatch:
         """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits."""
         self.begin()  # a rank without microbatches: its peers need its shards
         self._finalized.clear()
+        self._refuse_unclaimed()
         for group in self._groups:
             compat.torch_finalize(group)
             group.drop_fetch()
@@ -191,6 +193,15 @@ class Minibatch:
         culprit = error.culprit if isinstance(error, OdcError) else None
         reason = f"{type(error).__name__} in epoch {self.epoch}: {error}"
         self._verbs.abort(reason, self._rank if culprit is None else culprit)
+
+    def _refuse_unclaimed(self) -> None:
+        """Before DONE: no gradient is written anywhere while a microbatch may be left that nobody has computed."""
+        queue = self._verbs.queue
+        if queue is not None and queue.left_early:
+            raise OdcError(
+                f"rank {self._rank} (epoch {self.epoch}) left the queue before its end; a rank that calls "
+                "model.claim() goes on until it gives no more, or microbatches would be lost"
+            )
 
     def _refuse_half_evaluated(self, trained: bool) -> None:
         if not trained:

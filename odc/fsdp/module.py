@@ -7,13 +7,15 @@ named here stays torch's. docs/fsdp.md lists all of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp.claims import Claims
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.root import root_of
 
@@ -46,6 +48,30 @@ class OdcModule(compat.FSDPModule):
                     loss(model, microbatch).backward()
         """
         return minibatch(self)
+
+    def claim(self, mine: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> Claims:
+        """Microbatches of this minibatch, the costliest first, each computed by whichever rank is free.
+
+        On the root, inside `with model.minibatch():`, once a minibatch, on every rank: what this rank has loaded (an
+        empty list if nothing) is laid out for all at once; each step of the loop claims the next of all ranks'
+        microbatches, until none is left. Every rank goes on to the end; a slow one computes few, perhaps none. Needs
+        `Settings(queue_bytes=...)`. Calls no collective; the first step waits until every rank has called it.
+
+        Args:
+            mine: microbatches, each dense CPU tensors by name; copied, so they may be reused.
+            costs: of each, in any unit, the same on all ranks; only their order counts. None takes bytes.
+
+        Raises:
+            UnsupportedError: no queue, `mine` does not fit into it, or holds what cannot travel.
+            OdcError: outside of `minibatch()`, twice in one, or a rank ended the minibatch without calling it.
+
+        Example:
+            with model.minibatch():
+                for microbatch in model.claim(mine):
+                    loss(model, microbatch).backward()
+        """
+        root = root_of(self)
+        return Claims(root.verbs, root.minibatch.explicit, mine, costs)
 
     def finish_minibatch(self) -> None:
         """End an open minibatch whose last backward was not marked: meets all ranks and writes `.grad`.

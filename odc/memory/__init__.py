@@ -1,6 +1,6 @@
 """Memory that the ranks of a job share: heaps, words, locks, and whether a peer is alive."""
 
-from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plain_x86_64
+from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plain_x86_64, require_add
 from odc.memory.forks import close_after_fork
 from odc.memory.heap import SymmetricHeap
 from odc.memory.hugepages import advise_huge
@@ -30,4 +30,5 @@ __all__ = [
     "free_memory",
     "libatomic",
     "plain_x86_64",
+    "require_add",
 ]

@@ -101,6 +101,12 @@ def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomi
         raise UnsupportedError(f"no atomic operations on {machine}: {error}; {_INSTALL}") from error
 
 
+def require_add(atomics: Atomics | None = None) -> None:
+    """Raise `UnsupportedError`, naming the package to install, where this machine cannot add atomically."""
+    word = ctypes.c_int64(0)
+    (atomics or default_atomics()).add(ctypes.addressof(word), 1)
+
+
 @cache
 def default_atomics() -> Atomics:
     """`choose()`, once for the process, on first use."""

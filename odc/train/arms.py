@@ -1,4 +1,4 @@
-"""The four arms: what a minibatch is planned as, how the model is sharded, and how the ranks run it.
+"""The arms: what a minibatch is planned as, how the model is sharded, and how the ranks run it.
 
 Chose to keep balancing (which plan) apart from transport (who communicates when), so that a comparison says which of
 the two made the difference:
@@ -7,6 +7,7 @@ the two made the difference:
 * `fsdp2-resident`: LB-Mini; torch's collectives, but parameters stay gathered and gradients whole for a minibatch.
 * `odc-equal`: LB-Micro, on demand.
 * `odc`: LB-Mini, on demand.
+* `odc-dynamic`: LB-Dynamic, on demand: one queue, each rank claims the next microbatch when it is free.
 
 `fsdp2` reduces after every microbatch, as torchtitan and verl do: deferring it (`set_requires_gradient_sync(False)`)
 keeps whole gradients on every rank, which gives up what ZeRO-3 is for. That deferral is `fsdp2-resident`, which then
@@ -18,19 +19,21 @@ Where ranks meet at every microbatch, a rank with fewer of them runs zero-weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from odc.balance import Cost, Plan, lb_micro, lb_mini
+from odc.balance import Cost, Plan, lb_dynamic, lb_micro, lb_mini, queue_of
 from odc.errors import ConfigError
 from odc.settings import Settings
 from odc.train.config import ArmName
 
+Balance = Literal["lb_micro", "lb_mini", "lb_dynamic"]
 Transport = Literal["collectives", "resident", "on demand"]
+_POLICIES: dict[Balance, Callable[..., Plan]] = {"lb_micro": lb_micro, "lb_mini": lb_mini, "lb_dynamic": lb_dynamic}
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,35 @@ class Arm:
 
     Args:
         name: as in tables and JSON.
-        balance: the planner, "lb_micro" (equal counts) or "lb_mini".
+        balance: the planner, "lb_micro" (equal counts), "lb_mini", or "lb_dynamic" (a queue).
         transport: who communicates when.
     """
 
     name: ArmName
-    balance: Literal["lb_micro", "lb_mini"]
+    balance: Balance
     transport: Transport
 
     def plan(self, lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost, seed: int) -> Plan:
         """The plan of one minibatch, the same on every rank without communication."""
-        policy = lb_micro if self.balance == "lb_micro" else lb_mini
-        return policy(lengths, ranks, max_tokens, cost=cost, seed=seed)
+        return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether ranks claim microbatches from a queue; a plan then only predicts who computes what."""
+        return self.balance == "lb_dynamic"
+
+    def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
+        """(sample indices, predicted cost) of each microbatch that a rank builds.
+
+        It computes them too, unless the arm is dynamic: then they are dealt like samples to data loaders, one after
+        the other, so that every rank holds as many.
+        """
+        if self.dynamic:
+            return queue_of(plan)[rank :: len(plan.ranks)]
+        return [(mb, cost) for mb, cost in zip(plan.ranks[rank], plan.costs[rank], strict=True) if mb]
 
     def counts(self, plan: Plan) -> list[int]:
-        """Microbatches each rank runs, dummies included."""
+        """Microbatches each rank runs, dummies included; of a dynamic arm, is predicted to run."""
         own = [sum(1 for microbatch in microbatches if microbatch) for microbatches in plan.ranks]
         if self.transport == "collectives":
             return [max(own)] * len(own)
@@ -95,6 +112,22 @@ class Arm:
                 if self.transport == "resident" and m < count - 1:
                     _forget_order(model)
 
+    def run_queue(
+        self,
+        model: nn.Module,
+        mine: Sequence[Mapping[str, Tensor]],
+        costs: Sequence[float],
+        backward: Callable[[int, int, Mapping[str, Tensor]], None],
+    ) -> None:
+        """Like `run`, for a dynamic arm: offers `mine` to all ranks and computes what this rank claims.
+
+        Calls `backward(m, number, tensors)` for its m-th microbatch, which stands at place `number` in the queue.
+        """
+        with self._minibatch(model):
+            claims = cast(Any, model).claim(mine, costs)
+            for m, tensors in enumerate(claims):
+                backward(m, claims.number, tensors)
+
     def _minibatch(self, model: nn.Module) -> AbstractContextManager[None]:
         if self.transport == "on demand":
             return cast("AbstractContextManager[None]", cast(Any, model).minibatch())
@@ -125,6 +158,7 @@ ARMS: dict[ArmName, Arm] = {
     "fsdp2-resident": Arm("fsdp2-resident", "lb_mini", "resident"),
     "odc-equal": Arm("odc-equal", "lb_micro", "on demand"),
     "odc": Arm("odc", "lb_mini", "on demand"),
+    "odc-dynamic": Arm("odc-dynamic", "lb_dynamic", "on demand"),
 }
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.trace import CAPACITY, Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
-from odc.train.config import ARM_NAMES, ArmName, JobConfig
+from odc.train.config import ARM_NAMES, DEFAULT_ARMS, ArmName, JobConfig
 from odc.train.machine import processor_times, steal
+from odc.train.preflight import check_arm
 from odc.train.results import JobResult
 
 REFERENCE: ArmName = "fsdp2"
@@ -37,7 +38,7 @@ class CompareConfig:
     """
 
     job: JobConfig
-    arms: tuple[ArmName, ...] = ARM_NAMES
+    arms: tuple[ArmName, ...] = DEFAULT_ARMS
     repeats: int = 1
     skip: int = 1
 
@@ -87,6 +88,8 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[ArmName,
     """
     from odc.train.job import launch_ranks, prepare
 
+    for arm in config.arms:
+        check_arm(arm)
     prepare(config.job.with_(label="odc compare"))
     runs: dict[ArmName, list[Run]] = {arm: [] for arm in config.arms}
     total = config.repeats * len(config.arms)

@@ -15,12 +15,14 @@ from typing import Any, Literal, get_args
 from odc.errors import ConfigError
 from odc.settings import Accumulate, Settings
 
-ArmName = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc"]
+ArmName = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-dynamic"]
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
 TokenizerName = Literal["auto", "bytes", "bpe"]
 
 ARM_NAMES: tuple[ArmName, ...] = get_args(ArmName)
+#: What is compared unless told otherwise.
+DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class JobConfig:
         export: folder that gets the trained model as Hugging Face safetensors.
         seed: initial weights, order of samples, and the planner's ties.
         reproducible, accumulate, timeout_s: see `odc.Settings`; `timeout_s` is also the collectives' timeout.
+        slow: ranks that act as slower devices, as "RANK:FACTOR" with commas; each sleeps after every microbatch, so
+            that the microbatch takes FACTOR (1 or more) times as long as its computing did.
         cache: folder for trained tokenizers and token ids; None is `~/.cache/odc`.
         spans: folder that gets each rank's recorded spans; None stores none.
         label: name shown before the progress.
@@ -84,6 +88,7 @@ class JobConfig:
     reproducible: bool = False
     accumulate: Accumulate = "server"
     timeout_s: float = 600.0
+    slow: str | None = None
     cache: str | None = None
     spans: str | None = None
     label: str = ""
@@ -110,10 +115,33 @@ class JobConfig:
             raise ConfigError(f"warmup ({self.warmup} steps) is longer than the job ({self.steps} steps)")
         if self.save_every and self.output is None:
             raise ConfigError("save_every needs an output folder (--output)")
+        self.slowed()
 
     def settings(self) -> Settings:
-        """The runtime's settings under the odc arms."""
-        return Settings(reproducible=self.reproducible, accumulate=self.accumulate, timeout_s=self.timeout_s)
+        """The runtime's settings under the odc arms; only the dynamic one has a queue."""
+        return Settings(
+            reproducible=self.reproducible,
+            accumulate=self.accumulate,
+            timeout_s=self.timeout_s,
+            queue_bytes=self._queue_bytes() if self.arm == "odc-dynamic" else 0,
+        )
+
+    def _queue_bytes(self) -> int:
+        """Room for the largest microbatches that a rank may have to offer: as many as its part of the samples."""
+        return 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
+
+    def slowed(self) -> dict[int, float]:
+        """Slowdown by rank, of `slow`."""
+        found: dict[int, float] = {}
+        for entry in self.slow.split(",") if self.slow is not None else []:
+            rank, _, factor = entry.partition(":")
+            try:
+                found[int(rank)] = float(factor)
+            except ValueError:
+                raise ConfigError(f"slow must be RANK:FACTOR, for example 1:1.5, not {self.slow!r}") from None
+        if any(not 0 <= rank < self.ranks or not 1 <= factor < math.inf for rank, factor in found.items()):
+            raise ConfigError(f"slow needs ranks below {self.ranks} and factors of at least 1, not {self.slow!r}")
+        return found
 
     def with_(self, **changes: Any) -> JobConfig:
         """A checked copy with some fields changed."""
@@ -136,6 +164,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tokenizer": get_args(TokenizerName),
     "accumulate": get_args(Accumulate),
 }
+# Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
+_OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
 _WHOLE: dict[str, int] = {
     "ranks": 1,
     "steps": 1,

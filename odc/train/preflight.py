@@ -16,8 +16,10 @@ from odc.train.config import JobConfig
 def preflight(config: JobConfig) -> None:
     """Checks on this machine what a `JobConfig` cannot check by itself: model, data, and folders that can be written.
 
-    Makes the output and export folders if they are missing. Raises `ConfigError` naming the option.
+    Makes the output and export folders if they are missing. Raises `ConfigError` naming the option, or
+    `UnsupportedError` where this machine lacks what the arm needs.
     """
+    check_arm(config.arm)
     model_source(config.model)
     if config.data != "stdlib" and not Path(config.data).exists():
         raise ConfigError(f"data: there is no file or folder {config.data}")
@@ -31,6 +33,14 @@ def preflight(config: JobConfig) -> None:
         from odc.train.checkpoint import find_checkpoint  # loads torch
 
         find_checkpoint(Path(config.resume))
+
+
+def check_arm(arm: str) -> None:
+    """Raises `UnsupportedError`, naming the package to install, if this machine lacks what the arm needs."""
+    if arm == "odc-dynamic":
+        from odc.memory import require_add  # loads torch
+
+        require_add()
 
 
 def model_source(model: str) -> Path:

@@ -1,23 +1,25 @@
 """One optimizer step: plan, run the microbatches, agree on the loss, update.
 
-Chose to let every rank make the same plan from the same lengths, so that all know who computes what and how many label
-tokens the minibatch has, without a word between them. Ranks meet for the loss once a step, after the window; that
-meeting also tells every rank about a loss that is not finite, before any of them has updated. It costs one
-all-gather of 8 bytes a rank.
+Chose to let every rank make the same plan from the same lengths, so that all know who computes what (or, under a
+dynamic arm, what lies in the queue) and how many label tokens the minibatch has, without a word between them. Ranks
+meet for the loss once a step, after the window; that meeting also tells every rank how many microbatches each computed,
+and of a loss that is not finite, before any of them has updated. It costs one all-gather of 16 bytes a rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from odc.balance import Cost, Plan
+from odc.balance import Cost, queue_of
 from odc.errors import NonFiniteLossError
 from odc.trace import COLLECTIVE, OPTIMIZER, WAIT, recorder
 from odc.train.arms import Arm
@@ -42,6 +44,7 @@ class Step:
         optimizer: over the model's parameters.
         dataset: what sample indices point to.
         cost: the planner's cost model.
+        computed: microbatches that this rank ran in its last step.
     """
 
     config: JobConfig
@@ -50,25 +53,30 @@ class Step:
     optimizer: Optimizer
     dataset: Dataset
     cost: Cost
+    computed: int = 0
 
     def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        `between` is called after the first of several microbatches. Raises `NonFiniteLossError` on every rank, before
-        the update, when a loss or the gradient norm is NaN or infinite.
+        `between` is called between the first and the second microbatch of this rank, if it runs two. Raises
+        `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is NaN or infinite.
         """
         start = recorder().now()
         rank, world = dist.get_rank(), dist.get_world_size()
         documents = [self.dataset.documents[i] for i in samples]
         plan = self.arm.plan([len(d) for d in documents], world, self.config.max_tokens, self.cost, self.config.seed)
-        counts = self.arm.counts(plan)
-        mine = [pack([documents[i] for i in microbatch]) for microbatch in plan.ranks[rank] if microbatch]
-        mine += [padded_dummy() for _ in range(counts[rank] - len(mine))]
+        loads = self.arm.loads(plan, rank)
+        mine = [pack([documents[i] for i in microbatch]) for microbatch, _ in loads]
+        if not self.arm.dynamic:
+            mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
         label_tokens = sum(document.label_tokens for document in documents)
         rate = self._set_rate(step)
         with recorder().window(step + 1):
-            loss_sum = self._minibatch(mine, loss_scale(world, label_tokens), between)
-        loss = self._agree(step, loss_sum) / max(1, label_tokens)
+            loss_sum = self._minibatch(
+                step, mine, [cost for _, cost in loads], loss_scale(world, label_tokens), between
+            )
+        total, counts = self._agree(step, loss_sum)
+        loss = total / max(1, label_tokens)
         with recorder().span(OPTIMIZER):
             norm = self._update(step)
         return StepRecord(
@@ -80,39 +88,65 @@ class Step:
             tokens=sum(len(document) for document in documents),
             label_tokens=label_tokens,
             counts=counts,
-            dummies=sum(counts) - _real_microbatches(plan),
+            dummies=sum(counts) - len(queue_of(plan)),
             step_s=(recorder().now() - start) * NS,
             plan_bubble=self.arm.predicted_bubble(plan),
             bound_bubble=plan.bubble_bound,
         )
 
-    def _minibatch(self, mine: list[Microbatch], scale: float, between: Callable[[], None] | None) -> float:
+    def _minibatch(
+        self,
+        step: int,
+        mine: list[Microbatch],
+        costs: list[float],
+        scale: float,
+        between: Callable[[], None] | None,
+    ) -> float:
+        """Runs `mine`, or under a dynamic arm what this rank claims of everybody's; returns the summed loss."""
         losses: list[float] = []
 
-        def backward(m: int) -> None:
+        def backward(m: int, microbatch: Microbatch) -> None:
+            if m == 1 and between is not None:
+                between()
             with recorder().microbatch(m):
-                loss = self.model(**mine[m].model_inputs())
+                began = time.thread_time()
+                loss = self.model(**microbatch.model_inputs())
                 (loss * scale).backward()
                 losses.append(float(loss.detach()))
-            if m == 0 and len(mine) > 1 and between is not None:
-                between()
+                self._slow_down(time.thread_time() - began)
 
-        self.arm.run(self.model, len(mine), backward)
+        def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+            # What is drawn at random (dropout) belongs to the microbatch, not to the rank that happens to compute it.
+            torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step, number]).generate_state(1)[0]))
+            backward(m, Microbatch.from_tensors(tensors))
+
+        if self.arm.dynamic:
+            self.arm.run_queue(self.model, [microbatch.tensors() for microbatch in mine], costs, claimed)
+        else:
+            self.arm.run(self.model, len(mine), lambda m: backward(m, mine[m]))
+        self.computed = len(losses)
         return math.fsum(losses)
 
-    def _agree(self, step: int, loss_sum: float) -> float:
-        """The loss summed over all ranks, in rank order, so that every rank gets the same bits."""
-        sums = [torch.zeros((), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    def _slow_down(self, computed_s: float) -> None:
+        """Emulates a slower device: sleeps for the rest of what `computed_s` seconds of processor time take on it."""
+        factor = self.config.slowed().get(dist.get_rank(), 1.0)
+        if factor > 1:
+            time.sleep((factor - 1) * computed_s)
+
+    def _agree(self, step: int, loss_sum: float) -> tuple[float, list[int]]:
+        """The loss summed over all ranks, in rank order, so that every rank gets the same bits; and their counts."""
+        mine = torch.tensor([loss_sum, self.computed], dtype=torch.float64)
+        rows = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
         with recorder().span(WAIT, peer=COLLECTIVE):
-            dist.all_gather(sums, torch.tensor(loss_sum, dtype=torch.float64))
-        values = [float(value) for value in sums]
+            dist.all_gather(rows, mine)
+        values, counts = [float(row[0]) for row in rows], [int(row[1]) for row in rows]
         bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
         if bad:
             raise NonFiniteLossError(
                 f"step {step + 1}: the loss of rank {', '.join(map(str, bad))} is {values[bad[0]]}; nothing was "
                 "updated. Lower the learning rate, or look at the data of this step"
             )
-        return math.fsum(values)
+        return math.fsum(values), counts
 
     def _update(self, step: int) -> float:
         limit = self.config.clip if self.config.clip > 0 else math.inf
@@ -130,7 +164,3 @@ class Step:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-
-def _real_microbatches(plan: Plan) -> int:
-    return sum(1 for microbatches in plan.ranks for microbatch in microbatches if microbatch)

@@ -25,7 +25,14 @@ def table(figures: dict[str, Any]) -> Table:
     except ImportError as error:
         raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
     arms = figures["arms"]
-    made = Table(title=_title(figures), caption=_caption(figures), box=box.SIMPLE_HEAD, padding=(0, 1))
+    wide = len(arms) > 4  # no room for margins
+    made = Table(
+        title=_title(figures),
+        caption=_caption(figures),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0 if wide else 1),
+        show_edge=not wide,
+    )
     made.add_column("", no_wrap=True)
     for arm in arms:
         made.add_column(arm, justify="right", no_wrap=True)
@@ -78,8 +85,16 @@ def _title(figures: dict[str, Any]) -> str:
     job = figures["job"]
     return (
         f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
-        f"{job['precision']}"
+        f"{job['precision']}{_slowed(job)}"
     )
+
+
+def _slowed(job: dict[str, Any]) -> str:
+    """Says that a rank's slowness is emulated, and how."""
+    if not job.get("slow"):
+        return ""
+    named = " and ".join("rank {} slowed {}x".format(*entry.split(":")) for entry in job["slow"].split(","))
+    return f"; {named} (emulated: it sleeps after every microbatch)"
 
 
 def _caption(figures: dict[str, Any]) -> str:

@@ -77,28 +77,33 @@ def test_train_runs_under_torchrun(job: list[str]) -> None:
 
 def test_compare_writes_one_table_and_what_it_names(job: list[str], tmp_path: Path) -> None:
     output = tmp_path / "out"
-    done = odc("compare", *job, "--arms", "fsdp2,odc", "--output", str(output))
+    done = odc("compare", *job, "--arms", "fsdp2,odc,odc-dynamic", "--slow", "1:1.5", "--output", str(output))
     assert done.returncode == 0, done.stderr
-    for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc"):
-        assert text in done.stdout
+    for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc-dynamic", "rank 1 slowed 1.5x"):
+        assert text in " ".join(done.stdout.split())  # the title may be broken into lines
     named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", done.stdout, re.MULTILINE)
     assert [Path(path).name for path in named] == [
         "compare.json",
         "timeline.png",
         "trace-fsdp2.json.gz",
         "trace-odc.json.gz",
+        "trace-odc-dynamic.json.gz",
     ]
     assert all(Path(path).stat().st_size > 100 for path in named)
     figures = json.loads((output / "compare.json").read_text())
-    assert list(figures["arms"]) == ["fsdp2", "odc"]
+    assert list(figures["arms"]) == ["fsdp2", "odc", "odc-dynamic"]
     assert figures["command"][:2] == ["odc", "compare"]
-    assert figures["arms"]["odc"]["loss"]["largest_difference"] < 1e-4
+    assert all(figures["arms"][arm]["loss"]["largest_difference"] < 1e-4 for arm in figures["arms"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["train", "--arm", "zero1"], "odc: arm must be one of fsdp2, fsdp2-resident, odc-equal, odc, not 'zero1'", 2),
+        (
+            ["train", "--arm", "zero1"],
+            "odc: arm must be one of fsdp2, fsdp2-resident, odc-equal, odc, odc-dynamic, not 'zero1'",
+            2,
+        ),
         (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),
         (["train", "--data", "/does/not/exist"], "odc: data: there is no file or folder /does/not/exist", 2),
         (["train", "--steps", "many"], "Invalid value for ", 2),

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from odc import Settings
-from odc.balance import linear_cost
-from odc.errors import ConfigError
+from odc.balance import lb_dynamic, linear_cost
+from odc.errors import ConfigError, UnsupportedError
+from odc.memory import atomics, plain_x86_64
 from odc.train.arms import ARMS, arm_named
-from odc.train.config import ARM_NAMES
+from odc.train.compare import CompareConfig, run_arms
+from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.preflight import check_arm, preflight
 
 LENGTHS = [90, 10, 10, 10, 10, 10]
 
@@ -26,6 +31,26 @@ def test_arms_of_one_balance_have_the_same_plan() -> None:
     plans = {name: arm.plan(LENGTHS, 2, 100, linear_cost, 0) for name, arm in ARMS.items()}
     assert plans["fsdp2"] == plans["odc-equal"]
     assert plans["fsdp2-resident"] == plans["odc"]
+    assert plans["odc-dynamic"] == lb_dynamic(LENGTHS, 2, 100)
+
+
+def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    job = JobConfig(model="m", data="d", output=str(tmp_path))
+    with mock.patch.object(atomics, "default_atomics", plain_x86_64):
+        check_arm("odc")
+        with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
+            run_arms(CompareConfig(job, arms=("odc", "odc-dynamic")), print)
+        with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
+            preflight(job.with_(arm="odc-dynamic"))
+
+
+def test_a_queue_is_dealt_like_samples_to_loaders_and_a_static_rank_loads_what_it_computes() -> None:
+    lengths = [9, 8, 7, 6, 5]
+    plan = ARMS["odc-dynamic"].plan(lengths, 2, 100, linear_cost, 0)
+    loads = [ARMS["odc-dynamic"].loads(plan, rank) for rank in range(2)]
+    assert [[cost for _, cost in own] for own in loads] == [[9, 7, 5], [8, 6]]
+    plan = ARMS["odc"].plan(lengths, 2, 100, linear_cost, 0)
+    assert [[mb for mb, _ in ARMS["odc"].loads(plan, rank)] for rank in range(2)] == plan.ranks
 
 
 def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:

@@ -54,6 +54,10 @@ def test_losses_are_compared_with_fsdp2_or_the_first(tmp_path: Path) -> None:
     assert CompareConfig(job(tmp_path), arms=("odc", "odc-equal")).reference == "odc"
 
 
+def test_unless_told_otherwise_four_arms_are_compared(tmp_path: Path) -> None:
+    assert CompareConfig(job(tmp_path)).arms == ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
+
+
 def spans_of(compute_ms: Sequence[int], gather_ms: int = 0) -> list[Span]:
     """One rank's spans: step k computes for `compute_ms[k]`, gathers inside, its minibatch ends after 100 ms; then the
     optimizer runs for 10 ms.
@@ -165,6 +169,19 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     assert re.search(r"between passes +20 +20", text)
     assert re.search(r"steal by the host +- +2.0% +2.0%", text)
     assert "each the median of 3 runs" in " ".join(text.split())
+    figures["arms"]["odc-dynamic"] = figures["arms"]["odc"]
+    shown = io.StringIO()
+    console.Console(file=shown, width=80).print(table(figures))
+    assert "…" not in shown.getvalue() and "odc-dynamic" in shown.getvalue()
+
+
+def test_the_table_says_that_slowness_is_emulated(figures: dict) -> None:
+    console = pytest.importorskip("rich.console", reason="needs the cli extra")
+    shown = io.StringIO()
+    figures["job"]["slow"] = "1:1.5,0:2"
+    console.Console(file=shown, width=80).print(table(figures))
+    said = " ".join(shown.getvalue().split())
+    assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in said
 
 
 def test_pictures_and_traces_are_written_from_the_ranks_files(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from odc.errors import DataError
 from odc.train.documents import Document
-from odc.train.packing import IGNORED, pack, padded_dummy
+from odc.train.packing import IGNORED, Microbatch, pack, padded_dummy
 
 
 def document(tokens: list[int], trained: list[int] | None = None) -> Document:
@@ -58,6 +58,16 @@ def test_to_keeps_everything():
     moved = mb.to("meta")
     assert moved.input_ids.device.type == moved.labels.device.type == moved.position_ids.device.type == "meta"
     assert (moved.lengths, moved.label_tokens) == (mb.lengths, mb.label_tokens)
+
+
+def test_a_peer_makes_the_same_microbatch_of_its_tensors():
+    mb = pack([document([5, 6, 7], [0, 1, 0]), document([8, 9])])
+    tensors = mb.tensors()
+    assert {t.dtype for t in tensors.values()} == {torch.int32}
+    again = Microbatch.from_tensors(tensors)
+    assert (again.lengths, again.label_tokens) == (mb.lengths, mb.label_tokens) == ((3, 2), 2)
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(getattr(again, name), getattr(mb, name)) and getattr(again, name).dtype == torch.int64
 
 
 def test_bad_input():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import random
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from _ranks import RanksFailed
-from _tiny_job import run_here, tiny_job
+from _tiny_job import CONFIG, run_here, tiny_job
 
 from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.fsdp import shutdown
@@ -63,6 +67,65 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, A
             assert step.bubble is not None and 0 < step.bubble < 1, arm
         assert {step.dummies for step in results[0].steps} == {0} or arm == "fsdp2"
     assert all(len(set(step.counts)) == 1 for step in reference), "fsdp2 needs equal counts"
+
+
+def nap(seed: str, longest_s: float) -> Callable[..., None]:
+    draw = random.Random(seed)
+    return lambda *_: time.sleep(draw.random() * longest_s)
+
+
+def under_naps(rank: int, world: int, config: JobConfig, seeds: list[int]) -> list[Any]:
+    """(losses, norms, counts and digest of the parameters) of the same job, each time with other naps."""
+    found = []
+    for seed in seeds:
+        job = RankJob(config, Progress(config.steps, shown=False))
+        job.model.register_forward_pre_hook(nap(f"{seed} {rank}", 0.03 if rank == seed % world else 0.003))
+        steps = job.run().steps
+        digest = hashlib.sha256()
+        for parameter in job.model.parameters():
+            digest.update(parameter.full_tensor().detach().numpy().tobytes())
+        dist.barrier()
+        shutdown()
+        counts = [step.counts for step in steps]
+        found.append(([step.loss for step in steps], [step.norm for step in steps], digest.hexdigest(), counts))
+    return found
+
+
+def test_a_queue_gives_the_same_bits_whoever_computes_what(ranks: Pools, tmp_path: Path) -> None:
+    """Dropout too belongs to a microbatch, not to a rank."""
+    model = tmp_path / "dropout.json"
+    model.write_text(json.dumps(CONFIG | {"attention_dropout": 0.2}))
+    config = tiny_job(tmp_path, arm="odc-dynamic", model=str(model), reproducible=True, minibatch_size=12)
+    first, second = ranks(2).run(under_naps, config, [0, 1, 2])
+    assert first == second, "ranks disagree"
+    assert len({str(found[:3]) for found in first}) == 1, first
+    assert len({str(found[3]) for found in first}) > 1, "the naps changed nothing: this shows nothing"
+    assert all(sum(counts) == sum(first[0][3][step]) for found in first for step, counts in enumerate(found[3]))
+
+
+def slowed(rank: int, world: int, config: JobConfig) -> tuple[list[list[int]], float]:
+    """Microbatches by step and rank; and seconds asleep for each second of processor time of microbatches."""
+    job, slept, used = RankJob(config, Progress(config.steps, shown=False)), list[float](), list[float]()
+    slow_down = Step._slow_down
+
+    def measured(self: Step, computed_s: float) -> None:
+        began = time.monotonic()
+        slow_down(self, computed_s)
+        slept.append(time.monotonic() - began)
+        used.append(computed_s)
+
+    with mock.patch.object(Step, "_slow_down", measured):
+        steps = job.run().steps
+    dist.barrier()
+    shutdown()
+    return [step.counts for step in steps], sum(slept) / sum(used)
+
+
+def test_a_slow_rank_sleeps_in_proportion_and_computes_less(ranks: Pools, tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, arm="odc-dynamic", minibatch_size=24, slow="1:40")
+    (counts, awake), (_, asleep) = ranks(2).run(slowed, config)
+    assert asleep > 39 and awake < 1, "no less than 39 x, and nothing where nothing was asked for"
+    assert sum(by_rank[1] for by_rank in counts) < sum(by_rank[0] for by_rank in counts)
 
 
 def run_with_little_room(rank: int, world: int, config: JobConfig) -> JobResult:
