@@ -1,4 +1,4 @@
-"""The command line: `odc train | compare | status`."""
+"""The command line: `odc train | compare | simulate | status`."""
 
 from odc.cli.entry import main
 

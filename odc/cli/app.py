@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from odc.cli.compare import compare
+from odc.cli.simulate import simulate
 from odc.cli.train import train
 from odc.errors import OdcError
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(compare)
+app.command()(simulate)
 
 
 @app.command()

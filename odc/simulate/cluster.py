@@ -71,7 +71,9 @@ class Cluster:
             raise ConfigError(f"owner_skew must lie between 1 and the {self.ranks} ranks, not {self.owner_skew!r}")
         for rank, factor in self.slow.items():
             if not (0 <= rank < self.ranks and 0 <= factor < math.inf):
-                raise ConfigError(f"slow: rank {rank!r} with factor {factor!r} is not a rank of {self.ranks}, or no time")
+                raise ConfigError(
+                    f"slow: rank {rank!r} with factor {factor!r} is not a rank of {self.ranks}, or no time"
+                )
 
     @property
     def node(self) -> int:

@@ -1,5 +1,4 @@
-"""What a simulated step took, in the words of `odc.trace`'s breakdown: busy, waiting, bubble. All of it simulated.
-"""
+"""What a simulated step took, in the words of `odc.trace`'s breakdown: busy, waiting, bubble. All of it simulated."""
 
 from __future__ import annotations
 

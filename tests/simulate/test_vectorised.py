@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from odc.errors import ConfigError
 from odc.simulate import Cluster, Step, even_model, simulate, simulate_events, simulate_vectorised
-from tests.simulate._steps import TRANSPORTS, steps
+from _steps import TRANSPORTS, steps
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
