@@ -2,8 +2,8 @@
 
 Run as `OMP_NUM_THREADS=1 python -m bench.simulated_vs_emulated --results bench/results`, on a machine that does nothing
 else. As in `bench.emulated`, compute is *emulated* (slept) and all communication is real; lengths are LongAlign-like.
-The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep nothing:
-of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to the steps that are compared.
+The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep
+nothing: of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to what is compared.
 
 One more run of each transport has a rank slowed 1.5 times, which the planner does not know.
 """

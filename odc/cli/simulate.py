@@ -39,7 +39,8 @@ def simulate(
     ] = None,
     seed: Annotated[int | None, Option(help="Of lengths and jitter. [default: 0]", rich_help_panel=_DATA)] = None,
     machine: Annotated[
-        str | None, Option(help="a100-roce, a100, a100-free, h100, mi300x. [default: a100-roce]", rich_help_panel=_MACHINE)
+        str | None,
+        Option(help="a100-roce, a100, a100-free, h100 or mi300x. [default: a100-roce]", rich_help_panel=_MACHINE),
     ] = None,
     ranks: Annotated[int | None, Option(help="Devices. [default: 8]", rich_help_panel=_MACHINE)] = None,
     ranks_per_node: Annotated[int | None, Option(help="[default: the machine's]", rich_help_panel=_MACHINE)] = None,
@@ -53,7 +54,9 @@ def simulate(
     owner_skew: Annotated[
         float | None, Option(help="Fullest owner's share over the mean. [default: 1]", rich_help_panel=_MACHINE)
     ] = None,
-    jitter: Annotated[float | None, Option(help="Sigma of compute noise. [default: 0]", rich_help_panel=_MACHINE)] = None,
+    jitter: Annotated[
+        float | None, Option(help="Sigma of compute noise. [default: 0]", rich_help_panel=_MACHINE)
+    ] = None,
     slow: Annotated[
         list[str] | None, Option(help="RANK=FACTOR on its compute time; repeatable.", rich_help_panel=_MACHINE)
     ] = None,

@@ -69,8 +69,8 @@ class Sample:
 
     def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
         """`count` of the lengths, cut at `longest`."""
-        drawn = generator.choice(np.array(self.lengths, np.int64), count)
-        return np.minimum(drawn, longest or self.longest)
+        drawn: NDArray[np.int64] = np.array(self.lengths, np.int64)[generator.integers(len(self.lengths), size=count)]
+        return np.minimum(drawn, np.int64(longest or self.longest))
 
 
 Lengths = Lognormal | Sample

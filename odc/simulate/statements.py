@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from odc.simulate.published import CELLS
@@ -53,7 +54,7 @@ def _peaks(studies: _Studies) -> tuple[str, bool]:
 def _trend(axis: str, values: tuple[float, ...], sign: int) -> Callable[[_Studies], tuple[str, bool]]:
     def check(studies: _Studies) -> tuple[str, bool]:
         ratios = _series(studies, axis, values)
-        steps = [sign * (after - before) for before, after in zip(ratios, ratios[1:], strict=False)]
+        steps = [sign * (after - before) for before, after in pairwise(ratios)]
         return _text(values, ratios), min(steps) >= -_SLACK and sign * (ratios[-1] - ratios[0]) > _SLACK
 
     return check
@@ -87,7 +88,7 @@ def _local_sort(studies: _Studies) -> tuple[str, bool]:
         for cell in ("1.5B LongAlign", "14B LongAlign", "1.5B SWE-Smith")
         for samples in (2, 4, 8)
     ]
-    return f"{min(found):.2f}x to {max(found):.2f}x", 0.95 <= min(found) and max(found) <= 1.15
+    return f"{min(found):.2f}x to {max(found):.2f}x", min(found) >= 0.95 and max(found) <= 1.15
 
 
 def _worst_bubble(studies: _Studies) -> tuple[str, bool]:

@@ -93,8 +93,13 @@ def _on_demand(step: Step) -> StepResult:
         at = begins[on] + m
         arrived[on] = np.maximum(now[on] + chain.arrived[at], arrived[on] + chain.pushing)
         now[on] += chain.duration[at]
-    busy, transfer = (np.bincount(owner, values, minlength=ranks) for values in (chain.busy, chain.transfer))
-    return _result(step, max(now.max(), arrived.max()), busy, transfer, counts)
+    return _result(
+        step,
+        max(now.max(), arrived.max()),
+        _by_rank(owner, chain.busy, ranks),
+        _by_rank(owner, chain.transfer, ranks),
+        counts,
+    )
 
 
 def _dynamic(step: Step, jobs: _Floats, slowness: _Floats, noise: _Floats | None) -> StepResult:
@@ -114,11 +119,15 @@ def _dynamic(step: Step, jobs: _Floats, slowness: _Floats, noise: _Floats | None
         heapq.heapreplace(free, (begin + durations[kind][job], rank))
     last = max(now for now, _ in free) + claim
     own_kind, at = kind_of[mine], np.arange(len(jobs))
-    busy, transfer = (
-        np.bincount(mine, np.array([getattr(c, name) for c in chains])[own_kind, at], minlength=ranks)
-        for name in ("busy", "transfer")
-    )
+    busy = _by_rank(mine, np.array([chain.busy for chain in chains])[own_kind, at], ranks)
+    transfer = _by_rank(mine, np.array([chain.transfer for chain in chains])[own_kind, at], ranks)
     return _result(step, max(last, *arrived), busy, transfer, np.bincount(mine, minlength=ranks))
+
+
+def _by_rank(owner: NDArray[np.int64], values: _Floats, ranks: int) -> _Floats:
+    sums = np.zeros(ranks)
+    np.add.at(sums, owner, values)
+    return sums
 
 
 class _Lockstep:

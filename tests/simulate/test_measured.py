@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odc.balance import linear_cost, lb_mini
+from odc.balance import lb_mini, linear_cost
 from odc.errors import TraceError
 from odc.simulate.measured import fit_trace, microbatch_seconds
 from odc.trace import FETCH, MAIN, MICROBATCH, WINDOW, Span

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from _steps import TRANSPORTS, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _steps import TRANSPORTS, steps
 from odc.balance import lb_mini, lower_bound, quadratic
 from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from _steps import TRANSPORTS, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.errors import ConfigError
 from odc.simulate import Cluster, Step, even_model, simulate, simulate_events, simulate_vectorised
-from _steps import TRANSPORTS, steps
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
