@@ -23,6 +23,7 @@ def simulate(
         Option(help="longalign, swe-smith, swe-smith-32k, aime, grpo, or a file or datasets folder.",
                rich_help_panel=_DATA),
     ] = None,
+    sigma: Annotated[float | None, Option(help="Width of a named distribution.", rich_help_panel=_DATA)] = None,
     max_length: Annotated[int | None, Option(help="Cut samples at so many tokens.", rich_help_panel=_DATA)] = None,
     packing_ratio: Annotated[
         float | None, Option(help="Tokens of a microbatch over the longest sample. [default: 1]", rich_help_panel=_DATA)

@@ -19,7 +19,7 @@ from odc.errors import ConfigError
 from odc.simulate.arms import arm_named
 from odc.simulate.catalog import config_named, machine_named, parameter_counts
 from odc.simulate.cluster import Algorithm, Cluster
-from odc.simulate.lengths import lengths_named
+from odc.simulate.lengths import Lognormal, lengths_named
 from odc.simulate.workload import Model, even_model
 
 _ARMS = ("fsdp2-sort", "fsdp2", "fsdp2-padded", "fsdp2-resident", "odc-sort", "odc-equal", "odc", "odc-dynamic")
@@ -31,6 +31,7 @@ class Scenario:
 
     Args:
         lengths: a named distribution, or a file or datasets folder (see `odc.simulate.lengths`).
+        sigma: width of a named distribution, in place of its own.
         max_length: samples are cut at so many tokens; None: the distribution's longest.
         packing_ratio: tokens that fit into a microbatch, over the longest sample.
         samples_per_rank: of one minibatch, on average.
@@ -50,6 +51,7 @@ class Scenario:
     """
 
     lengths: str = "longalign"
+    sigma: float | None = None
     max_length: int | None = None
     packing_ratio: float = 1.0
     samples_per_rank: int = 4
@@ -77,6 +79,8 @@ class Scenario:
                 raise ConfigError(f"{name} must be a whole number, 1 or more, not {value!r}")
         if self.max_length is not None and self.max_length < 16:
             raise ConfigError(f"max_length must be 16 tokens or more, not {self.max_length!r}")
+        if self.sigma is not None and not 0 < self.sigma < math.inf:
+            raise ConfigError(f"sigma must be above 0, not {self.sigma!r}")
         if not 1 <= self.packing_ratio < math.inf:
             raise ConfigError(
                 f"packing_ratio must be 1 or more (the longest sample has to fit), not {self.packing_ratio}"
@@ -128,6 +132,10 @@ class Scenario:
     def draw(self) -> tuple[list[list[int]], int]:
         """Lengths of every minibatch, and the tokens that fit into a microbatch."""
         source = lengths_named(self.lengths)
+        if self.sigma is not None:
+            if not isinstance(source, Lognormal):
+                raise ConfigError(f"sigma is the width of a named distribution; {self.lengths} is none")
+            source = replace(source, sigma=self.sigma)
         longest = self.max_length or source.longest
         generator = np.random.default_rng(self.seed)
         count = self.samples_per_rank * self.ranks

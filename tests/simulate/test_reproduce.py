@@ -32,8 +32,10 @@ def test_rows_follow_one_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         off = max(figure.low - ours, ours - (figure.high or figure.low))
         if abs(off - 0.05) > 0.006:  # beyond what two digits can tell
             assert row.agrees == (off < 0.05)
+        least, most = (float(end.rstrip("x%")) for end in row.spread.split(" to "))
+        assert least <= float(row.ours.rstrip("x%")) <= most
     text = page(rows, 1, 0)
-    assert f"**{sum(row.agrees for row in rows)} of {len(rows)} agree.**" in text
+    assert f"**{sum(row.agrees for row in rows)} of {len(rows)} agree**" in text
     assert text.count("\n| ") >= len(rows) + len(CELLS)
 
 
@@ -65,4 +67,4 @@ def test_the_page_in_docs_has_every_row() -> None:
     rows = re.findall(r"^\| .* \| (?:yes|\*\*no\*\*) \|$", text, re.MULTILINE)
     assert len(rows) == len(FIGURES) + len(STATEMENTS)
     agree = sum(row.endswith("| yes |") for row in rows)
-    assert f"**{agree} of {len(rows)} agree.**" in text
+    assert f"**{agree} of {len(rows)} agree**" in text
