@@ -23,6 +23,7 @@ from bench._report import store
 from bench.emulated import CAP, COST, PER_RANK, TABLE, UNITS, Run, draw_lengths, measure
 from odc.balance import Plan
 from odc.simulate import Cluster, Model, Step, Unit, simulate
+from odc.train.arms import ARMS, Transport
 
 NEAR = 0.10  # how close a simulated step has to be
 SLOW = 1.5
@@ -45,9 +46,9 @@ def overheads(crew: Crew, transport: str, ranks: int, steps: int) -> tuple[float
     return each, max(0.0, few - _FEW * each)
 
 
-def model(transport: str, each: float, beside: float) -> tuple[Model, float]:
+def model(how: Transport, each: float, beside: float) -> tuple[Model, float]:
     """The emulated model, and seconds of each call so that an idle microbatch takes `each`."""
-    calls = {"fsdp2": 3 * UNITS, "fsdp2-resident": 0}.get(transport, 2 * UNITS)  # gathers and reductions; fetches
+    calls = {"collectives": 3 * UNITS, "resident": 0, "on demand": 2 * UNITS}[how]  # gathers and reductions; fetches
     units = (Unit(1.0, 1.0, 1 / UNITS),) * UNITS
     fixed = 0.0 if calls else each / (2 * UNITS)
     return Model(units, unit_seconds=fixed, optimizer_seconds=beside), each / calls if calls else 0.0
@@ -67,14 +68,15 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
     known: dict[str, tuple[float, float]] = {}
     for title, (planner, transport) in TABLE.items():
         plans = tuple(planner(lengths, ranks, CAP, cost=COST) for lengths in minibatches)
-        if transport not in known:
-            known[transport] = overheads(crew, transport, ranks, 5)
-        units, call = model(transport, *known[transport])
+        how = ARMS[transport].transport  # type: ignore[index]
+        if how not in known:
+            known[how] = overheads(crew, transport, ranks, 5)
+        units, call = model(how, *known[how])
         for factor in (1.0, SLOW):
             run = Run(transport, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
             emulated = sum(measure(crew, run)["steps"])
             cluster = Cluster(ranks, call_seconds=call, slow={ranks - 1: factor})
-            simulated = sum(simulated_step(plan, transport, cluster, units, scale) for plan in plans)
+            simulated = sum(simulated_step(plan, how, cluster, units, scale) for plan in plans)
             rows.append(
                 {
                     "ranks": ranks,
@@ -82,7 +84,7 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
                     "emulated_s": emulated / steps,
                     "simulated_s": simulated / steps,
                     "simulated/emulated": simulated / emulated,
-                    "overhead of a microbatch, ms": 1e3 * known[transport][0],
+                    "overhead of a microbatch, ms": 1e3 * known[how][0],
                     "within": abs(simulated / emulated - 1) <= NEAR,
                 }
             )
@@ -90,11 +92,10 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
     return rows
 
 
-def simulated_step(plan: Plan, transport: str, cluster: Cluster, units: Model, scale: float) -> float:
+def simulated_step(plan: Plan, how: Transport, cluster: Cluster, units: Model, scale: float) -> float:
     """Simulated seconds of one step."""
-    how = {"fsdp2": "collectives", "fsdp2-resident": "resident"}.get(transport, "on demand")
     seconds = [[cost * scale for cost in own if cost > 0] for own in plan.costs]
-    return simulate(Step(cluster, units, seconds, how)).seconds  # type: ignore[arg-type]
+    return simulate(Step(cluster, units, seconds, how)).seconds
 
 
 def main() -> None:
