@@ -1,7 +1,7 @@
 """The reference simulator: every rank is a small program, and one clock runs them all in order of time.
 
 Chose generators that read like the training loop over tables of event handlers: `_microbatch` below *is* the model of a
-rank. The price is about 10 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
+rank. The price is 10 to 20 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
 
 The model:
 * A rank uses units in order. It may begin the fetch (or gather) of the next when it starts to compute this one, within
