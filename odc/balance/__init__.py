@@ -1,7 +1,9 @@
 """Planners: pure functions on integers that spread samples over ranks and microbatches. No torch, no process group."""
 
 from odc.balance.bound import lower_bound
-from odc.balance.cost import Cost, cost_from_config, linear_cost, quadratic, transformer_cost
+from odc.balance.cost import Cost, QuadraticCost, WindowedCost, linear_cost, quadratic
+from odc.balance.fit import Fit, fit, fit_scale
+from odc.balance.flops import cost_from_config, transformer_cost
 from odc.balance.lb_dynamic import lb_dynamic, queue_of
 from odc.balance.lb_micro import lb_micro
 from odc.balance.lb_mini import lb_mini
@@ -13,8 +15,13 @@ from odc.balance.policies import POLICIES, policy_named
 __all__ = [
     "POLICIES",
     "Cost",
+    "Fit",
     "Plan",
+    "QuadraticCost",
+    "WindowedCost",
     "cost_from_config",
+    "fit",
+    "fit_scale",
     "lb_dynamic",
     "lb_micro",
     "lb_mini",

@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Sequence
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import costliest_first, sample_costs
+from odc.balance.inputs import read_inputs
 from odc.balance.packing import best_fit_decreasing
 from odc.balance.plan import Plan
 
@@ -43,8 +43,8 @@ def lb_dynamic(
 
     No microbatch is empty. Raises PlanError for bad input (see `odc.balance.inputs`).
     """
-    costs = sample_costs(lengths, ranks, max_tokens, cost)
-    order = costliest_first(costs, seed)
+    inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, None, None)
+    costs, order = inputs.costs, inputs.order
     share = min(max_tokens, sum(lengths) // (ranks * max(1, per_rank)))
     microbatches = [[i] for i in order if lengths[i] > share]
     microbatches += best_fit_decreasing(lengths, [i for i in order if lengths[i] <= share], share)
@@ -55,7 +55,7 @@ def lb_dynamic(
         at, rank = free[0]
         plan[rank].append(microbatch)
         heapq.heapreplace(free, (at + sum(costs[i] for i in microbatch), rank))
-    return Plan.of(plan, costs)
+    return Plan.of(plan, costs, bound=inputs.bound)
 
 
 def queue_of(plan: Plan) -> list[tuple[list[int], float]]:

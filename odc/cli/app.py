@@ -15,6 +15,7 @@ import typer
 
 from odc.cli.compare import compare
 from odc.cli.plan import plan
+from odc.cli.simulate import simulate
 from odc.cli.train import train
 from odc.errors import OdcError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(compare)
 app.command()(plan)
+app.command()(simulate)
 
 
 @app.command()

@@ -1,20 +1,11 @@
-"""Cost models against counts made by hand."""
+"""Simple cost models. FLOPs of a config: test_flops."""
 
 from __future__ import annotations
 
 import pytest
 
-from odc.balance import cost_from_config, lb_mini, linear_cost, quadratic, transformer_cost
+from odc.balance import WindowedCost, lb_mini, linear_cost, quadratic
 from odc.errors import PlanError
-
-CONFIG = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "intermediate_size": 16,
-    "vocab_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def test_linear_and_quadratic():
@@ -28,42 +19,13 @@ def test_quadratic_refuses(coefficients: tuple[float, float]):
         quadratic(*coefficients)
 
 
-def flops_by_matmuls(length: int) -> float:
-    """Forward FLOPs of CONFIG's model, matmul by matmul: 4 query heads and 2 key/value heads of size 2."""
-
-    def matmul(m: int, k: int, n: int) -> int:
-        return 2 * m * k * n
-
-    layer = matmul(length, 8, 8) * 2 + matmul(length, 8, 4) * 2 + matmul(length, 8, 16) * 2 + matmul(length, 16, 8)
-    attention = 4 * (matmul(length, 2, length) + matmul(length, length, 2)) / 2
-    return 2 * (layer + attention) + matmul(length, 8, 32)
-
-
-@pytest.mark.parametrize("length", [1, 100, 4096])
-def test_transformer_cost_counts_matmuls(length: int):
-    cost = cost_from_config(CONFIG)
-    assert cost == transformer_cost(8, 2, 16, 32, heads=4, kv_heads=2)
-    assert cost(length) == pytest.approx(3 * flops_by_matmuls(length))
-
-
-def test_checkpointing_runs_layers_once_more_but_not_the_head():
-    plain, twice = cost_from_config(CONFIG), cost_from_config(CONFIG, checkpointing=True)
-    head = 2 * 8 * 32
-    assert twice(1000) - plain(1000) == pytest.approx(flops_by_matmuls(1000) - head * 1000)
-
-
-def test_explicit_head_size_and_two_matrix_mlp():
-    assert transformer_cost(8, 1, 16, 32, heads=4, head_dim=8).b == 3 * 2 * 32
-    assert transformer_cost(8, 1, 16, 32).a - transformer_cost(8, 1, 16, 32, gated=False).a == 3 * 2 * 8 * 16
-
-
-def test_bad_configs_are_refused():
-    with pytest.raises(PlanError, match="intermediate_size"):
-        cost_from_config({k: v for k, v in CONFIG.items() if k != "intermediate_size"})
-    with pytest.raises(PlanError, match="experts"):
-        cost_from_config({**CONFIG, "num_experts": 8})
-    with pytest.raises(PlanError, match="layers"):
-        transformer_cost(8, 0, 16, 32)
+def test_a_window_costs_the_same_up_to_it_and_grows_linearly_after_it():
+    full, windowed = quadratic(2, 3), WindowedCost(2, 1, ((100, 2),))
+    assert windowed(100) == full(100)
+    assert windowed(99) == full(99)
+    assert windowed(101) < full(101)
+    growth = [windowed(length + 1) - windowed(length) - (2 + 1 * (2 * length + 1)) for length in (100, 500, 9000)]
+    assert growth[1] == growth[2] == pytest.approx(2 * 2 * 100)
 
 
 def test_policies_refuse_costs_that_are_not_numbers():

@@ -1,0 +1,126 @@
+"""Step times that `odc.simulate` predicts, against the real runtime with emulated compute, on 2, 4 and 8 ranks.
+
+Run as `OMP_NUM_THREADS=1 python -m bench.simulated_vs_emulated --results bench/results`, on a machine that does nothing
+else. As in `bench.emulated`, compute is *emulated* (slept) and all communication is real; lengths are LongAlign-like.
+The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep
+nothing: of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to what is compared.
+
+One more run of each transport has a rank slowed 1.5 times, which the planner does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench._crew import Crew
+from bench._report import store
+from bench.emulated import CAP, COST, PER_RANK, TABLE, UNITS, Run, draw_lengths, measure
+from odc.balance import Plan
+from odc.simulate import Cluster, Model, Step, Unit, simulate
+from odc.train.arms import ARMS, Transport
+
+NEAR = 0.10  # how close a simulated step has to be
+SLOW = 1.5
+_FEW, _MANY = 2, 8  # microbatches of the steps that sleep nothing
+
+
+def idle_plan(ranks: int, microbatches: int) -> Plan:
+    """Equal counts; what it costs does not matter."""
+    own = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
+    return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
+
+
+def overheads(crew: Crew, transport: str, ranks: int, steps: int) -> tuple[float, float]:
+    """Measured seconds of one microbatch, and of a step beside its microbatches, when compute takes no time."""
+    few, many = (
+        median(measure(crew, Run(transport, (idle_plan(ranks, count),) * steps, 0.0))["steps"])
+        for count in (_FEW, _MANY)
+    )
+    each = max(0.0, (many - few) / (_MANY - _FEW))
+    return each, max(0.0, few - _FEW * each)
+
+
+def model(how: Transport, each: float, beside: float) -> tuple[Model, float]:
+    """The emulated model, and seconds of each call so that an idle microbatch takes `each`."""
+    calls = {"collectives": 3 * UNITS, "resident": 0, "on demand": 2 * UNITS}[how]  # gathers and reductions; fetches
+    units = (Unit(1.0, 1.0, 1 / UNITS),) * UNITS
+    fixed = 0.0 if calls else each / (2 * UNITS)
+    return Model(units, unit_seconds=fixed, optimizer_seconds=beside), each / calls if calls else 0.0
+
+
+def slowed(plan: Plan, rank: int, factor: float) -> Plan:
+    """The same plan, one rank's costs multiplied: what a slow rank sleeps."""
+    costs = [[cost * (factor if r == rank else 1.0) for cost in own] for r, own in enumerate(plan.costs)]
+    return replace(plan, costs=costs)
+
+
+def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list[dict[str, Any]]:
+    """One row for each arm, and one more with a slow rank."""
+    rng = random.Random(seed)
+    minibatches = [draw_lengths(ranks * PER_RANK, rng) for _ in range(steps)]
+    rows = []
+    known: dict[str, tuple[float, float]] = {}
+    for title, (planner, transport) in TABLE.items():
+        plans = tuple(planner(lengths, ranks, CAP, cost=COST) for lengths in minibatches)
+        how = ARMS[transport].transport  # type: ignore[index]
+        if how not in known:
+            known[how] = overheads(crew, transport, ranks, 5)
+        units, call = model(how, *known[how])
+        for factor in (1.0, SLOW):
+            run = Run(transport, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
+            emulated = sum(measure(crew, run)["steps"])
+            cluster = Cluster(ranks, call_seconds=call, slow={ranks - 1: factor})
+            simulated = sum(simulated_step(plan, how, cluster, units, scale) for plan in plans)
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "arm": title + (f", rank {ranks - 1} slowed {factor:g}x" if factor > 1 else ""),
+                    "emulated_s": emulated / steps,
+                    "simulated_s": simulated / steps,
+                    "simulated/emulated": simulated / emulated,
+                    "overhead of a microbatch, ms": 1e3 * known[how][0],
+                    "within": abs(simulated / emulated - 1) <= NEAR,
+                }
+            )
+            print(f"{ranks} ranks, {rows[-1]['arm']}: simulated/emulated {simulated / emulated:.3f}", file=sys.stderr)
+    return rows
+
+
+def simulated_step(plan: Plan, how: Transport, cluster: Cluster, units: Model, scale: float) -> float:
+    """Simulated seconds of one step."""
+    seconds = [[cost * scale for cost in own if cost > 0] for own in plan.costs]
+    return simulate(Step(cluster, units, seconds, how)).seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=4, help="minibatches of each arm")
+    parser.add_argument("--scale", type=float, default=0.25, help="seconds slept for a second of the cost curve")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rows = []
+    for ranks in arguments.ranks:
+        with Crew(ranks, timeout_s=1800) as crew:
+            rows += compare(crew, ranks, arguments.scale, arguments.steps, arguments.seed)
+    store(
+        arguments.results,
+        "simulated_vs_emulated",
+        "Simulated step time against emulated (slept) compute with real communication, LongAlign-like lengths",
+        rows,
+        rule=f"a row is within when simulated and emulated differ by at most {NEAR:.0%}",
+        seed=arguments.seed,
+        scale=arguments.scale,
+    )
+    raise SystemExit(0 if all(row["within"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The machine that is simulated: ranks, how fast they compute, and what their links cost.
+
+Chose three numbers a link (bytes per second, latency, and how unevenly the owners hold a unit) over a topology graph:
+every rank has one link to the ranks of its node and one to all other nodes, both directions at full speed at once.
+What this leaves out: oversubscribed switches, a rank's own pushes slowing the fetches that it serves, and memory
+bandwidth that communication takes from compute.
+
+Transfers on demand go straight from each owner to the reader, so a rank pulls all remote bytes through its own link.
+Collectives are taken as well made: a ring that brings each byte once into each node and spreads that over the node's
+links (paper: section 6.2, cross-node transfers on demand are not hierarchical).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from odc.errors import ConfigError
+
+Algorithm = Literal["ring", "tree"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and links. Infinite bandwidth and no latency are allowed: communication then costs nothing.
+
+    Args:
+        ranks: number of ranks.
+        ranks_per_node: ranks that share a node; divides `ranks`. None: all of them.
+        intra_bandwidth: bytes/s of one rank to and from the ranks of its node, each direction.
+        inter_bandwidth: bytes/s of one rank to and from other nodes, each direction.
+        intra_latency, inter_latency: seconds before the first byte, per transfer or hop.
+        accumulate_bandwidth: bytes/s at which one owner adds up pushed gradients, all sources together.
+        collective: "ring" (ranks - 1 hops of latency) or "tree" (log2 of that).
+        call_seconds: fixed time of every collective and every transfer on demand (launch, rendezvous, bookkeeping).
+        owner_skew: share of a unit that the fullest owner holds, over the mean share. 1: even shards, where striped
+            transfers never queue at an owner; the number of ranks: one owner holds everything, a single server.
+        slow: rank -> factor >= 0 on its compute time (1.5: half as slow again).
+        jitter: sigma of lognormal noise on each unit's compute time, its mean kept; 0 is none.
+    """
+
+    ranks: int
+    ranks_per_node: int | None = None
+    intra_bandwidth: float = math.inf
+    inter_bandwidth: float = math.inf
+    intra_latency: float = 0.0
+    inter_latency: float = 0.0
+    accumulate_bandwidth: float = math.inf
+    collective: Algorithm = "ring"
+    call_seconds: float = 0.0
+    owner_skew: float = 1.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks must be 1 or more, not {self.ranks!r}")
+        if self.node < 1 or self.ranks % self.node:
+            raise ConfigError(f"ranks_per_node ({self.ranks_per_node!r}) must divide ranks ({self.ranks})")
+        for name in ("intra_bandwidth", "inter_bandwidth", "accumulate_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 bytes/s, not {getattr(self, name)!r}")
+        for name in ("intra_latency", "inter_latency", "call_seconds", "jitter"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be finite, 0 or more, not {getattr(self, name)!r}")
+        if self.collective not in ("ring", "tree"):
+            raise ConfigError(f"collective must be ring or tree, not {self.collective!r}")
+        if not 1 <= self.owner_skew <= self.ranks:
+            raise ConfigError(f"owner_skew must lie between 1 and the {self.ranks} ranks, not {self.owner_skew!r}")
+        for rank, factor in self.slow.items():
+            if not (0 <= rank < self.ranks and 0 <= factor < math.inf):
+                raise ConfigError(
+                    f"slow: rank {rank!r} with factor {factor!r} is not a rank of {self.ranks}, or no time"
+                )
+
+    @property
+    def node(self) -> int:
+        """Ranks in a node."""
+        return self.ranks if self.ranks_per_node is None else self.ranks_per_node
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.node
+
+    def slowness(self) -> list[float]:
+        """Factor on compute time by rank."""
+        return [float(self.slow.get(rank, 1.0)) for rank in range(self.ranks)]
+
+    def transfer_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
+        """One unit of `nbytes` fetched from (or pushed to) its `shards` owners, the fastest it can be.
+
+        Shards are the own node's ranks, or all ranks. Both links work at the same time.
+        """
+        near, far = self._near_and_far(nbytes, shards)
+        if near + far == 0:
+            return 0.0
+        seconds = max(self.latency(shards) + max(near / self.intra_bandwidth, far / self.inter_bandwidth), 0.0)
+        if push:
+            seconds = max(seconds, nbytes / self.accumulate_bandwidth)
+        return self.call_seconds + seconds
+
+    def owner_seconds(self, nbytes: float, shards: int) -> tuple[float, float]:
+        """Seconds that one rank's transfer keeps the fullest owner's link into its node and its link to others busy."""
+        fullest = nbytes * min(1.0, self.owner_skew / shards)
+        near = fullest * (self.node - 1) / self.node / self.intra_bandwidth
+        far = fullest * (self.ranks - self.node) / self.ranks / self.inter_bandwidth if shards > self.node else 0.0
+        return near, far
+
+    def latency(self, shards: int) -> float:
+        """Seconds before the first byte of a transfer from `shards` owners."""
+        return self.inter_latency if shards > self.node else self.intra_latency
+
+    def gather_seconds(self, nbytes: float, shards: int) -> float:
+        """All-gather of `nbytes` in all (or reduce-scatter, the same) over `shards` ranks, once all have arrived.
+
+        Uneven shards are padded to the largest.
+        """
+        if shards == 1 or nbytes == 0:
+            return 0.0
+        nodes = max(1, shards // self.node)
+        nbytes = nbytes * min(float(shards), self.owner_skew)
+        inside = nbytes * (shards - 1) / shards / self.intra_bandwidth if self.node > 1 else 0.0
+        across = nbytes * (nodes - 1) / nodes / min(self.node, shards) / self.inter_bandwidth
+        return self.call_seconds + self._hops(shards, nodes) + max(inside, across)
+
+    def exchange_seconds(self, nbytes: float) -> float:
+        """Reduce-scatter or all-gather between the nodes of `nbytes`, each rank with its peers of the same place."""
+        if self.nodes == 1:
+            return 0.0
+        across = nbytes / self.node * (self.nodes - 1) / self.nodes / self.inter_bandwidth
+        hops = self.nodes - 1 if self.collective == "ring" else math.ceil(math.log2(self.nodes))
+        return self.call_seconds + hops * self.inter_latency + across
+
+    def claim_seconds(self) -> float:
+        """One atomic on another rank's memory: there and back."""
+        return 2 * self.latency(self.ranks) if self.ranks > 1 else 0.0
+
+    def _hops(self, shards: int, nodes: int) -> float:
+        if self.collective == "ring":
+            return (shards - nodes) * self.intra_latency + (nodes - 1) * self.inter_latency
+        inside = math.ceil(math.log2(min(self.node, shards))) * self.intra_latency
+        return inside + math.ceil(math.log2(nodes)) * self.inter_latency
+
+    def _near_and_far(self, nbytes: float, shards: int) -> tuple[float, float]:
+        """Bytes over the link into the node, and over the link to other nodes."""
+        share = nbytes / shards
+        near = min(self.node, shards) - 1
+        return share * near, share * (shards - 1 - near)

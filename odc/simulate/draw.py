@@ -1,0 +1,73 @@
+"""Pictures of sweeps: bubble and speed-up of every arm along each axis.
+
+Chose small panels with shared arms and colours over one figure a sweep: what differs between axes is then seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from odc.errors import OdcError
+from odc.simulate.study import AXES, Study
+
+#: Blues and greens on demand, warm colours for collectives; dashes for published planners that the other ones beat.
+_STYLE: dict[str, tuple[str, str]] = {
+    "fsdp2-sort": ("#b07aa1", ":"),
+    "fsdp2": ("#e15759", "-"),
+    "fsdp2-padded": ("#f28e2b", "--"),
+    "fsdp2-resident": ("#9c755f", "-."),
+    "fsdp2-hybrid": ("#ff9da7", "-."),
+    "odc-sort": ("#86bcb6", ":"),
+    "odc-equal": ("#59a14f", "--"),
+    "odc": ("#4e79a7", "-"),
+    "odc-dynamic": ("#17395c", "--"),
+    "odc-hybrid": ("#76b7b2", "-."),
+}
+
+
+def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: str) -> None:
+    """Write a picture (format by suffix) with one column for each axis: bubbles above, speed-ups below.
+
+    Args:
+        path: of the file.
+        sweeps: axis -> studies by its rising values.
+        title: over all.
+
+    Raises:
+        OdcError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OdcError("drawing needs matplotlib: pip install 'odc-fsdp[plot]'") from error
+    figure = Figure(figsize=(4.2 * len(sweeps) + 0.6, 7.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")
+    for column, (axis, studies) in enumerate(sweeps.items()):
+        values = [getattr(one.scenario, axis) for one in studies]
+        upper, lower = grid[0][column], grid[1][column]
+        for figures in studies[0].arms:
+            colour, line = _STYLE.get(figures.arm, ("#777777", "-"))
+            own = [one[figures.arm] for one in studies]
+            look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5, "label": figures.arm}
+            upper.plot(range(len(values)), [100 * f.bubble for f in own], **look)
+            lower.plot(range(len(values)), [f.speedup for f in own], **look)
+        for panel in (upper, lower):
+            panel.set_xticks(range(len(values)), [_short(value) for value in values])
+            panel.grid(color="#d5dade", linewidth=0.6)
+            panel.spines[["top", "right"]].set_visible(False)
+        lower.set_xlabel(AXES[axis])
+    grid[0][0].set_ylabel("simulated bubble, %")
+    grid[0][0].set_ylim(0, 100)
+    base = next(iter(sweeps.values()))[0].arms[0].arm
+    grid[1][0].set_ylabel(f"simulated speed-up over {base}")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path, dpi=130)
+
+
+def _short(value: float) -> str:
+    return f"{value // 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

@@ -1,0 +1,176 @@
+"""The reference simulator: every rank is a small program, and one clock runs them all in order of time.
+
+Chose generators that read like the training loop over tables of event handlers: `_microbatch` below *is* the model of a
+rank. The price is 10 to 20 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
+
+The model:
+* A rank uses units in order. It may begin the fetch (or gather) of the next when it starts to compute this one, within
+  one pass. Pushes (or reductions) start after a unit's backward and hold up nothing but the end of the step.
+* Collectives of a group are done one after the other, each once its last rank has called it.
+* Transfers on demand: one fetch and one push of a rank at a time. Where an owner holds more than its share, transfers
+  queue at it in the order they began (it serves both directions at once).
+* The step ends when all ranks have computed and all gradients have arrived, and then `Step.ending_seconds` later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+from odc.simulate.result import StepResult
+from odc.simulate.step import Step
+from odc.simulate.workload import Use
+
+
+@dataclass
+class _Transfer:
+    """Something on its way. `done` is None until a collective's last rank has called it."""
+
+    seconds: float
+    done: float | None
+    arrived: int = 0
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Sleep:
+    seconds: float
+
+
+_Program = Generator[_Sleep | _Transfer, None, None]
+
+
+def simulate_events(step: Step) -> StepResult:
+    """The step, event by event."""
+    return _Simulation(step).run()
+
+
+class _Simulation:
+    def __init__(self, step: Step) -> None:
+        self.step, self.cluster, self.uses = step, step.cluster, step.model.uses()
+        self.on_demand = step.transport in ("on demand", "dynamic")
+        ranks = self.cluster.ranks
+        self.slow = self.cluster.slowness()
+        self.busy, self.transfer, self.ran = [0.0] * ranks, [0.0] * ranks, [0] * ranks
+        self.now = 0.0
+        self.last_arrival = 0.0  # of a gradient
+        self.events = [(0.0, rank) for rank in range(ranks)]  # a heap: when to go on with which rank
+        self.programs = [self._rank(rank) for rank in range(ranks)]
+        self.free: dict[tuple[str, int], float] = {}  # link, owner or group -> when it is free
+        self.calls: dict[tuple[int, int], _Transfer] = {}  # (group, number) -> collective
+        self.called = [0] * ranks
+        noise, jobs = step.noise(), step.jobs().tolist()
+        self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
+        costliest_first = sorted(range(len(jobs)), key=lambda i: -jobs[i])
+        self.queue = deque(costliest_first)
+
+    def run(self) -> StepResult:
+        while self.events:
+            self.now, rank = heapq.heappop(self.events)
+            wish = next(self.programs[rank], None)
+            if isinstance(wish, _Sleep):
+                heapq.heappush(self.events, (self.now + wish.seconds, rank))
+            elif wish is not None and wish.done is None:
+                wish.waiting.append(rank)
+            elif wish is not None:
+                heapq.heappush(self.events, (max(self.now, wish.done or 0.0), rank))
+        optimizer = self.step.model.optimizer_seconds
+        end = max(self.now, self.last_arrival) + self.step.ending_seconds()
+        return StepResult(end, tuple(b + optimizer for b in self.busy), tuple(self.transfer), tuple(self.ran))
+
+    # programs -----------------------------------------------------------------------------------------------------
+
+    def _rank(self, rank: int) -> _Program:
+        if self.step.transport == "dynamic":
+            while self.queue:
+                job = self.queue.popleft()
+                yield _Sleep(self.cluster.claim_seconds())
+                yield from self._microbatch(rank, job, last=False)
+            yield _Sleep(self.cluster.claim_seconds())  # the claim that finds nothing left
+            return
+        begin = sum(len(own) for own in self.step.seconds[:rank])
+        own, count = len(self.step.seconds[rank]), self.step.counts[rank]
+        for m in range(count):
+            yield from self._microbatch(rank, begin + m if m < own else None, last=m == count - 1)
+
+    def _microbatch(self, rank: int, job: int | None, *, last: bool) -> _Program:
+        first_microbatch, self.ran[rank] = self.ran[rank] == 0, self.ran[rank] + 1
+        resident = self.step.transport == "resident"
+        ahead: _Transfer | None = None
+        for k, use in enumerate(self.uses):
+            unit = ahead or self._fetch(rank, use, resident and (use.backward or not first_microbatch))
+            yield from self._wait(rank, unit)
+            ahead = None
+            following = self.uses[k + 1] if k + 1 < len(self.uses) else None
+            if self.step.prefetch and following is not None and not following.first:
+                ahead = self._fetch(rank, following, resident and (use.backward or not first_microbatch))
+            seconds = self._compute_seconds(rank, job, k)
+            self.busy[rank] += seconds
+            yield _Sleep(seconds)
+            if use.push_bytes and (last or not resident):
+                self._push(rank, use)
+
+    def _wait(self, rank: int, unit: _Transfer) -> Iterator[_Transfer]:
+        asked = self.now
+        yield unit
+        self.transfer[rank] += min(self.now - asked, unit.seconds)
+
+    def _compute_seconds(self, rank: int, job: int | None, k: int) -> float:
+        """Of use k of a unit in a job; a dummy (None) takes only the fixed time."""
+        seconds, noise = self.jobs[job] if job is not None else (0.0, None)
+        seconds *= self.uses[k].share * (noise[k] if noise is not None else 1.0)
+        return (seconds + self.step.model.unit_seconds) * self.slow[rank]
+
+    # links --------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, rank: int, use: Use, there: bool) -> _Transfer:
+        if there or not use.fetch_bytes:
+            return _Transfer(0.0, self.now)
+        if self.on_demand:
+            return self._send("fetch", rank, use.fetch_bytes)
+        return self._collective(rank, self.cluster.gather_seconds(use.fetch_bytes, self.step.shards))
+
+    def _push(self, rank: int, use: Use) -> None:
+        if self.on_demand:
+            done = self._send("push", rank, use.push_bytes).done or 0.0
+            self.last_arrival = max(self.last_arrival, done)
+        else:
+            self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards))
+
+    def _collective(self, rank: int, seconds: float) -> _Transfer:
+        """The rank's next collective; its last caller starts it."""
+        group, number = rank // self.step.shards, self.called[rank]
+        self.called[rank] += 1
+        call = self.calls.setdefault((group, number), _Transfer(seconds, None))
+        call.arrived += 1
+        if call.arrived == self.step.shards:
+            del self.calls[group, number]
+            call.done = self._serve("collective", group, self.now, seconds)
+            self.last_arrival = max(self.last_arrival, call.done)
+            for waiting in call.waiting:
+                heapq.heappush(self.events, (call.done, waiting))
+        return call
+
+    def _send(self, kind: str, rank: int, nbytes: float) -> _Transfer:
+        """One unit between a rank and its owners."""
+        shards, cluster = self.step.shards, self.cluster
+        seconds = cluster.transfer_seconds(nbytes, shards, push=kind == "push")
+        begin = max(self.now, self.free.get((kind, rank), 0.0))
+        done = self._serve(kind, rank, begin, seconds)
+        if cluster.owner_skew > 1 and shards > 1:
+            near, far = cluster.owner_seconds(nbytes, shards)
+            node = rank // cluster.node
+            served = [self._serve(f"{kind} near", node, begin, near), self._serve(f"{kind} far", 0, begin, far)]
+            if kind == "push":
+                adding = nbytes * min(1.0, cluster.owner_skew / shards) / cluster.accumulate_bandwidth
+                served.append(self._serve("server", rank // shards, begin, adding))
+            done = max(done, max(served) + cluster.latency(shards))
+        return _Transfer(done - begin, done)
+
+    def _serve(self, resource: str, number: int, asked: float, seconds: float) -> float:
+        """First come, first served: when `resource` is done with something that takes `seconds`."""
+        done = max(asked, self.free.get((resource, number), 0.0)) + seconds
+        self.free[resource, number] = done
+        return done

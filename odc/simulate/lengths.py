@@ -1,0 +1,140 @@
+"""Lengths of samples: named distributions that resemble published data sets, or your own from a file.
+
+Chose clipped lognormals over the data sets themselves: nothing is downloaded, any number can be drawn, and two
+published figures (mean and longest) fix one once its width is assumed. The price is that they are *like* the data, not
+the data: widths are assumptions, named below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Lognormal lengths, cut at `longest`, whose mean after the cut is `mean`.
+
+    Args:
+        mean: tokens.
+        longest: tokens.
+        sigma: of the logarithm.
+        about: where mean and longest are from, and what is assumed.
+    """
+
+    mean: float
+    longest: int
+    sigma: float
+    about: str = ""
+
+    def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
+        """`count` lengths of at least 16 tokens, cut at `longest` (the distribution's own unless given)."""
+        drawn = np.exp(self.location + self.sigma * generator.standard_normal(count))
+        return np.clip(drawn, 16, longest or self.longest).astype(np.int64)
+
+    @property
+    def location(self) -> float:
+        """Mean of the logarithm, by bisection on the closed form of the clipped mean."""
+        low, high = 0.0, math.log(self.longest) + 10
+        for _ in range(80):
+            middle = (low + high) / 2
+            z = (math.log(self.longest) - middle) / self.sigma
+            clipped = math.exp(middle + self.sigma**2 / 2) * _phi(z - self.sigma) + self.longest * (1 - _phi(z))
+            low, high = (middle, high) if clipped < self.mean else (low, middle)
+        return low
+
+
+def _phi(z: float) -> float:
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Lengths to draw from, with replacement: a data set's own."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(self.lengths)
+
+    def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
+        """`count` of the lengths, cut at `longest`."""
+        drawn: NDArray[np.int64] = np.array(self.lengths, np.int64)[generator.integers(len(self.lengths), size=count)]
+        return np.minimum(drawn, np.int64(longest or self.longest))
+
+
+Lengths = Lognormal | Sample
+
+#: The widths are assumptions; so are the longest of AIME and GRPO.
+NAMED: dict[str, Lognormal] = {
+    "longalign": Lognormal(16_500, 65_536, 0.8, "LongAlign-like: mean 16.5K and cut at 64K as in the ODC paper"),
+    "swe-smith": Lognormal(34_700, 131_072, 0.7, "SWE-Smith-like: mean 34.7K as in the ODC paper, cut at 128K"),
+    "swe-smith-32k": Lognormal(25_700, 32_768, 0.7, "SWE-Smith-like, cut at 32K"),
+    "aime": Lognormal(
+        9_000, 32_768, 0.6, "AIME answers in GRPO: mean 9K as reviews of the ODC paper quote, cut at 32K"
+    ),
+    "grpo": Lognormal(2_100, 8_192, 1.0, "answers in GRPO to mixed questions: mean 2.1K, cut at 8K"),
+}
+
+
+def lengths_named(source: str) -> Lengths:
+    """The distribution called `source`, or the lengths in that file or datasets folder.
+
+    A file holds one length a line (`.txt`), a JSON list (`.json`), or JSON lines (`.jsonl`) of numbers or of objects
+    with `length`, `num_tokens` or `input_ids`. A folder saved by Hugging Face datasets has such a column.
+
+    Raises:
+        ConfigError: neither a name nor a path that is there.
+        DataError: what is there holds no lengths.
+    """
+    if source in NAMED:
+        return NAMED[source]
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"lengths: {source!r} is neither a file nor one of {', '.join(NAMED)}")
+    try:
+        lengths = _from_datasets(path) if path.is_dir() else _from_file(path)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no lengths: {error}") from error
+    if not lengths or min(lengths) < 1:
+        raise DataError(f"{path}: there must be lengths, all 1 or more")
+    return Sample(tuple(lengths))
+
+
+def _from_file(path: Path) -> list[int]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return [_length(row) for row in json.loads(text)]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [_length(json.loads(line)) for line in lines]
+
+
+def _from_datasets(path: Path) -> list[int]:
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ConfigError("reading a datasets folder needs datasets: pip install 'odc-fsdp[datasets]'") from error
+    data = load_from_disk(str(path))
+    for column in ("length", "num_tokens", "input_ids"):
+        if column in data.column_names:
+            return [_length({column: value}) for value in data[column]]
+    raise ValueError(f"no column length, num_tokens or input_ids among {', '.join(map(str, data.column_names))}")
+
+
+def _length(row: Any) -> int:
+    if isinstance(row, dict):
+        for key in ("length", "num_tokens"):
+            if key in row:
+                return int(row[key])
+        return len(row["input_ids"])
+    return int(row)

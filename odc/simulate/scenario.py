@@ -1,0 +1,170 @@
+"""What to simulate, in one frozen object: data, model, machine, arms. A YAML file or the command line fills it.
+
+Chose flat fields with the same names in Python, in YAML and as flags over nested sections: what a picture was made of
+is then one short list, stored beside it. The price: what has no field here goes through `odc.simulate.simulate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from odc.balance import Cost, cost_from_config
+from odc.errors import ConfigError
+from odc.simulate.arms import arm_named
+from odc.simulate.catalog import config_named, machine_named, parameter_counts
+from odc.simulate.cluster import Algorithm, Cluster
+from odc.simulate.lengths import Lognormal, lengths_named
+from odc.simulate.workload import Model, even_model
+
+_ARMS = ("fsdp2-sort", "fsdp2", "fsdp2-padded", "fsdp2-resident", "odc-sort", "odc-equal", "odc", "odc-dynamic")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Minibatches of one kind under several arms.
+
+    Args:
+        lengths: a named distribution, or a file or datasets folder (see `odc.simulate.lengths`).
+        sigma: width of a named distribution, in place of its own.
+        max_length: samples are cut at so many tokens; None: the distribution's longest.
+        packing_ratio: tokens that fit into a microbatch, over the longest sample.
+        samples_per_rank: of one minibatch, on average.
+        minibatches: how many are drawn and simulated.
+        model: a name of the catalog, a Hugging Face config file, or a folder with one. bf16 parameters and gradients.
+        checkpointing: activations are computed again in backward.
+        machine: a name of the catalog.
+        ranks: number of ranks.
+        ranks_per_node: None: the machine's, or all ranks if fewer.
+        efficiency: share of the machine's peak FLOPs that compute reaches.
+        intra_bandwidth, inter_bandwidth: bytes/s of one rank in place of the machine's.
+        collective: "ring" or "tree".
+        prefetch: units fetched or gathered ahead, 0 or 1.
+        owner_skew, jitter, slow: see `odc.simulate.Cluster`.
+        arms: names of `odc.simulate.ARMS`; the first is what speed-ups are relative to.
+        seed: of lengths and jitter.
+    """
+
+    lengths: str = "longalign"
+    sigma: float | None = None
+    max_length: int | None = None
+    packing_ratio: float = 1.0
+    samples_per_rank: int = 4
+    minibatches: int = 20
+    model: str = "qwen2.5-1.5b"
+    checkpointing: bool = True
+    machine: str = "a100-roce"
+    ranks: int = 8
+    ranks_per_node: int | None = None
+    efficiency: float = 0.4
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    collective: Algorithm = "ring"
+    prefetch: int = 1
+    owner_skew: float = 1.0
+    jitter: float = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    arms: tuple[str, ...] = ("fsdp2", *(arm for arm in _ARMS if arm != "fsdp2"))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("samples_per_rank", "minibatches", "ranks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        if self.max_length is not None and self.max_length < 16:
+            raise ConfigError(f"max_length must be 16 tokens or more, not {self.max_length!r}")
+        if self.sigma is not None and not 0 < self.sigma < math.inf:
+            raise ConfigError(f"sigma must be above 0, not {self.sigma!r}")
+        if not 1 <= self.packing_ratio < math.inf:
+            raise ConfigError(
+                f"packing_ratio must be 1 or more (the longest sample has to fit), not {self.packing_ratio}"
+            )
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"efficiency is a share of peak FLOPs, above 0 and at most 1, not {self.efficiency!r}")
+        if self.collective not in get_args(Algorithm):
+            raise ConfigError(f"collective must be one of {', '.join(get_args(Algorithm))}, not {self.collective!r}")
+        if not self.arms:
+            raise ConfigError("arms: name at least one")
+        object.__setattr__(self, "arms", tuple(self.arms))
+        object.__setattr__(self, "slow", {int(rank): float(factor) for rank, factor in self.slow.items()})
+        for name in self.arms:
+            arm_named(name)
+        self.cluster()
+
+    def cluster(self) -> Cluster:
+        """Ranks and links."""
+        machine = machine_named(self.machine)
+        return Cluster(
+            self.ranks,
+            min(self.ranks, self.ranks_per_node or machine.ranks_per_node),
+            intra_bandwidth=self.intra_bandwidth or machine.intra_bandwidth,
+            inter_bandwidth=self.inter_bandwidth or machine.inter_bandwidth,
+            intra_latency=machine.intra_latency,
+            inter_latency=machine.inter_latency,
+            call_seconds=machine.call_seconds,
+            collective=self.collective,
+            owner_skew=self.owner_skew,
+            slow=self.slow,
+            jitter=self.jitter,
+        )
+
+    def units(self) -> Model:
+        """The model's layers and root, 2 bytes a parameter and a gradient."""
+        config = config_named(self.model)
+        layers, root = parameter_counts(config)
+        count = int(config.get("text_config", config)["num_hidden_layers"])
+        return even_model(count, 2 * layers, root_bytes=2 * root, checkpointing=self.checkpointing)
+
+    def cost(self) -> Cost:
+        """FLOPs of one sample, forward and backward."""
+        return cost_from_config(config_named(self.model), checkpointing=self.checkpointing)
+
+    def seconds_per_flop(self) -> float:
+        """At the machine's peak and the assumed efficiency."""
+        return 1.0 / (machine_named(self.machine).flops * self.efficiency)
+
+    def draw(self) -> tuple[list[list[int]], int]:
+        """Lengths of every minibatch, and the tokens that fit into a microbatch."""
+        source = lengths_named(self.lengths)
+        if self.sigma is not None:
+            if not isinstance(source, Lognormal):
+                raise ConfigError(f"sigma is the width of a named distribution; {self.lengths} is none")
+            source = replace(source, sigma=self.sigma)
+        longest = self.max_length or source.longest
+        generator = np.random.default_rng(self.seed)
+        count = self.samples_per_rank * self.ranks
+        drawn = [source.draw(count, generator, longest).tolist() for _ in range(self.minibatches)]
+        return drawn, int(longest * self.packing_ratio)
+
+    def with_(self, **changes: Any) -> Scenario:
+        """A checked copy with some fields changed."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON types."""
+        return asdict(self) | {"arms": list(self.arms), "slow": {str(rank): f for rank, f in self.slow.items()}}
+
+
+def scenario_from_yaml(path: str | Path) -> dict[str, Any]:
+    """Fields of a scenario from a YAML mapping; raises ConfigError naming an unknown key or a missing library."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("reading YAML needs pyyaml: pip install 'odc-fsdp[simulate]'") from error
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a mapping of names to values")
+    known = {one.name for one in fields(Scenario)}
+    unknown = [str(key) for key in found if key not in known]
+    if unknown:
+        raise ConfigError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return dict(found)

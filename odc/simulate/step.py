@@ -1,0 +1,85 @@
+"""One step to simulate, and which of the two simulators runs it.
+
+Chose to keep two: `events` is written to be read and knows everything, `vectorised` is numpy over all microbatches and
+reaches thousands of ranks. They agree to rounding (tests/simulate/test_vectorised.py); only queues at an owner, which
+need transfers in order of time, are left to `events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import ConfigError
+from odc.simulate.arms import Transport
+from odc.simulate.cluster import Cluster
+from odc.simulate.workload import Model, checked_seconds
+
+
+@dataclass(frozen=True)
+class Step:
+    """One minibatch under one transport.
+
+    Args:
+        cluster: ranks and links.
+        model: units and what they move.
+        seconds: `seconds[r][m]`, compute of microbatch m of rank r on a rank of factor 1 without jitter; a rank may
+            have none. Under "dynamic" only the list of all of them counts, not whose they are.
+        transport: see `odc.simulate.arms.Arm`.
+        within_node: parameters and gradients sharded within each node.
+        prefetch: units fetched or gathered ahead of use, 0 or 1; never across the start of a pass.
+        seed: of the jitter.
+    """
+
+    cluster: Cluster
+    model: Model
+    seconds: Sequence[Sequence[float]]
+    transport: Transport
+    within_node: bool = False
+    prefetch: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", checked_seconds(self.seconds, self.cluster.ranks))
+        if self.prefetch not in (0, 1):
+            raise ConfigError(f"prefetch must be 0 or 1, not {self.prefetch!r}")
+        if self.transport not in ("collectives", "resident", "on demand", "dynamic"):
+            raise ConfigError(f"there is no transport {self.transport!r}")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.cluster.node if self.within_node else self.cluster.ranks
+
+    @property
+    def counts(self) -> list[int]:
+        """Microbatches each rank runs, dummies included. Not known before the run under "dynamic"."""
+        own = [len(seconds) for seconds in self.seconds]
+        if self.transport == "collectives":
+            return [max(own)] * len(own)
+        return [max(1, count) for count in own] if self.transport == "resident" else own
+
+    def jobs(self) -> NDArray[np.float64]:
+        """Compute seconds of all microbatches, rank after rank. Shape (microbatches,)."""
+        return np.fromiter(chain.from_iterable(self.seconds), np.float64)
+
+    def noise(self) -> NDArray[np.float64] | None:
+        """Factor on the compute of each use of a unit in each job, mean 1. Shape (microbatches, uses), or no noise."""
+        sigma = self.cluster.jitter
+        if sigma == 0:
+            return None
+        shape = (sum(map(len, self.seconds)), 2 * len(self.model.units))
+        normal = np.random.default_rng(self.seed).standard_normal(shape)
+        return np.exp(sigma * normal - sigma * sigma / 2)
+
+    def ending_seconds(self) -> float:
+        """From the meeting of all ranks to the end of the step: gradients and parameters across nodes, optimizer."""
+        model, across = self.model, 0.0
+        if self.within_node:
+            exchange = self.cluster.exchange_seconds
+            across = exchange(model.gradient_bytes) + exchange(model.parameter_bytes)
+        return across + model.optimizer_seconds

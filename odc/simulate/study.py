@@ -1,0 +1,143 @@
+"""A scenario simulated: figures of every arm over the same minibatches, and sweeps along one of its fields.
+
+Chose ratios of summed step times over means of ratios: a long step counts for what it costs. Every arm sees the same
+minibatches, and arms of one planner share its plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from odc.balance import Plan, lower_bound
+from odc.errors import ConfigError
+from odc.simulate.arms import arm_named
+from odc.simulate.result import StepResult
+from odc.simulate.run import simulate_plan
+from odc.simulate.scenario import Scenario
+
+#: Fields a sweep may go along -> what an axis says.
+AXES: dict[str, str] = {
+    "samples_per_rank": "samples per rank in a minibatch",
+    "max_length": "longest sample, tokens",
+    "packing_ratio": "packing ratio",
+    "ranks": "devices",
+}
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """One arm over all minibatches, simulated.
+
+    Args:
+        arm: its name.
+        step_s: mean seconds a step.
+        speedup: all steps of the first arm / all steps of this one.
+        bubble: 1 - busy / step over all steps.
+        transfer, waiting: the bubble's two parts: standing still for transfers, and for other ranks.
+        microbatches: mean for each rank and step, dummies included.
+        steps_s: each step.
+    """
+
+    arm: str
+    step_s: float
+    speedup: float
+    bubble: float
+    transfer: float
+    waiting: float
+    microbatches: float
+    steps_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A scenario, its arms' figures in the scenario's order, and what no plan can beat.
+
+    Args:
+        scenario: what was simulated.
+        arms: figures by arm.
+        bound_s: mean over minibatches of the lower bound on the longest rank's compute, on ranks of factor 1.
+    """
+
+    scenario: Scenario
+    arms: tuple[ArmFigures, ...]
+    bound_s: float
+
+    def __getitem__(self, arm: str) -> ArmFigures:
+        return next(figures for figures in self.arms if figures.arm == arm)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        arms = {one.arm: {k: v for k, v in asdict(one).items() if k != "arm"} for one in self.arms}
+        return {"scenario": self.scenario.to_dict(), "bound_s": self.bound_s, "arms": arms}
+
+
+def study(scenario: Scenario) -> Study:
+    """Simulate every minibatch of a scenario under every arm."""
+    minibatches, max_tokens = scenario.draw()
+    cost, cluster, model = scenario.cost(), scenario.cluster(), scenario.units()
+    per_cost = scenario.seconds_per_flop()
+    results: dict[str, list[StepResult]] = {name: [] for name in scenario.arms}
+    bounds = []
+    for number, lengths in enumerate(minibatches):
+        bounds.append(lower_bound([cost(length) for length in lengths], scenario.ranks) * per_cost)
+        plans: dict[str, Plan] = {}
+        for name in scenario.arms:
+            arm = arm_named(name)
+            if arm.balance not in plans:
+                plans[arm.balance] = arm.plan(lengths, scenario.ranks, max_tokens, cost, scenario.seed)
+            results[name].append(
+                simulate_plan(
+                    plans[arm.balance],
+                    arm,
+                    cluster,
+                    model,
+                    seconds_per_cost=per_cost,
+                    prefetch=scenario.prefetch,
+                    seed=scenario.seed + number,
+                )
+            )
+    base = sum(result.seconds for result in results[scenario.arms[0]])
+    return Study(scenario, tuple(_figures(name, own, base) for name, own in results.items()), fmean(bounds))
+
+
+def _figures(arm: str, results: Sequence[StepResult], base: float) -> ArmFigures:
+    total = sum(result.seconds for result in results)
+    return ArmFigures(
+        arm=arm,
+        step_s=total / len(results),
+        speedup=base / total,
+        bubble=1 - sum(fmean(result.busy) for result in results) / total,
+        transfer=sum(fmean(result.transfer) for result in results) / total,
+        waiting=sum(result.wait_share * result.seconds for result in results) / total,
+        microbatches=fmean(fmean(result.microbatches) for result in results),
+        steps_s=tuple(result.seconds for result in results),
+    )
+
+
+def sweep(
+    scenario: Scenario, axis: str, values: Sequence[float], said: Callable[[str], None] | None = None
+) -> list[Study]:
+    """One study for each value of the field `axis` (one of AXES); everything else stays as in `scenario`."""
+    if axis not in AXES:
+        raise ConfigError(f"there is no sweep along {axis!r}; there are {', '.join(AXES)}")
+    studies = []
+    for value in values:
+        if said is not None:
+            said(f"{axis} {value:g}")
+        studies.append(study(scenario.with_(**{axis: value if axis == "packing_ratio" else int(value)})))
+    return studies
+
+
+def usual_values(scenario: Scenario, axis: str) -> list[float]:
+    """Values of a sweep around a scenario, as the paper's figure 10 has them."""
+    if axis == "samples_per_rank":
+        return [1, 2, 4, 8, 16]
+    if axis == "packing_ratio":
+        return [1, 2, 4, 8]
+    if axis == "ranks":
+        return [2, 4, 8, 16, 32]
+    longest = scenario.max_length or 65_536
+    return [longest // 8, longest // 4, longest // 2, longest]

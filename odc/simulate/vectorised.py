@@ -1,0 +1,223 @@
+"""The same model as `events`, for thousands of ranks: numpy over all microbatches or all ranks at once.
+
+Chose to use what makes each transport simple instead of a faster event loop:
+* On demand, with even shards, ranks do not touch each other between two meetings: each holds 1/n of every unit and has
+  one fetch and one push under way, so an owner never has more to serve than it can. A microbatch then takes the same
+  time whenever it runs, and all microbatches of all ranks are computed together, use after use.
+* Under collectives all ranks of a group take each use together: one pass over the uses, numpy over the ranks.
+
+Uneven shards (`Cluster.owner_skew` above 1) make transfers queue at an owner, which this cannot do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import ConfigError
+from odc.simulate.result import StepResult
+from odc.simulate.step import Step
+
+_Floats = NDArray[np.float64]
+
+
+def simulate_vectorised(step: Step) -> StepResult:
+    """The step; raises ConfigError where transfers on demand would queue at an owner."""
+    if step.transport in ("on demand", "dynamic"):
+        if step.cluster.owner_skew > 1 and step.shards > 1:
+            raise ConfigError("owner_skew above 1 makes transfers queue at owners, which only simulate_events does")
+        return _on_demand(step)
+    return _Lockstep(step).run()
+
+
+class _Chain(NamedTuple):
+    """Microbatches run alone, arrays of shape (microbatches,), seconds.
+
+    Args:
+        duration: from its start to the end of its compute.
+        arrived: from its start until its last gradient has arrived, if no older push is in its way.
+        pushing: that its pushes keep the rank's link busy.
+        busy, transfer: compute, and standing still for fetches.
+    """
+
+    duration: _Floats
+    arrived: _Floats
+    pushing: float
+    busy: _Floats
+    transfer: _Floats
+
+
+def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Chain:
+    """All microbatches at once, each from its own start, use after use."""
+    cluster, pushing = step.cluster, 0.0
+    now, arrived, busy, transfer = (np.zeros_like(seconds) for _ in range(4))
+    fetched = start = now
+    for k, use in enumerate(step.model.uses()):
+        asked = now if use.first or not step.prefetch else start
+        if use.fetch_bytes:
+            fetched = asked + cluster.transfer_seconds(use.fetch_bytes, step.shards)
+        else:
+            fetched = asked
+        start = np.maximum(now, fetched)
+        transfer += start - now
+        compute = _compute(step, use.share, seconds, slow, None if noise is None else noise[:, k])
+        busy += compute
+        now = start + compute
+        if use.push_bytes:
+            one = cluster.transfer_seconds(use.push_bytes, step.shards, push=True)
+            arrived = np.maximum(arrived, now) + one
+            pushing += one
+    return _Chain(now, np.maximum(arrived, now), pushing, busy, transfer)
+
+
+def _compute(step: Step, share: float, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Floats:
+    own = seconds * share if noise is None else seconds * share * noise
+    return (own + step.model.unit_seconds) * slow
+
+
+def _on_demand(step: Step) -> StepResult:
+    ranks, jobs, noise = step.cluster.ranks, step.jobs(), step.noise()
+    slowness = np.array(step.cluster.slowness())
+    if step.transport == "dynamic":
+        return _dynamic(step, jobs, slowness, noise)
+    counts = np.array([len(own) for own in step.seconds])
+    owner = np.repeat(np.arange(ranks), counts)
+    chain = _chain(step, jobs, slowness[owner], noise)
+    begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    now, arrived = np.zeros(ranks), np.zeros(ranks)
+    for m in range(int(counts.max(initial=0))):
+        on = np.flatnonzero(counts > m)
+        at = begins[on] + m
+        arrived[on] = np.maximum(now[on] + chain.arrived[at], arrived[on] + chain.pushing)
+        now[on] += chain.duration[at]
+    return _result(
+        step,
+        max(now.max(), arrived.max()),
+        _by_rank(owner, chain.busy, ranks),
+        _by_rank(owner, chain.transfer, ranks),
+        counts,
+    )
+
+
+def _dynamic(step: Step, jobs: _Floats, slowness: _Floats, noise: _Floats | None) -> StepResult:
+    """A heap of when each rank is free; every microbatch's time on every kind of rank is known beforehand."""
+    ranks, claim = step.cluster.ranks, step.cluster.claim_seconds()
+    kinds, kind_of = np.unique(slowness, return_inverse=True)
+    chains = [_chain(step, jobs, np.full_like(jobs, kind), noise) for kind in kinds]
+    durations, arrivals = ([getattr(c, name).tolist() for c in chains] for name in ("duration", "arrived"))
+    free = [(0.0, rank) for rank in range(ranks)]
+    arrived, mine = [0.0] * ranks, np.zeros(len(jobs), np.int64)
+    kind_list, pushing = kind_of.tolist(), [c.pushing for c in chains]
+    for job in np.argsort(-jobs, kind="stable").tolist():
+        now, rank = free[0]
+        begin, kind = now + claim, kind_list[rank]
+        arrived[rank] = max(begin + arrivals[kind][job], arrived[rank] + pushing[kind])
+        mine[job] = rank
+        heapq.heapreplace(free, (begin + durations[kind][job], rank))
+    last = max(now for now, _ in free) + claim
+    own_kind, at = kind_of[mine], np.arange(len(jobs))
+    busy = _by_rank(mine, np.array([chain.busy for chain in chains])[own_kind, at], ranks)
+    transfer = _by_rank(mine, np.array([chain.transfer for chain in chains])[own_kind, at], ranks)
+    return _result(step, max(last, *arrived), busy, transfer, np.bincount(mine, minlength=ranks))
+
+
+def _by_rank(owner: NDArray[np.int64], values: _Floats, ranks: int) -> _Floats:
+    sums = np.zeros(ranks)
+    np.add.at(sums, owner, values)
+    return sums
+
+
+class _Lockstep:
+    """Collectives: all ranks of a group take each use of a unit together."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.uses, self.noise = step, step.model.uses(), step.noise()
+        self.counts = np.array(step.counts)
+        self.own = np.array([len(own) for own in step.seconds])
+        self.begins = np.concatenate(([0], np.cumsum(self.own)[:-1]))
+        self.jobs = step.jobs()
+        ranks = step.cluster.ranks
+        self.slow = np.array(step.cluster.slowness())
+        self.now, self.start, self.busy, self.transfer = (np.zeros(ranks) for _ in range(4))
+        self.link = np.zeros(ranks // step.shards)  # when each group's last collective is over
+        self.took = 0.0  # the last gather
+
+    def run(self) -> StepResult:
+        if self.step.transport == "resident":
+            self._resident()
+        else:
+            self._every_microbatch()
+        return _result(self.step, max(self.now.max(), self.link.max()), self.busy, self.transfer, self.counts)
+
+    def _every_microbatch(self) -> None:
+        reduce: tuple[_Floats, float] | None = None  # when each rank called it, bytes
+        for m in range(int(self.counts.max())):
+            for k, use in enumerate(self.uses):
+                ahead = self.step.prefetch and not use.first
+                if reduce and not ahead:  # called before this gather; one that runs ahead was called before it
+                    self._collective(*reduce)
+                fetched = self._gather(self.start if ahead else self.now, use.fetch_bytes)
+                if reduce and ahead:
+                    self._collective(*reduce)
+                self._use(m, k, fetched, slice(None))
+                reduce = (self.now, use.push_bytes) if use.push_bytes else None
+        if reduce:
+            self._collective(*reduce)
+
+    def _resident(self) -> None:
+        """Gather in the first forward, reduce in each rank's last backward, nothing between."""
+        called = np.zeros((len(self.uses), len(self.now)))  # when each rank's last microbatch ends each use
+        for m in range(int(self.counts.max())):
+            on = np.flatnonzero(self.counts > m)
+            for k, use in enumerate(self.uses):
+                gathers = m == 0 and not use.backward
+                ahead = self.step.prefetch and not use.first
+                nbytes = use.fetch_bytes if gathers else 0.0
+                fetched = self._gather(self.start if gathers and ahead else self.now, nbytes)
+                self._use(m, k, fetched, on)
+                called[k, on] = self.now[on]
+        for use, when in zip(self.uses, called, strict=True):
+            if use.push_bytes:
+                self._collective(when, use.push_bytes)
+
+    def _use(self, m: int, k: int, fetched: _Floats, on: NDArray[np.intp] | slice) -> None:
+        """Wait and compute on some ranks."""
+        now, fetched = self.now[on], np.broadcast_to(fetched, self.now.shape)[on]
+        start = np.maximum(now, fetched)
+        self.transfer[on] += np.minimum(start - now, self.took)
+        compute = self._seconds(m, k)[on]
+        self.busy[on] += compute
+        self.start = self.start.copy()
+        self.start[on] = start
+        self.now = self.now.copy()
+        self.now[on] = start + compute
+
+    def _seconds(self, m: int, k: int) -> _Floats:
+        """Compute of use k in microbatch m by rank; a dummy takes only the fixed time."""
+        real = np.flatnonzero(self.own > m)
+        at = self.begins[real] + m
+        seconds, noise = np.zeros(len(self.own)), np.ones(len(self.own))
+        seconds[real] = self.jobs[at]
+        if self.noise is not None:
+            noise[real] = self.noise[at, k]
+        return _compute(self.step, self.uses[k].share, seconds, self.slow, noise)
+
+    def _gather(self, asked: _Floats, nbytes: float) -> _Floats:
+        """When each rank has the unit."""
+        self.took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
+        return np.repeat(self._collective(asked, nbytes), self.step.shards) if nbytes else asked
+
+    def _collective(self, called: _Floats, nbytes: float) -> _Floats:
+        """When each group's collective is over, which its ranks called at `called`."""
+        last = called.reshape(-1, self.step.shards).max(axis=1)
+        self.link = np.maximum(last, self.link) + self.step.cluster.gather_seconds(nbytes, self.step.shards)
+        return self.link
+
+
+def _result(step: Step, met: float, busy: _Floats, transfer: _Floats, counts: NDArray[np.intp]) -> StepResult:
+    seconds = float(met) + step.ending_seconds()
+    busy = busy + step.model.optimizer_seconds
+    return StepResult(seconds, tuple(busy.tolist()), tuple(transfer.tolist()), tuple(counts.tolist()))

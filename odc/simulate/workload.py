@@ -1,0 +1,119 @@
+"""What one step computes and moves: units in order of use, and the compute seconds of every microbatch.
+
+Chose a fixed share of a microbatch's compute for each unit over a cost model of every unit: layers are alike, and where
+inside a microbatch time passes matters only to barriers between ranks. The price: that attention weighs more in long
+microbatches than the head does is not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One `fully_shard`ed module.
+
+    Args:
+        parameter_bytes: of the whole unit as fetched or gathered.
+        gradient_bytes: of the whole unit as pushed or reduced.
+        share: of a microbatch's compute, 0 to 1.
+        kept: not given up after forward, so not fetched again in backward (the root).
+    """
+
+    parameter_bytes: float
+    gradient_bytes: float
+    share: float
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """Units in the order forward uses them; backward uses them in reverse.
+
+    Args:
+        units: at least one; their shares add up to 1.
+        forward: share of a microbatch's compute that is forward: 1/3, or 1/4 when backward computes forward again.
+        unit_seconds: fixed compute time of each use of a unit, however short the microbatch.
+        optimizer_seconds: from the meeting at the end of a minibatch to the end of the optimizer's update.
+    """
+
+    units: tuple[Unit, ...]
+    forward: float = 1 / 3
+    unit_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise ConfigError("a model needs at least one unit")
+        if not math.isclose(sum(unit.share for unit in self.units), 1.0, abs_tol=1e-9):
+            raise ConfigError(f"shares of the units add up to {sum(u.share for u in self.units)!r}, not to 1")
+        for unit in self.units:
+            if min(unit.parameter_bytes, unit.gradient_bytes, unit.share) < 0:
+                raise ConfigError(f"bytes and shares of a unit must be 0 or more: {unit}")
+        if not (0 < self.forward < 1 and self.unit_seconds >= 0 and self.optimizer_seconds >= 0):
+            raise ConfigError("forward lies between 0 and 1; unit_seconds and optimizer_seconds are 0 or more")
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Of all units."""
+        return sum(unit.parameter_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of all units."""
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    def uses(self) -> list[Use]:
+        """The uses of units in one microbatch: all of forward, then all of backward in reverse."""
+        passes = [[(unit, False) for unit in self.units], [(unit, True) for unit in reversed(self.units)]]
+        found = []
+        for one in passes:
+            for place, (unit, backward) in enumerate(one):
+                found.append(
+                    Use(
+                        first=place == 0,
+                        backward=backward,
+                        share=unit.share * (1 - self.forward if backward else self.forward),
+                        fetch_bytes=0.0 if backward and unit.kept else unit.parameter_bytes,
+                        push_bytes=unit.gradient_bytes if backward else 0.0,
+                    )
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a unit. `first` of its pass: nothing before it in the pass during which it could be fetched ahead."""
+
+    first: bool
+    backward: bool
+    share: float
+    fetch_bytes: float
+    push_bytes: float
+
+
+def even_model(
+    layers: int, nbytes: float, *, root_bytes: float = 0.0, checkpointing: bool = False, unit_seconds: float = 0.0
+) -> Model:
+    """`layers` equal units of together `nbytes` (parameters; gradients as many), after a root that stays.
+
+    The root (embedding and head) takes no compute of its own: the cost model counts its part with the layers'.
+    """
+    layer = Unit(nbytes / layers, nbytes / layers, 1.0 / layers)
+    root = (Unit(root_bytes, root_bytes, 0.0, kept=True),) if root_bytes else ()
+    return Model((*root, *(layer,) * layers), forward=1 / 4 if checkpointing else 1 / 3, unit_seconds=unit_seconds)
+
+
+def checked_seconds(seconds: Sequence[Sequence[float]], ranks: int) -> list[list[float]]:
+    """`seconds[r][m]` of compute as lists of floats; ConfigError unless all finite, >= 0, and one list a rank."""
+    if len(seconds) != ranks:
+        raise ConfigError(f"the plan is for {len(seconds)} ranks, the cluster has {ranks}")
+    plain = [[float(second) for second in own] for own in seconds]
+    if any(not 0 <= second < math.inf for own in plain for second in own):
+        raise ConfigError("compute seconds of a microbatch must be finite, 0 or more")
+    return plain

@@ -1,0 +1,66 @@
+"""`odc simulate` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from odc.cli import main
+
+pytest.importorskip("typer", reason="needs the cli extra")
+
+_SMALL = ("--ranks", "2", "--minibatches", "1", "--samples-per-rank", "2")
+
+
+def simulate(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ending:
+        main(["simulate", *arguments])
+    return int(ending.value.code or 0)
+
+
+def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    assert simulate(*_SMALL, "--arms", "fsdp2,odc", "--slow", "1=2", "--json", str(path)) == 0
+    shown = capsys.readouterr()
+    assert "simulated" in shown.out and "odc" in shown.out and "bubble" in shown.out
+    figures = json.loads(path.read_text())
+    assert list(figures["study"]["arms"]) == ["fsdp2", "odc"]
+    assert figures["study"]["scenario"]["slow"] == {"1": 2.0}
+    assert figures["command"][0] == "odc"
+
+
+def test_yaml_and_flags(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="needs the simulate extra")
+    job, path = tmp_path / "job.yaml", tmp_path / "a.json"
+    job.write_text("ranks: 4\nminibatches: 1\narms: [odc]\n")
+    assert simulate(str(job), "--ranks", "2", "--json", str(path)) == 0
+    scenario = json.loads(path.read_text())["study"]["scenario"]
+    assert (scenario["ranks"], scenario["minibatches"], scenario["arms"]) == (2, 1, ["odc"])
+
+
+def test_sweeps_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    picture, path = tmp_path / "a.png", tmp_path / "a.json"
+    options = ("--arms", "odc", "--sweep", "packing_ratio", "--picture", str(picture), "--json", str(path))
+    assert simulate(*_SMALL, *options) == 0
+    assert picture.stat().st_size > 1000
+    assert len(json.loads(path.read_text())["sweeps"]["packing_ratio"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--lengths", "nowhere"), "longalign"),
+        (("--slow", "one"), "RANK=FACTOR"),
+        (("--arms", "fsdp3"), "odc-dynamic"),
+        (("--picture", "a.png"), "--sweep"),
+        (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),
+    ],
+)
+def test_says_what_is_wrong(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*_SMALL, *arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.splitlines()[-1].startswith("odc: ")

@@ -1,0 +1,99 @@
+"""Small steps whose times can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from odc.errors import ConfigError
+from odc.simulate import Cluster, Model, Step, Unit, even_model, simulate, simulate_events
+
+TWO = Model((Unit(8.0, 8.0, 0.5), Unit(8.0, 8.0, 0.5)))
+
+
+def test_one_rank_computes_and_nothing_else() -> None:
+    result = simulate_events(Step(Cluster(1, intra_bandwidth=1.0), TWO, [[3.0, 6.0]], "on demand"))
+    assert (result.seconds, result.busy, result.bubble) == (pytest.approx(9.0), (pytest.approx(9.0),), pytest.approx(0))
+
+
+def test_fetches_hide_behind_compute_but_for_the_first_of_each_pass() -> None:
+    # 2 ranks: half of 8 bytes at 4 bytes/s is 1 s a fetch. Forward 3 s a unit, backward 6 s.
+    cluster = Cluster(2, intra_bandwidth=4.0)
+    alone = Step(cluster, TWO, [[18.0], []], "on demand")
+    assert simulate_events(alone).transfer[0] == pytest.approx(2.0)
+    assert simulate_events(alone).seconds == pytest.approx(18 + 2 + 1)  # and the last push
+    late = Step(cluster, TWO, [[18.0], []], "on demand", prefetch=0)
+    assert simulate_events(late).transfer[0] == pytest.approx(4.0)
+
+
+def test_a_collective_waits_for_its_last_rank() -> None:
+    cluster = Cluster(2, intra_bandwidth=4.0)
+    result = simulate_events(Step(cluster, TWO, [[18.0], [6.0]], "collectives", prefetch=0))
+    # Rank 0: gather 1, 3, gather 1, 3, gather 1, 6, gather 1 (after the reduction: 1), 6, reduction 1.
+    assert result.seconds == pytest.approx(18 + 4 + 1 + 1)
+    assert result.busy == (pytest.approx(18.0), pytest.approx(6.0))
+
+
+def test_dummies_fill_up_counts_under_collectives_only() -> None:
+    model = even_model(2, 8.0, unit_seconds=0.5)
+    step = Step(Cluster(2), model, [[4.0, 4.0], [4.0]], "collectives")
+    assert simulate_events(step).microbatches == (2, 2)
+    assert simulate_events(step).busy[1] == pytest.approx(4.0 + 2 * 4 * 0.5)
+    assert simulate_events(Step(Cluster(2), model, step.seconds, "on demand")).microbatches == (2, 1)
+    assert simulate_events(Step(Cluster(2), model, [[4.0], []], "resident")).microbatches == (1, 1)
+
+
+def test_transfers_queue_at_an_owner_that_holds_all() -> None:
+    even = Cluster(4, intra_bandwidth=6.0)
+    single = Cluster(4, intra_bandwidth=6.0, owner_skew=4.0)
+    model = Model((Unit(8.0, 0.0, 1.0, kept=True),))
+    step = Step(even, model, [[1.0]] * 4, "on demand")
+    assert simulate_events(step).seconds == pytest.approx(1 + 1.0)  # 3/4 of 8 bytes, all at once
+    # The owner's link sends 3/4 * 8 bytes (its own rank needs none) to each of four, one after the other.
+    queued = simulate_events(Step(single, model, step.seconds, "on demand"))
+    assert queued.seconds == pytest.approx(1 + 4 * 1.0)
+    assert simulate(Step(single, model, step.seconds, "on demand")) == queued
+
+
+def test_dynamic_gives_the_next_microbatch_to_whoever_is_free() -> None:
+    step = Step(Cluster(2, slow={1: 3.0}), even_model(2, 1.0), [[1.0] * 8, []], "dynamic")
+    result = simulate_events(step)
+    assert result.microbatches == (6, 2)
+    assert result.seconds == pytest.approx(6.0)
+
+
+def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
+    cluster = Cluster(4, 2, intra_bandwidth=8.0, inter_bandwidth=2.0)
+    model = Model((Unit(8.0, 8.0, 1.0, kept=True),))
+    step = Step(cluster, model, [[3.0]] * 4, "on demand", within_node=True)
+    # Fetch and push: half of 8 bytes at 8 bytes/s. Then each rank exchanges half of its 4 bytes, twice, at 2 bytes/s.
+    assert simulate_events(step).seconds == pytest.approx(0.5 + 3 + 0.5 + 2 * 1.0)
+    full = simulate_events(Step(cluster, model, step.seconds, "on demand"))
+    assert full.transfer[0] == pytest.approx(8 / 2 / 2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": 6, "ranks_per_node": 4}, "divide"),
+        ({"ranks": 2, "intra_bandwidth": 0.0}, "intra_bandwidth"),
+        ({"ranks": 2, "intra_latency": -1.0}, "intra_latency"),
+        ({"ranks": 2, "collective": "star"}, "ring or tree"),
+        ({"ranks": 2, "owner_skew": 3.0}, "owner_skew"),
+        ({"ranks": 2, "slow": {2: 1.5}}, "rank 2"),
+    ],
+)
+def test_clusters_that_cannot_be(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Cluster(**fields)  # type: ignore[arg-type]
+
+
+def test_steps_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="2 ranks, the cluster has 3"):
+        Step(Cluster(3), TWO, [[1.0], []], "on demand")
+    with pytest.raises(ConfigError, match="finite"):
+        Step(Cluster(1), TWO, [[float("nan")]], "on demand")
+    with pytest.raises(ConfigError, match="prefetch"):
+        Step(Cluster(1), TWO, [[1.0]], "on demand", prefetch=2)
+    with pytest.raises(ConfigError, match="add up"):
+        Model((Unit(1.0, 1.0, 0.5),))

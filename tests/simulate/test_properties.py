@@ -1,0 +1,128 @@
+"""What must hold for any step, of either simulator: both agree (test_vectorised), so the fast one is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from _steps import TRANSPORTS, steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import lb_mini, lower_bound, quadratic
+from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan
+
+_few = settings(max_examples=50, deadline=None)
+
+
+def on_ranks(step: Step) -> list[float]:
+    """Compute of each rank without jitter, fixed times left out."""
+    slow = step.cluster.slowness()
+    return [sum(own) * slow[rank] for rank, own in enumerate(step.seconds)]
+
+
+def quiet(step: Step) -> Step:
+    """The same without jitter and without fixed times."""
+    model = replace(step.model, unit_seconds=0.0, optimizer_seconds=0.0)
+    return replace(step, cluster=replace(step.cluster, jitter=0.0), model=model)
+
+
+@pytest.mark.parametrize("transport", ["collectives", "resident", "on demand"])
+@_few
+@given(data=st.data())
+def test_never_below_the_longest_rank(transport: str, data: st.DataObject) -> None:
+    step = quiet(data.draw(steps(transport=transport)))
+    result = simulate(step)
+    assert result.seconds >= max(on_ranks(step)) * (1 - 1e-9)
+    assert 0 <= result.bubble < 1 + 1e-9
+    assert result.busy == pytest.approx(on_ranks(step))
+
+
+@_few
+@given(steps(transport="dynamic"))
+def test_dynamic_never_below_what_the_fastest_ranks_could_do(step: Step) -> None:
+    step = quiet(step)
+    slow = step.cluster.slowness()
+    work, longest = sum(map(sum, step.seconds)), max((s for own in step.seconds for s in own), default=0.0)
+    result = simulate(step)
+    assert result.seconds >= max(work / sum(1 / s for s in slow), longest * min(slow)) * (1 - 1e-9)
+    assert sum(result.microbatches) == sum(map(len, step.seconds))
+
+
+@_few
+@given(steps(free=True, transport="on demand"))
+def test_free_links_on_demand_take_the_longest_rank(step: Step) -> None:
+    step = quiet(step)
+    assert simulate(step).seconds == pytest.approx(max(on_ranks(step)))
+
+
+@_few
+@given(steps(free=True, transport="resident"))
+def test_free_links_resident_take_the_longest_rank_after_the_first_forward(step: Step) -> None:
+    step = replace(quiet(step), within_node=False)
+    forward, slow = step.model.forward, step.cluster.slowness()
+    first = [own[0] * forward * slow[rank] if own else 0.0 for rank, own in enumerate(step.seconds)]
+    result = simulate(step).seconds
+    assert result >= max(on_ranks(step)) * (1 - 1e-9)
+    assert result <= max(first) + max(on_ranks(step)) + 1e-9
+
+
+@_few
+@given(steps(free=True, transport="collectives"))
+def test_free_links_collectives_take_the_sum_of_maxima(step: Step) -> None:
+    step = replace(quiet(step), within_node=False)
+    slow = step.cluster.slowness()
+    count = max(map(len, step.seconds))
+    columns = [[own[m] * slow[r] if m < len(own) else 0.0 for r, own in enumerate(step.seconds)] for m in range(count)]
+    stepped = sum(map(max, columns))
+    # A unit of another rank may still run while the next is gathered: one unit of slack at each unit's end is all that
+    # fetching ahead gives away, and none of it without.
+    if step.prefetch == 0:
+        assert simulate(step).seconds == pytest.approx(stepped)
+    else:
+        assert max(on_ranks(step)) * (1 - 1e-9) <= simulate(step).seconds <= stepped * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@_few
+@given(data=st.data())
+def test_names_of_ranks_change_nothing(transport: str, data: st.DataObject) -> None:
+    """Ranks of one node change places with what they have to do; without jitter, which is drawn by place."""
+    step = data.draw(steps(transport=transport))
+    cluster = replace(step.cluster, jitter=0.0)
+    node = cluster.node
+    order = [n * node + place for n in range(cluster.nodes) for place in data.draw(st.permutations(range(node)))]
+    moved = replace(
+        step,
+        cluster=replace(cluster, slow={at: cluster.slow.get(rank, 1.0) for at, rank in enumerate(order)}),
+        seconds=[step.seconds[rank] for rank in order],
+    )
+    before, after = simulate(replace(step, cluster=cluster)), simulate(moved)
+    if transport != "dynamic" or not cluster.slow:  # who of two free ranks takes a job is decided by their order
+        assert after.seconds == pytest.approx(before.seconds)
+    if transport != "dynamic":
+        assert after.busy == pytest.approx([before.busy[rank] for rank in order])
+
+
+@_few
+@given(steps(transport="on demand"), st.floats(1.0, 10.0))
+def test_slower_links_never_help(step: Step, factor: float) -> None:
+    slower = replace(step.cluster, intra_bandwidth=step.cluster.intra_bandwidth / factor)
+    assert simulate(replace(step, cluster=slower)).seconds >= simulate(step).seconds * (1 - 1e-9)
+
+
+@_few
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))
+def test_no_arm_beats_the_bound_of_its_samples(lengths: list[int], ranks: int) -> None:
+    cost = quadratic(1.0, 0.01)
+    cluster = Cluster(ranks, intra_bandwidth=1e3, intra_latency=0.01)
+    bound = lower_bound([cost(length) for length in lengths], ranks)
+    for arm in ARMS.values():
+        plan = arm.plan(lengths, ranks, 1000, cost, 0)
+        assert simulate_plan(plan, arm, cluster, even_model(2, 10.0)).seconds >= bound * (1 - 1e-9)
+
+
+def test_the_plan_of_lb_mini_on_free_links_takes_its_longest_rank() -> None:
+    plan = lb_mini([50, 900, 300, 20, 700, 10], 3, 1000)
+    for name in ("odc", "odc-hybrid"):
+        assert simulate_plan(plan, ARMS[name], Cluster(3), even_model(4, 1.0)).seconds == pytest.approx(plan.longest)

@@ -1,0 +1,70 @@
+"""The reproduction: what a row says, and the page that is in docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from odc.simulate.published import CELLS, FIGURES
+from odc.simulate.reproduce import Studies, page, reproduce
+from odc.simulate.statements import STATEMENTS
+from odc.simulate.study import Study, study
+
+PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
+
+
+def test_each_figure_is_one_that_its_cell_simulates() -> None:
+    for figure in FIGURES:
+        assert {figure.arm, figure.base if figure.kind == "speedup" else figure.arm} <= set(CELLS[figure.cell].arms)
+        assert figure.why
+
+
+def test_rows_follow_one_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {cell: scenario.with_(ranks=2, model="qwen2.5-1.5b") for cell, scenario in CELLS.items()}
+    monkeypatch.setattr("odc.simulate.reproduce.CELLS", small)
+    monkeypatch.setattr("odc.simulate.reproduce.STATEMENTS", ())
+    rows = reproduce(1, 0, lambda text: None)
+    assert len(rows) == len(FIGURES)
+    for row, figure in zip(rows, FIGURES, strict=True):
+        ours = float(row.ours.rstrip("x%")) / (100 if figure.kind == "bubble" else 1)
+        off = max(figure.low - ours, ours - (figure.high or figure.low))
+        if abs(off - 0.05) > 0.006:  # beyond what two digits can tell
+            assert row.agrees == (off < 0.05)
+        least, most = (float(end.rstrip("x%")) for end in row.spread.split(" to "))
+        assert least <= float(row.ours.rstrip("x%")) <= most
+    text = page(rows, 1, 0)
+    assert f"**{sum(row.agrees for row in rows)} of {len(rows)} agree**" in text
+    assert text.count("\n| ") >= len(rows) + len(CELLS)
+
+
+def test_statements_look_at_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trends hold for studies that have them, and fail for ones that do not."""
+    flat = study(CELLS["1.5B LongAlign"].with_(minibatches=1, ranks=2, samples_per_rank=1))
+    ratio = flat["fsdp2"].step_s / flat["odc"].step_s
+
+    def always(cell: str, **changes: object) -> Study:
+        return flat
+
+    for statement in STATEMENTS:
+        if "gain by" in statement.what and statement.published != "peaks at a moderate minibatch":
+            ours, holds = statement.check(always)
+            assert not holds
+            assert ours.count(f"{ratio:.2f}x") == len(re.findall(r": \d", ours))
+
+
+def test_studies_are_simulated_once() -> None:
+    said: list[str] = []
+    studies = Studies(1, 0, said.append)
+    first = studies("1.5B LongAlign", samples_per_rank=1, ranks=2)
+    assert studies("1.5B LongAlign", ranks=2, samples_per_rank=1) is first
+    assert len(said) == 1
+
+
+def test_the_page_in_docs_has_every_row() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| (?:yes|\*\*no\*\*) \|$", text, re.MULTILINE)
+    assert len(rows) == len(FIGURES) + len(STATEMENTS)
+    agree = sum(row.endswith("| yes |") for row in rows)
+    assert f"**{agree} of {len(rows)} agree**" in text
