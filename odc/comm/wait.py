@@ -115,11 +115,24 @@ class Waiter:
         )
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
-        rank = self._geometry.ranks[member]
+        rank, culprit = self._geometry.ranks[member], self._geometry.ranks[self._last_waited_for(member)]
+        itself = f", and waits itself for rank {culprit}" if culprit != rank else ""
         said = (
             f"{self._me()}, waiting for {what}: rank {rank} has not called into odc for "
-            f"{self._space.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done}); "
-            "raise Settings.timeout_s if it is only slow"
+            f"{self._space.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
+            f"{itself}; raise Settings.timeout_s if it is only slow"
         )
-        abort(self._space, said, rank, self._geometry.others())  # or others would blame this rank, which ends now
-        raise WaitTimeoutError(said, culprit=rank)
+        abort(self._space, said, culprit, self._geometry.others())  # or others would blame this rank, which ends now
+        raise WaitTimeoutError(said, culprit=culprit)
+
+    def _last_waited_for(self, member: int) -> int:
+        """Whom the member waits for, and that one in turn, and so on: deadlines of one cause may run out together."""
+        seen = {self._geometry.me, member}
+        while self._space.heap.attached(member):
+            rank = self._space.board(member).load(Word.WAITING) - 1
+            following = self._geometry.ranks.index(rank) if rank in self._geometry.ranks else member
+            if following in seen:
+                break
+            seen.add(following)
+            member = following
+        return member

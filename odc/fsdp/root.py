@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from odc.comm import Geometry, Gradient, Space, State, UnitSpec, Verbs, Waiter, Word, accumulator_dtype
+from odc.comm.wait import read_reason
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.fetcher import Fetch, Fetcher
@@ -69,6 +70,7 @@ class Root:
         service = Service(self.identity, self.space)
         server = daemon(self.rank)
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
+        rendezvous.on_failure = service.abort
         server.serve(service)
         self.fetcher = Fetcher(self.verbs, self.settings.prefetch)
         self.sender = Sender(self.verbs, self.settings.push_overlap)
@@ -133,6 +135,8 @@ class Root:
 def _leave(pid: int, verbs: Verbs, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender) -> None:
     if os.getpid() != pid:
         return  # a forked child (DataLoader worker) drops its copy; the heap and its words are still the rank's
+    if verbs.board.load(Word.ABORT):
+        rendezvous.tell(read_reason(verbs.space, verbs.geometry.me), verbs.board.load(Word.ABORT) - 1)
     verbs.board.store(Word.LEFT, 1)
     daemon(service.rank).dismiss(service)
     fetcher.close()

@@ -2,11 +2,14 @@
 
 Chose the key-value store that the mesh was built with (get and set of own keys; no barrier, no collective) over a
 gathering of addresses: a rank attaches to a peer when it first needs it, and a subgroup never needs the world. The
-announcement carries what the layouts must agree on, so that a mismatch is told on both sides even if one has gone.
+announcement carries what the layouts must agree on, so that a mismatch is told on both sides even if one has gone. For
+the same reason a rank whose job was aborted leaves the reason in the store: who comes too late to attach blames the
+culprit, and not the messenger.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,6 +36,10 @@ def _ignore(member: int, pid: int) -> None:
     return
 
 
+def _nobody(reason: str, culprit: int) -> None:
+    return
+
+
 def _left(doing: str) -> None:
     raise OdcError(f"this root has left the job ({doing})")
 
@@ -55,6 +62,7 @@ class Rendezvous:
         self._timeout_s, self._aborted = timeout_s, aborted
         self.bells: dict[int, int] = {}  # member -> eventfd of its daemon
         self.on_attach: Callable[[int, int], None] = _ignore  # member, pid
+        self.on_failure: Callable[[str, int], None] = _nobody  # reason, culprit: tells the peers attached so far
         self._own: dict[str, Any] = {}
 
     def announce(self, door: str, token: str, digest: str, units: list[list[str]], settings: str = "") -> None:
@@ -73,6 +81,37 @@ class Rendezvous:
             LayoutMismatchError: its heap is laid out otherwise.
             PeerLostError: it is gone.
         """
+        try:
+            return self._connect(member)
+        except PeerLostError as error:
+            told = self._told(member)
+            failure = error if told is None else told
+            self.on_failure(str(failure), self._geometry.ranks[member] if failure.culprit is None else failure.culprit)
+            raise failure from error
+        except OdcError as error:
+            self.on_failure(str(error), self._geometry.ranks[member] if error.culprit is None else error.culprit)
+            raise
+
+    def tell(self, reason: str, culprit: int) -> None:
+        """Leave why the job was aborted for peers that have not attached yet; best effort, never raises."""
+        with contextlib.suppress(RuntimeError, OSError):  # the store may have gone with the culprit
+            self._store.set(self._key(self._geometry.me) + "/aborted", json.dumps([culprit, reason]))
+
+    def _told(self, member: int) -> PeerLostError | None:
+        """What the member left by `tell`, as an error."""
+        key = self._key(member) + "/aborted"
+        try:
+            if not self._store.check([key]):
+                return None
+            culprit, reason = json.loads(self._store.get(key))
+        except (RuntimeError, OSError):
+            return None
+        rank, me = self._geometry.ranks[member], self._geometry.ranks[self._geometry.me]
+        return PeerLostError(
+            f"rank {me}, attaching to rank {rank}: the job was aborted by rank {culprit}: {reason}", culprit=culprit
+        )
+
+    def _connect(self, member: int) -> Attachment:
         rank, me = self._geometry.ranks[member], self._geometry.ranks[self._geometry.me]
         said = self._await_announcement(member, rank, me)
         if said["digest"] != self._own["digest"]:
@@ -154,5 +193,5 @@ class Rendezvous:
         for fd in self.bells.values():
             os.close(fd)
         self.bells.clear()
-        self.on_attach = _ignore
+        self.on_attach, self.on_failure = _ignore, _nobody
         self._aborted = _left

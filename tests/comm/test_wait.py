@@ -86,6 +86,27 @@ def test_a_deadline_ends_the_job_everywhere_and_blames_the_stuck_rank(crew: Crew
     assert told.value.culprit == 16
 
 
+def test_a_peer_that_waits_itself_is_not_to_blame(crew: Crew, waiter: Waiter, clock: Clock) -> None:
+    """Everybody's deadline may run out at the same moment, for one rank's sake."""
+    crew.spaces[2].board(2).store(Word.WAITING, 1 + 13)
+    with pytest.raises(
+        WaitTimeoutError, match="rank 16 has not called .*, and waits itself for rank 13; raise"
+    ) as caught:
+        waiter.until(never, 2, "rank 16 to publish epoch 7")
+    assert caught.value.culprit == 13
+    assert [space.board(member).load(Word.ABORT) for member, space in enumerate(crew.spaces)] == [1 + 13] * 3
+
+
+@pytest.mark.parametrize("waits_for", [10, 16, 99])
+def test_ranks_that_wait_for_each_other_or_for_none_of_these_end_the_search(
+    waits_for: int, crew: Crew, waiter: Waiter, clock: Clock
+) -> None:
+    crew.spaces[2].board(2).store(Word.WAITING, 1 + waits_for)
+    with pytest.raises(WaitTimeoutError) as caught:
+        waiter.until(never, 2, "rank 16 to publish epoch 7")
+    assert caught.value.culprit == 16
+
+
 def test_progress_of_the_peer_starts_the_deadline_anew(crew: Crew, waiter: Waiter, clock: Clock) -> None:
     board = crew.spaces[1].board(1)
     steps = itertools.count(1)

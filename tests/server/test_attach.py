@@ -13,7 +13,7 @@ from _doors import served
 from _members import BF16, F32, Layout, units_of
 from _ranks import RankPool
 
-from odc.comm import Geometry, Space
+from odc.comm import Geometry, Space, Word
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.memory import ShmHeap
 from odc.server import Daemon, Rendezvous, Service, summary
@@ -289,3 +289,24 @@ def attach_and_look(rank: int, world: int) -> list[float]:
 
 def test_a_subgroup_of_processes_attaches_without_the_rest(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(3).run(attach_and_look) == [[], [1.0, 2.0], [1.0, 2.0]]
+
+
+def test_who_comes_too_late_blames_the_culprit_and_not_the_messenger(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    left.meet.on_failure = left.service.abort
+    right.meet.tell("rank 7 died before its first minibatch", 7)
+    right.daemon.close()
+    with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: .* by rank 7: rank 7 died") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 7
+    assert left.space.board(0).load(Word.ABORT) == 1 + 7, "peers of this rank learn of it too"
+
+
+def test_a_rank_that_cannot_attach_tells_those_it_has_attached_to(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    left.meet.on_failure = left.service.abort
+    right.daemon.close()
+    with pytest.raises(PeerLostError, match="its server does not answer") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 13
+    assert left.space.board(0).load(Word.ABORT) == 1 + 13
