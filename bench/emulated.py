@@ -31,6 +31,7 @@ from bench._report import store
 from bench._units import drop
 from odc import Settings
 from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.simulate.lengths import Lognormal
 from odc.train.arms import ARMS
 
 RANKS, UNITS, WIDTH, PER_RANK = 8, 4, 128, 4
@@ -53,22 +54,8 @@ BASE, BEST = "fsdp2, LB-Micro", "odc, LB-Mini"
 
 def draw_lengths(count: int, rng: random.Random) -> list[int]:
     """Lognormal lengths clipped at CAP whose clipped mean is MEAN."""
-    return [min(CAP, max(16, int(math.exp(_location() + SIGMA * rng.gauss(0, 1))))) for _ in range(count)]
-
-
-def _location() -> float:
-    """The lognormal's location, by bisection on the closed form of the clipped mean."""
-    low, high = 0.0, math.log(CAP)
-    for _ in range(60):
-        middle = (low + high) / 2
-        z = (math.log(CAP) - middle) / SIGMA
-        clipped = math.exp(middle + SIGMA**2 / 2) * _phi(z - SIGMA) + CAP * (1 - _phi(z))
-        low, high = (middle, high) if clipped < MEAN else (low, middle)
-    return low
-
-
-def _phi(z: float) -> float:
-    return (1 + math.erf(z / math.sqrt(2))) / 2
+    location = Lognormal(MEAN, CAP, SIGMA).location
+    return [min(CAP, max(16, int(math.exp(location + SIGMA * rng.gauss(0, 1))))) for _ in range(count)]
 
 
 class _Sleep(torch.autograd.Function):

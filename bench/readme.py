@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench._report import table
+from odc.train.table import between_passes
+
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 _BEGIN, _END = "<!-- measured:begin (made by `python -m bench.readme`) -->", "<!-- measured:end -->"
-_MIB = 1 << 20
 
 
 def section(results: Path = RESULTS) -> str:
@@ -55,27 +57,29 @@ def _demo(demo: dict[str, Any]) -> str:
         ("step, s (median)", lambda arm: f"{arm['step_s']['median']:.2f}"),
         ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
         ("bubble, bound for any plan", lambda arm: f"{arm['plan']['bound']:.1%}"),
-        ("memory between microbatches, MiB", _held),
+        ("memory between microbatches, MiB", between_passes),
         ("largest loss gap to fsdp2", lambda arm: f"{arm['loss']['largest_difference']:.0e}".replace("0e+00", "0")),
     ]
-    lines = [_row("", *arms), _row(*["---"] * (len(arms) + 1))]
-    lines += [_row(name, *(cell(arm) for arm in arms.values())) for name, cell in rows]
+    lines = [{"": name, **{arm: cell(figures) for arm, figures in arms.items()}} for name, cell in rows]
     steps = demo["job"]["steps"] - demo["skipped_steps"]
     head = (
         f"**The demo, measured**: {demo['job']['ranks']} ranks, {steps} steps, each the median of {demo['repeats']} "
         "interleaved runs (`odc compare --demo --repeats 5`):"
     )
-    return head + "\n\n" + "\n".join(lines)
-
-
-def _held(arm: dict[str, Any]) -> str:
-    return "-" if arm["held_bytes"] is None else f"{(arm['held_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"
+    return f"{head}\n\n{table(lines)}"
 
 
 def _emulated(emulated: dict[str, Any]) -> str:
     rows = emulated["rows"]
-    lines = [_row("arm", "step, s", "speed-up", "bubble"), _row(*["---"] * 4)]
-    lines += [_row(r["arm"], f"{r['step_s']:.1f}", f"{r['speed-up']:.2f}", f"{r['bubble']:.0%}") for r in rows]
+    lines = [
+        {
+            "arm": row["arm"],
+            "step, s": f"{row['step_s']:.1f}",
+            "speed-up": f"{row['speed-up']:.2f}",
+            "bubble": f"{row['bubble']:.0%}",
+        }
+        for row in rows
+    ]
     control = emulated["control"][-1]
     head = (
         "**Eight ranks, emulated**: compute is slept, communication is real; LongAlign-like lengths, 4 samples a rank "
@@ -83,7 +87,7 @@ def _emulated(emulated: dict[str, Any]) -> str:
         "times as long as `odc`. The first row is LB-Micro as published, with equal samples a rank; ours balances "
         "sample counts too:"
     )
-    return head + "\n\n" + "\n".join(lines)
+    return f"{head}\n\n{table(lines)}"
 
 
 def _verbs(fetch: dict[str, Any], push: dict[str, Any]) -> str:
@@ -96,21 +100,21 @@ def _verbs(fetch: dict[str, Any], push: dict[str, Any]) -> str:
     def pushed(mode: str) -> list[str]:
         return [f"{_find(push, accumulate=mode, chunk_MiB=s, dtype='float32')['ratio']:.2f}" for s in sizes]
 
-    lines = [_row("", *(f"{size} MiB" for size in sizes)), _row(*["---"] * 5)]
-    lines += [
-        _row("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
-        _row("the same where every page is fresh", *fetched(lambda r: r["ratio"], "fresh")),
-        _row("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
-        _row("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
-        _row("push until the server has added it, share of a local `add_`", *pushed("server")),
-        _row('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
+    cells = [
+        ("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
+        ("the same where every page is fresh", *fetched(lambda r: r["ratio"], "fresh")),
+        ("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
+        ("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
+        ("push until the server has added it, share of a local `add_`", *pushed("server")),
+        ('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
     ]
+    lines = [dict(zip(("", *(f"{size} MiB" for size in sizes)), row, strict=True)) for row in cells]
     head = (
         "**Fetch and push, measured** (`make bench`; fp32, all rows and commands in `bench/results`). A fetch copies "
         "at memcpy's speed; what small units lose is the bookkeeping for each parameter, most of it torch's own, which "
         "FSDP2 pays too:"
     )
-    return head + "\n\n" + "\n".join(lines)
+    return f"{head}\n\n{table(lines)}"
 
 
 def _overlap(overlap: dict[str, Any]) -> str:
@@ -131,10 +135,6 @@ def _find(result: dict[str, Any], **wanted: object) -> dict[str, Any]:
     found: list[dict[str, Any]] = [r for r in result["rows"] if all(r[key] == value for key, value in wanted.items())]
     (row,) = found
     return row
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

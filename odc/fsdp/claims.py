@@ -34,9 +34,9 @@ class Claims(Iterator[dict[str, torch.Tensor]]):
         rank = verbs.geometry.ranks[verbs.geometry.me]
         if not explicit:
             raise OdcError(f"rank {rank}: claim() outside of `with model.minibatch():`, which ends when all ranks have")
-        self._verbs, self._queue = verbs, queue_of(verbs)
+        self._verbs = verbs
         self.number = self.rank = -1
-        self._queue.offer(mine, costs)
+        queue_of(verbs).offer(mine, costs)
 
     def __next__(self) -> dict[str, torch.Tensor]:
         begin = recorder().now()

@@ -83,13 +83,12 @@ class Rendezvous:
         """
         try:
             return self._connect(member)
-        except PeerLostError as error:
-            told = self._told(member)
-            failure = error if told is None else told
-            self.on_failure(str(failure), self._geometry.ranks[member] if failure.culprit is None else failure.culprit)
-            raise failure from error
         except OdcError as error:
-            self.on_failure(str(error), self._geometry.ranks[member] if error.culprit is None else error.culprit)
+            told = self._told(member) if isinstance(error, PeerLostError) else None
+            failure = told or error
+            self.on_failure(str(failure), self._geometry.ranks[member] if failure.culprit is None else failure.culprit)
+            if told is not None:
+                raise told from error
             raise
 
     def tell(self, reason: str, culprit: int) -> None:

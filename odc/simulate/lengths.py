@@ -7,7 +7,6 @@ the data: widths are assumptions, named below.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from odc.balance.lengths import read_elements
 from odc.errors import ConfigError, DataError
 
 
@@ -90,8 +90,8 @@ NAMED: dict[str, Lognormal] = {
 def lengths_named(source: str) -> Lengths:
     """The distribution called `source`, or the lengths in that file or datasets folder.
 
-    A file holds one length a line (`.txt`), a JSON list (`.json`), or JSON lines (`.jsonl`) of numbers or of objects
-    with `length`, `num_tokens` or `input_ids`. A folder saved by Hugging Face datasets has such a column.
+    A file is anything that `odc.balance.lengths` reads, of numbers or of objects with `length`, `num_tokens` or
+    `input_ids`. A folder saved by Hugging Face datasets has such a column.
 
     Raises:
         ConfigError: neither a name nor a path that is there.
@@ -103,20 +103,12 @@ def lengths_named(source: str) -> Lengths:
     if not path.exists():
         raise ConfigError(f"lengths: {source!r} is neither a file nor one of {', '.join(NAMED)}")
     try:
-        lengths = _from_datasets(path) if path.is_dir() else _from_file(path)
+        lengths = _from_datasets(path) if path.is_dir() else [_length(row) for row in read_elements(path)]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no lengths: {error}") from error
     if not lengths or min(lengths) < 1:
         raise DataError(f"{path}: there must be lengths, all 1 or more")
     return Sample(tuple(lengths))
-
-
-def _from_file(path: Path) -> list[int]:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        return [_length(row) for row in json.loads(text)]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return [_length(json.loads(line)) for line in lines]
 
 
 def _from_datasets(path: Path) -> list[int]:

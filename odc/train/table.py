@@ -61,7 +61,7 @@ def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
     rows += [
         (None, str),
         ("peak memory, MiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
-        ("  between passes", _held),
+        ("  between passes", between_passes),
         (None, str),
         ("final loss", lambda arm: f"{arm['loss']['final']:.6f}"),
         ("  largest gap", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
@@ -75,7 +75,8 @@ def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
     return lambda arm: f"{arm['breakdown'][category]['median'] * 1e3:,.0f}"
 
 
-def _held(arm: dict[str, Any]) -> str:
+def between_passes(arm: dict[str, Any]) -> str:
+    """MiB that the arm holds between two microbatches, above what was there before its model."""
     if arm["held_bytes"] is None:
         return "-"
     return f"{(arm['held_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"
