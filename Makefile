@@ -31,7 +31,8 @@ test: $(READY)  ## run the tests
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
 
