@@ -21,13 +21,14 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset({"balance", "cli", "comm", "fsdp", "memory", "server", "simulate", "trace", "train"})
+ALL = frozenset({"balance", "cli", "comm", "fsdp", "memory", "microbatch", "server", "simulate", "trace", "train"})
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
     "balance": frozenset(),
     "trace": frozenset(),
     "memory": frozenset(),
+    "microbatch": frozenset({"trace"}),
     "comm": frozenset({"memory", "trace"}),
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
