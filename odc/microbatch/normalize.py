@@ -90,9 +90,7 @@ class LossNormalizer:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(proxy, int) or isinstance(proxy, bool) or not 0 < proxy < 1 << 40:
-            raise ConfigError(
-                f"proxy must be a whole number below 2^40, about what a minibatch counts, not {proxy!r}"
-            )
+            raise ConfigError(f"proxy must be a whole number below 2^40, about what a minibatch counts, not {proxy!r}")
         if not 0 < grad_scale < math.inf:
             raise ConfigError(f"grad_scale must be positive, not {grad_scale!r}")
         self.proxy, self.grad_scale = proxy, grad_scale
@@ -118,8 +116,8 @@ class LossNormalizer:
         if divisor not in (None, self._divisor):
             raise UnsupportedError(
                 f"rank {recorder().rank}: a loss over {divisor!r} beside one over {self._divisor!r}: one rescale at "
-                "the minibatch's end cannot divide both. Run it in a minibatch of its own and add the gradients, or weight "
-                f"it per {self._divisor}"
+                "the minibatch's end cannot divide both. Run it in a minibatch of its own and add the gradients, or "
+                f"weight it per {self._divisor}"
             )
         if loss_sum.numel() != 1:
             raise ValueError(f"loss_sum must be a scalar, not of shape {tuple(loss_sum.shape)}")
@@ -202,8 +200,8 @@ class LossNormalizer:
         # Sums of whole numbers are exact. The digest is for the rank whose proxy is the mean of unequal ones.
         if proxies != ranks * self.proxy or digests != ranks * digest:
             raise OdcError(
-                f"rank {recorder().rank} (epoch {recorder().epoch}) scaled its losses by 1/{self.proxy}, others did not: "
-                f"the mean of their proxies is {proxies / ranks:g}; it must be the same on every rank"
+                f"rank {recorder().rank} (epoch {recorder().epoch}) scaled its losses by 1/{self.proxy}, others did "
+                f"not: the mean of their proxies is {proxies / ranks:g}; it must be the same on every rank"
             )
         return ranks, sums
 
