@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench._crew import Crew, held
-from bench._report import store
-from bench._units import drop
 from bench.emulated import CAP, COST, MEAN, WIDTH, Model, draw_lengths
 from odc import Settings
 from odc.balance import Plan
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
+from odc.bench.units import drop
 from odc.train.arms import ARMS
 
 COMPARED = ("odc", "odc-dynamic")
