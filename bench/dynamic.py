@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench._crew import Crew, held
-from bench._report import store
-from bench._units import drop
 from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
 from odc.balance import Plan
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
+from odc.bench.units import drop
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench._crew import Crew, held
-from bench._report import store
-from bench._units import drop
 from odc import Settings
 from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
+from odc.bench.units import drop
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench._report import table
+from odc.bench.report import table
 from odc.train.table import between_passes
 
 RESULTS = Path(__file__).parent / "results"

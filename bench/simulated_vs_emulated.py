@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench._crew import Crew
-from bench._report import store
 from bench.emulated import COST, REGIMES, TABLE, UNITS, Run, draw_minibatches, measure
 from odc.balance import Plan
+from odc.bench.crew import Crew
+from odc.bench.report import store
 from odc.simulate import Cluster, Model, Step, Unit, simulate
 from odc.train.arms import ARMS, Transport
 

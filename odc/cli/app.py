@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from odc.cli.bench import bench
 from odc.cli.compare import compare
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
@@ -30,6 +31,7 @@ app.command()(train)
 app.command()(compare)
 app.command()(plan)
 app.command()(simulate)
+app.command()(bench)
 
 
 @app.command()

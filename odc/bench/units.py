@@ -6,13 +6,16 @@ parameter, and a unit of one would hide that.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench._crew import held
+from odc.bench.crew import held
+from odc.settings import Settings
 
 MIB = 1 << 20
 _MATRICES = 7
@@ -37,7 +40,10 @@ class Unit(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Touches every parameter; a gradient of ones for each."""
-        return x + sum(weight.sum() for weight in self.weights)
+        total = x
+        for weight in self.weights:
+            total = total + weight.sum()
+        return total
 
 
 def policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -45,22 +51,40 @@ def policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-def build(
-    arm: Literal["odc", "fsdp2"], nbytes: int, compute: torch.dtype, shape: Shape = "block", settings: Any = None
-) -> None:
-    """Put a sharded unit of `nbytes` bytes in `compute` into `held.module`, stored in fp32. On every rank."""
-    drop()
+def sharded_by(
+    arm: Literal["odc", "fsdp2"],
+    nbytes: int,
+    compute: torch.dtype,
+    shape: Shape,
+    settings: Settings | None,
+    device: str,
+) -> nn.Module:
+    """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. On every rank."""
     torch.manual_seed(0)
-    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape)
+    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     if arm == "odc":
         from odc.fsdp import fully_shard
 
-        fully_shard(module, mp_policy=policy(compute), settings=settings)
+        fully_shard(module, mesh=mesh, mp_policy=policy(compute), settings=settings)
     else:
         from torch.distributed.fsdp import fully_shard as collective
 
-        collective(module, mp_policy=policy(compute))
-    held.module = module
+        collective(module, mesh=mesh, mp_policy=policy(compute))
+    return module
+
+
+def build(
+    arm: Literal["odc", "fsdp2"],
+    nbytes: int,
+    compute: torch.dtype,
+    shape: Shape = "block",
+    settings: Settings | None = None,
+    device: str = "cpu",
+) -> None:
+    """Put a unit as of `sharded_by` into `held.module`, in the place of what was held. On every rank."""
+    drop()
+    held.module = sharded_by(arm, nbytes, compute, shape, settings, device)
 
 
 def drop() -> None:

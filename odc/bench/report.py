@@ -5,6 +5,7 @@ Chose one small JSON a benchmark over pytest-benchmark's own file, which names t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,34 +30,55 @@ def machine() -> dict[str, Any]:
                 model = line.split(":", 1)[1].strip()
                 break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = {}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        devices = {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        }
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release().split("-")[0],
         "load_1min_at_end": round(os.getloadavg()[0], 2),
+        **devices,
     }
 
 
 def versions() -> dict[str, str]:
-    """Of what a figure depends on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        odc = version("odc-fsdp")
-    except PackageNotFoundError:
-        odc = "source"
-    return {"python": platform.python_version(), "torch": torch.__version__, "odc-fsdp": odc}
+    """Of what a figure depends on; what is not installed is left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "odc-fsdp": "source"}
+    for package in ("odc-fsdp", "numpy", "numba", "triton", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def command() -> str:
     """How this process was started, without paths of this machine."""
     if "pytest" in sys.argv[0]:
         head = "python -m pytest"
+    elif Path(sys.argv[0]).name == "odc":
+        head = "odc"
     else:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         head = f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0])}"
     return "OMP_NUM_THREADS=1 " + shlex.join([*head.split(), *sys.argv[1:]])
+
+
+def facts() -> dict[str, Any]:
+    """What a stored result says of how it was made."""
+    return {
+        "command": command(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
@@ -82,15 +105,7 @@ def _cell(value: Any) -> str:
 
 def store(folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Print the table and write `<folder>/<name>.json` and `.md`."""
-    result = {
-        "title": title,
-        "command": command(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-        **more,
-        "rows": list(rows),
-    }
+    result = {"title": title, **facts(), **more, "rows": list(rows)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in {**result["machine"], **result["versions"]}.items())

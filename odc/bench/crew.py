@@ -4,7 +4,8 @@ Chose to measure in the benchmark's own process over measuring in a child: what 
 itself, not a message about it. Children follow commands over a pipe (a module-level function and its arguments, pickled
 by name), so both sides of a collective run the same function. Every rank computes on one thread.
 
-A child ends when its pipe closes, and the kernel kills it should the benchmark die: nothing is left behind.
+A child ends when its pipe closes, and the kernel kills it should the benchmark die: nothing is left behind. On CUDA
+ranks take the devices in turn; several share one where there are fewer, which NCCL refuses, so then only gloo is there.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class Crew:
     Args:
         world: ranks, this process included.
         timeout_s: that one command may take.
+        device: "cpu" or "cuda".
     """
 
-    def __init__(self, world: int, timeout_s: float = 120.0) -> None:
-        self.world, self._timeout_s = world, timeout_s
+    def __init__(self, world: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
+        self.world, self.device, self._timeout_s = world, device, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="odc-bench-")
         self._broken = False  # a rank failed: the others may wait for it, nobody can leave in good order
         self._pipes: list[Connection] = []
@@ -49,15 +51,15 @@ class Crew:
         context = multiprocessing.get_context("spawn")
         store = os.path.join(self._folder.name, "store")
         try:
-            timeout_s = self._timeout_s
             for rank in range(1, self.world):
                 ours, theirs = context.Pipe()
-                child = context.Process(target=_follow, args=(theirs, os.getpid(), rank, self.world, store, timeout_s))
+                args = (theirs, os.getpid(), rank, self.world, store, self._timeout_s, self.device)
+                child = context.Process(target=_follow, args=args)
                 child.start()
                 theirs.close()
                 self._pipes.append(ours)
                 self._children.append(child)
-            _join(0, self.world, store, timeout_s)
+            _join(0, self.world, store, self._timeout_s, self.device)
         except BaseException:
             self._end(kill=True)
             raise
@@ -124,32 +126,42 @@ class Crew:
         return [mine, *self.finish()]
 
 
-def _join(rank: int, world: int, store: str, timeout_s: float) -> None:
-    from odc.fsdp import registry
+def _join(rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
+    from odc.fsdp.registry import forget_calls
 
-    registry._calls.clear()  # heaps are named by the order of construction; this process may have had a crew before
+    forget_calls()  # heaps are named by the order of construction; this process may have had a crew before
     torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world <= torch.cuda.device_count():
+            backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def meet() -> None:
+    """Return once every rank of the crew has called it."""
+    dist.all_reduce(torch.zeros(1))  # on the CPU: always gloo
 
 
 def _leave() -> None:
     """Leave odc while every peer still lives; the group is destroyed after that."""
     from odc.fsdp import shutdown
 
-    dist.barrier()
+    meet()
     vars(held).clear()
     shutdown()
-    dist.barrier()
+    meet()
 
 
-def _follow(pipe: Connection, parent: int, rank: int, world: int, store: str, timeout_s: float) -> None:
+def _follow(pipe: Connection, parent: int, rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides when it ends
     if os.getppid() != parent:
         return
-    _join(rank, world, store, timeout_s)
+    _join(rank, world, store, timeout_s, device)
     while True:
         try:
             function, args = pipe.recv()
