@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "comm": frozenset({"kernels", "memory", "trace"}),
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
+    "handover": frozenset({"fsdp", "server", "comm", "memory"}),
     "simulate": frozenset({"balance", "trace"}),
     "bench": ALL - {"cli", "simulate", "train"},
     "train": ALL - {"bench", "cli", "simulate"},
