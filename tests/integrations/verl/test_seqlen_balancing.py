@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import warnings
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from _verl import import_verl, needs_verl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +15,9 @@ from odc.errors import PlanError
 from odc.integrations.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
 from odc.integrations.verl.seqlen_balancing import WORKLOAD
 
-needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: make test-integrations")
 
-
-def verls_own() -> ModuleType:
-    """`verl.utils.seqlen_balancing`; importing verl takes seconds and warns of what is not ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("verl.utils.seqlen_balancing")
+def verls_own() -> Any:
+    return import_verl("verl.utils.seqlen_balancing")
 
 
 def longest(costs: list[float], parts: list[list[int]]) -> float:
@@ -171,8 +163,7 @@ def test_microbatches_as_few_and_as_even_as_verls(size: int) -> None:
 
 def _counts(rank: int, world: int, lengths: list[list[int]]) -> list[int | str]:
     """How many microbatches verl makes of a rank's samples, and how many we make; or the errors."""
-    own: Any = verls_own()
-    own.get_device_name = lambda: "cpu"  # it falls back to CUDA
+    own = verls_own()
     found: list[int | str] = []
     for function in (own.rearrange_micro_batches, rearrange_micro_batches):
         try:
