@@ -21,11 +21,12 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset({"balance", "cli", "comm", "fsdp", "memory", "server", "simulate", "trace", "train"})
+ALL = frozenset({"balance", "cli", "comm", "eval", "fsdp", "memory", "server", "simulate", "trace", "train"})
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
     "balance": frozenset(),
+    "eval": frozenset(),
     "trace": frozenset(),
     "memory": frozenset(),
     "comm": frozenset({"memory", "trace"}),
