@@ -70,7 +70,7 @@ def _one_fails(rank: int, world: int) -> Any:
             while rank == 2:
                 layer(torch.zeros(1, 1))
     except (KeyError, PeerLostError) as error:
-        left = [hook for hook in layer._forward_pre_hooks]
+        left = list(layer._forward_pre_hooks)
         return type(error).__name__, getattr(error, "culprit", None), str(error), left
     return None
 
