@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
     "balance": frozenset(),
+    "eval": frozenset(),
     "trace": frozenset(),
     "memory": frozenset(),
     "microbatch": frozenset({"trace"}),
