@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
     "handover": frozenset({"fsdp", "server", "comm", "memory"}),
+    "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
     "bench": ALL - {"cli", "simulate", "train"},
     "train": ALL - {"bench", "cli", "simulate"},
