@@ -34,6 +34,7 @@ class Geometry:
         bins: mel bins.
         downsample: encoder positions that the audio connector joins into one token.
         most_positions: the longest clip, in positions after the convolutions (50 a second).
+        width: of the language model, and so of features.
     """
 
     patch: int
@@ -42,6 +43,7 @@ class Geometry:
     bins: int
     downsample: int
     most_positions: int
+    width: int
 
     def audio_positions(self, frames: int) -> int:
         """Positions of a clip inside the encoder: its convolutions halve the frames."""
@@ -69,6 +71,7 @@ class ModelConfig:
             bins=audio["num_mel_bins"],
             downsample=self.fields["audio_downsample"],
             most_positions=audio["max_source_positions"],
+            width=self.fields["text_config"]["hidden_size"],
         )
 
 

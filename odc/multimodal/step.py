@@ -1,0 +1,177 @@
+"""One optimizer step of a multimodal model: exchange, encode, exchange, train the language model, and back.
+
+Chose to cut the graph between the phases and to move features and their gradients by hand, over one backward through
+everything: every pass begins and ends at a known moment, so that what each phase cost can be measured, and a rank
+without items of a modality takes no part in it, neither forward nor backward. The price: the order of passes is fixed.
+
+Under FSDP2 every rank must run every module that any rank runs, or the ranks hang: there, a rank without items runs the
+smallest dummy, with zero gradients. Under odc it runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from odc.balance import QuadraticCost
+from odc.multimodal.examples import MODALITIES, Media, Modality
+from odc.multimodal.exchange import Exchange
+from odc.multimodal.flops import useful_flops
+from odc.multimodal.loader import Loaded
+from odc.multimodal.minibatch import PHASES, Phase
+from odc.multimodal.model import Geometry
+from odc.multimodal.passes import assemble, encode, padded_dummy, padded_sequence, rows, text_rows
+from odc.multimodal.results import MultimodalStep, PhaseCount
+from odc.trace import OPTIMIZER, recorder
+from odc.train.config import JobConfig
+from odc.train.finish import agree, update
+from odc.train.loss import loss_scale
+from odc.train.schedule import learning_rate
+
+NS = 1e-9
+#: What a rank does in a step, in order; a pass's index is the `microbatch` of its spans. The language model's forward
+#: and backward are one pass; each encoder's backward is a pass of its own.
+PASSES: Final[tuple[Phase, ...]] = ("image", "audio", "text", "audio", "image")
+
+
+@dataclass
+class Stepper:
+    """What all steps of a job share; `run` does one. On every rank, on its training thread.
+
+    Args:
+        config: the job's; its arm, `fsdp2` or `odc`, says who communicates when.
+        towers: the sharded submodules `image`, `audio` and `text`.
+        optimizer: over all their parameters.
+        geometry: of the model.
+        costs: useful FLOPs of each phase.
+        exchange: moves items between ranks.
+    """
+
+    config: JobConfig
+    towers: Mapping[str, Any]
+    optimizer: Optimizer
+    geometry: Geometry
+    costs: Mapping[Phase, QuadraticCost]
+    exchange: Exchange
+    counts: dict[Phase, PhaseCount] = field(default_factory=dict)
+
+    def run(self, step: int, loaded: Loaded) -> MultimodalStep:
+        """Optimizer step number `step` (from 0) on a loaded minibatch; meets the other ranks.
+
+        Raises `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is not finite.
+        """
+        start = recorder().now()
+        config, minibatch = self.config, loaded.minibatch
+        rate = learning_rate(step, steps=config.steps, peak=config.lr, warmup=config.warmup, floor=config.min_lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.counts = {phase: PhaseCount() for phase in PHASES}
+        self.exchange.begin(self.counts)
+        with recorder().window(step + 1), self._minibatch():
+            loss_sum = self._passes(loaded, loss_scale(dist.get_world_size(), minibatch.label_tokens))
+        total, _ = agree(step, loss_sum, 0)
+        with recorder().span(OPTIMIZER):
+            parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
+            norm = update(step, parameters, self.optimizer, config.clip)
+        return MultimodalStep(
+            step=step + 1,
+            loss=total / max(1, minibatch.label_tokens),
+            norm=norm,
+            samples=len(minibatch.examples),
+            tokens=minibatch.tokens,
+            label_tokens=minibatch.label_tokens,
+            flops=useful_flops(minibatch, self.costs),
+            step_s=(recorder().now() - start) * NS,
+            plan_s=loaded.plan.seconds,
+            waited_s=loaded.waited_s,
+            phases=self.counts,
+        )
+
+    def _minibatch(self) -> AbstractContextManager[None]:
+        if not self._on_demand:
+            return nullcontext()
+        from odc.fsdp import minibatch
+
+        return minibatch(*self.towers.values())
+
+    @property
+    def _on_demand(self) -> bool:
+        return self.config.arm == "odc"
+
+    def _passes(self, loaded: Loaded, scale: float) -> float:
+        """All of `PASSES`; leaves gradients to be collected and returns this rank's summed loss."""
+        plan = loaded.plan
+        media = {modality: loaded.minibatch.media(modality) for modality in MODALITIES}
+        used = [modality for modality in MODALITIES if media[modality]]  # by any rank; the others rest everywhere
+        outputs: dict[Modality, Tensor] = {}
+        arrived: dict[Modality, Tensor] = {}
+        for modality in used:
+            where = plan.phases[modality]
+            inputs = self.exchange.move(modality, loaded.inputs[modality], [rows(m) for m in media[modality]], where)
+            mine = [media[modality][item] for item in where.arriving(dist.get_rank())]
+            outputs[modality] = self._encode(modality, inputs, mine)
+        for modality in used:
+            features, sizes = outputs[modality].detach(), self._feature_rows(loaded, modality)
+            arrived[modality] = self.exchange.move(modality, features, sizes, plan.features[modality]).requires_grad_()
+        texts = [len(text_rows(example)) for example in loaded.minibatch.examples]
+        loss = self._language(loaded, self.exchange.move("text", loaded.texts, texts, plan.phases["text"]), arrived, scale)
+        for modality in reversed(used):
+            there = plan.features[modality]
+            sizes = there.take(self._feature_rows(loaded, modality)).tolist()
+            given = arrived[modality].grad
+            gradient = torch.zeros_like(arrived[modality]) if given is None else given
+            self._encode_back(modality, outputs[modality], self.exchange.move(modality, gradient, sizes, there.inverse()))
+        return loss
+
+    def _feature_rows(self, loaded: Loaded, modality: Modality) -> list[int]:
+        """Features of each item, in the order in which the ranks that encode them hold them."""
+        lengths = [item.length for item in loaded.minibatch.media(modality)]
+        return [int(length) for length in loaded.plan.phases[modality].take(lengths)]
+
+    def _encode(self, modality: Modality, inputs: Tensor, mine: Sequence[Media]) -> Tensor:
+        """This rank's features [rows, width], none if it has no items. Under FSDP2 it may have to run a dummy."""
+        if not mine and self._on_demand:
+            return torch.zeros(0, self.geometry.width)
+        count = self.counts[modality]
+        if mine:
+            count.items, count.real = len(mine), sum(item.encoded for item in mine)
+            padded = max(item.encoded for item in mine) * len(mine) if modality == "audio" else count.real
+            count.computed = padded
+            with recorder().microbatch(PASSES.index(modality)):
+                return encode(self.towers[modality], inputs, mine)
+        inputs, dummies = padded_dummy(modality, self.geometry)
+        count.computed = dummies[0].encoded
+        with recorder().microbatch(PASSES.index(modality)):
+            # No row of it is anybody's feature, but its graph is whole: backward runs through every module.
+            return encode(self.towers[modality], inputs, dummies)[:0]
+
+    def _encode_back(self, modality: Modality, output: Tensor, gradient: Tensor) -> None:
+        if output.grad_fn is None:
+            return
+        with recorder().microbatch(len(PASSES) - 1 - PASSES.index(modality)):
+            output.backward(gradient)
+
+    def _language(self, loaded: Loaded, texts: Tensor, arrived: Mapping[Modality, Tensor], scale: float) -> float:
+        """Forward and backward of the sequences that this rank was dealt; returns their summed loss."""
+        examples = loaded.minibatch.examples
+        mine = [examples[item] for item in loaded.plan.phases["text"].arriving(dist.get_rank())]
+        if not mine and self._on_demand:
+            return 0.0
+        count = self.counts["text"]
+        sequences = assemble(mine, texts) if mine else padded_sequence()
+        count.items, count.real = len(mine), sum(example.length for example in mine)
+        count.computed = len(sequences.ids)
+        none = torch.zeros(0, self.geometry.width)
+        features = torch.cat([none, *(arrived[modality] for modality in MODALITIES if modality in arrived)])
+        where = torch.cat([sequences.where[modality] for modality in MODALITIES])
+        with recorder().microbatch(PASSES.index("text")):
+            loss = self.towers["text"](sequences.ids, sequences.labels, sequences.lengths, features, where)
+            (loss * scale).backward()
+        return float(loss.detach())
