@@ -21,7 +21,7 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset({"balance", "cli", "comm", "fsdp", "memory", "server", "simulate", "trace", "train"})
+ALL = frozenset({"balance", "cli", "comm", "dispatch", "fsdp", "memory", "server", "simulate", "trace", "train"})
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "comm": frozenset({"memory", "trace"}),
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
+    "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
     "train": ALL - {"cli", "simulate"},
     "integrations": ALL - {"cli", "simulate", "train"},
