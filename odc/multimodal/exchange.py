@@ -5,11 +5,13 @@ Stub for now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from odc.dispatch import Rearrangement
@@ -33,7 +35,7 @@ class Exchange:
         """Starts a step; what is sent from now on is added to `counts`."""
         self._counts = counts
 
-    def move(self, phase: Phase, mine: Tensor, sizes: Sequence[int], where: Rearrangement) -> Tensor:
+    def move(self, phase: Phase, mine: Tensor, sizes: ArrayLike, where: Rearrangement) -> Tensor:
         """Rows [R, ...] of this rank's items, end to end, to where their items go; returns the rows that arrived.
 
         Args:
@@ -45,6 +47,7 @@ class Exchange:
         if where == Rearrangement.identity(where.counts):
             return mine
         rank = dist.get_rank()
+        sizes = np.asarray(sizes).tolist()
         starts = where.starts
         own = range(int(starts[rank]), int(starts[rank + 1]))
         pieces = dict(zip(own, mine.split([sizes[i] for i in own]), strict=True))

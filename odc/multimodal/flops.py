@@ -33,7 +33,7 @@ def phase_costs(config: ModelConfig) -> dict[Phase, QuadraticCost]:
     language = cost_from_config({"model_type": "qwen2", **text, "vocab_size": ByteTokenizer.vocab_size})
     if not isinstance(language, QuadraticCost):
         raise ConfigError("model: text_config has layers with sliding windows, which are not counted here")
-    return {"image": _plus(image, image_ends), "audio": _plus(clip, clip_ends), "text": language}
+    return {"image": _plus(image, image_ends), "audio": _plus(clip, clip_ends), "llm": language}
 
 
 def useful_flops(minibatch: Minibatch, costs: Mapping[Phase, QuadraticCost]) -> float:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from odc.balance import QuadraticCost
+from odc.dispatch import StepPlan
 from odc.multimodal.examples import MODALITIES, Example, Modality
-from odc.multimodal.minibatch import Minibatch, Phase, deal
+from odc.multimodal.minibatch import Minibatch, deal
 from odc.multimodal.model import Geometry
 from odc.multimodal.passes import decode, empty_input, text_rows
-from odc.multimodal.plan import Balance, StepPlan, plan_step
+from odc.multimodal.plan import Planner
 from odc.train.sampling import MinibatchSampler
 
 
@@ -29,8 +29,9 @@ class Loaded:
     """One minibatch, ready to train on.
 
     Args:
-        minibatch: what every rank drew.
+        minibatch: what every rank drew, or under pre-balancing was dealt.
         plan: where everything goes.
+        plan_s: seconds that planning took, in the loader's thread.
         inputs: of each modality the decoded items that this rank drew, end to end.
         texts: `text_rows` of the examples that this rank drew, end to end.
         waited_s: seconds that the rank waited for it.
@@ -38,6 +39,7 @@ class Loaded:
 
     minibatch: Minibatch
     plan: StepPlan
+    plan_s: float
     inputs: Mapping[Modality, Tensor]
     texts: Tensor
     waited_s: float
@@ -51,16 +53,14 @@ class Loader:
         examples: all of the corpus.
         geometry: of the model.
         sampler: which examples make up each minibatch.
-        balance, costs, per_node: see `odc.multimodal.plan.plan_step`.
+        planner: of every minibatch.
         rank, ranks: whose part is decoded, of how many.
     """
 
     examples: Sequence[Example]
     geometry: Geometry
     sampler: MinibatchSampler
-    balance: Balance
-    costs: Mapping[Phase, QuadraticCost]
-    per_node: int
+    planner: Planner
     rank: int
     ranks: int
 
@@ -74,15 +74,15 @@ class Loader:
                 waited = time.perf_counter() - began
                 if step + 1 < steps:
                     coming = thread.submit(self._load)
-                yield Loaded(loaded.minibatch, loaded.plan, loaded.inputs, loaded.texts, waited)
+                yield replace(loaded, waited_s=waited)
 
     def _load(self) -> Loaded:
-        minibatch = deal([self.examples[i] for i in next(self.sampler)], self.ranks)
-        plan = plan_step(minibatch, self.balance, self.costs, self.per_node)
+        drawn = deal([self.examples[i] for i in next(self.sampler)], self.ranks)
+        minibatch, plan, seconds = self.planner.plan(drawn)
         mine = minibatch.drawn[self.rank]
         inputs: dict[Modality, Tensor] = {}
         for modality in MODALITIES:
             decoded = [decode(item, self.geometry) for example in mine for item in example.media(modality)]
             inputs[modality] = torch.cat([empty_input(modality, self.geometry), *decoded])
         texts = torch.cat([torch.zeros(0, 2, dtype=torch.int32), *(text_rows(example) for example in mine)])
-        return Loaded(minibatch, plan, inputs, texts, 0.0)
+        return Loaded(minibatch, plan, seconds, inputs, texts, 0.0)

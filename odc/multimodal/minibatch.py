@@ -1,7 +1,7 @@
 """A minibatch: its examples in the order they were drawn, and the items of each phase in that same order.
 
 Chose one numbering for everything: an item's number is its *flat source place* (see `odc.dispatch.Rearrangement`), so
-that plans, records and tensors need no dictionary between them. An item of the phase `text` is an example; an item of
+that plans, records and tensors need no dictionary between them. An item of the phase `llm` is an example; an item of
 `image` or `audio` is one image or clip.
 """
 
@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 from odc.multimodal.examples import MODALITIES, Example, Media, Modality
 
-Phase = Literal["image", "audio", "text"]
-PHASES: Final[tuple[Phase, ...]] = (*MODALITIES, "text")
+Phase = Literal["image", "audio", "llm"]
+PHASES: Final[tuple[Phase, ...]] = (*MODALITIES, "llm")
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,9 @@ class Minibatch:
         """All images or clips, rank by rank, example by example."""
         return [media for example in self.examples for media in example.media(modality)]
 
-    def parts(self, modality: Modality) -> list[int]:
-        """How many images or clips each example has."""
-        return [len(example.media(modality)) for example in self.examples]
-
     def lengths(self, phase: Phase) -> list[list[int]]:
         """[ranks] length, inside the phase's own model, of each item that a rank drew."""
-        if phase == "text":
+        if phase == "llm":
             return [[example.length for example in mine] for mine in self.drawn]
         return [[item.encoded for example in mine for item in example.media(phase)] for mine in self.drawn]
 

@@ -102,7 +102,7 @@ def load_config(source: str) -> ModelConfig:
 
 
 def build_towers(config: ModelConfig, seed: int) -> dict[str, nn.Module]:
-    """The submodules `image`, `audio` and `text`, in train mode, fp32, the same bits from the same seed on every rank.
+    """The submodules `image`, `audio` and `llm`, in train mode, fp32, the same bits from the same seed on every rank.
 
     Local; the global random state is left as it was. Raises ConfigError when transformers is missing or refuses a part.
     """
@@ -122,7 +122,7 @@ def build_towers(config: ModelConfig, seed: int) -> dict[str, nn.Module]:
                 "audio": AudioTower(
                     WhisperConfig(**{"dropout": 0.0, **fields["audio_config"]}), width, fields["audio_downsample"]
                 ),
-                "text": LanguageModel(Qwen2Config(**{**fields["text_config"], **vocab})),
+                "llm": LanguageModel(Qwen2Config(**{**fields["text_config"], **vocab})),
             }
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from error

@@ -7,7 +7,6 @@ longest, sequences packed end to end. Memory is bounded by what a rank is dealt,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from odc.multimodal.examples import MODALITIES, Example, Media, Modality, Text
+from odc.multimodal.examples import Example, Media, Modality, Text
 from odc.multimodal.media import log_mel, patches
 from odc.multimodal.model import Geometry
 from odc.train.packing import IGNORED
@@ -63,22 +62,6 @@ def padded_dummy(modality: Modality, geometry: Geometry) -> tuple[Tensor, list[M
     return torch.zeros(2, geometry.bins), [Media(modality, _NOWHERE, (2,), 1, 1)]
 
 
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """A rank's sequences, packed; arguments of `LanguageModel` but for the features themselves.
-
-    Args:
-        ids, labels: int64 [T].
-        lengths: of each example.
-        where: of each modality, the positions of its features in order, int64.
-    """
-
-    ids: Tensor
-    labels: Tensor
-    lengths: list[int]
-    where: dict[Modality, Tensor]
-
-
 def text_rows(example: Example) -> Tensor:
     """An example's text runs as they travel: int32 [text tokens, 2], id and whether it is trained."""
     texts = [part for part in example.parts if isinstance(part, Text)]
@@ -86,39 +69,19 @@ def text_rows(example: Example) -> Tensor:
     return torch.from_numpy(np.stack([ids, trained.astype(np.int32)], axis=1))
 
 
-def assemble(examples: Sequence[Example], texts: Tensor) -> Sequences:
-    """Interleaves text and places for media in reading order.
+def labels_of(texts: Tensor, order: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Shifted labels int64 [T] of packed sequences.
 
     Args:
-        examples: this rank's; of them only the kinds and lengths of parts are read, not the tokens.
-        texts: `text_rows` of all of them end to end, as they arrived.
+        texts: `text_rows` of the sequences, end to end.
+        order: int64 [T], for each position the row of `texts` that stands there; media have rows after those.
+        lengths: of each sequence.
     """
-    ids, trained, taken, position = [], [], 0, 0
-    where: dict[Modality, list[Tensor]] = {modality: [] for modality in MODALITIES}
-    for example in examples:
-        for part in example.parts:
-            if isinstance(part, Text):
-                run = texts[taken : taken + part.length]
-                ids.append(run[:, 0].long())
-                trained.append(run[:, 1].bool())
-                taken += part.length
-            else:
-                ids.append(torch.zeros(part.length, dtype=torch.int64))
-                trained.append(torch.zeros(part.length, dtype=torch.bool))
-                where[part.modality].append(torch.arange(position, position + part.length))
-            position += part.length
-    lengths = [example.length for example in examples]
-    tokens, targets = torch.cat(ids), torch.cat(trained)
-    targets[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False  # nothing predicts a sequence's first position
-    labels = pad(torch.where(targets, tokens, IGNORED)[1:], (0, 1), value=IGNORED)
-    empty = torch.zeros(0, dtype=torch.int64)
-    return Sequences(tokens, labels, lengths, {m: torch.cat([empty, *places]) for m, places in where.items()})
-
-
-def padded_sequence() -> Sequences:
-    """One position without a target."""
-    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return Sequences(one, torch.full_like(one, IGNORED), [1], dict.fromkeys(MODALITIES, none))
+    trained = torch.where(texts[:, 1].bool(), texts[:, 0].long(), IGNORED)
+    media = torch.full((max(0, int(order.max()) + 1 - len(texts)),), IGNORED)
+    targets = torch.cat([trained, media])[order]
+    targets[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED  # nothing predicts a sequence's first position
+    return pad(targets[1:], (0, 1), value=IGNORED)
 
 
 _NOWHERE = Path()

@@ -17,6 +17,7 @@ from odc.multimodal.exchange import Exchange
 from odc.multimodal.flops import phase_costs
 from odc.multimodal.loader import Loader
 from odc.multimodal.model import build_towers, load_config
+from odc.multimodal.plan import Planner
 from odc.multimodal.results import MultimodalResult, MultimodalStep
 from odc.multimodal.step import Stepper
 from odc.trace import recorder, save_spans
@@ -43,9 +44,8 @@ class MultimodalRank:
         examples = read_examples(Path(job.data), model.geometry, max_tokens=job.max_tokens)
         costs = phase_costs(model)
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
-        self.loader = Loader(
-            examples, model.geometry, sampler, config.balance, costs, config.per_node, self.rank, dist.get_world_size()
-        )
+        planner = Planner(config.balance, costs, model.geometry, config.per_node)
+        self.loader = Loader(examples, model.geometry, sampler, planner, self.rank, dist.get_world_size())
         progress.phase("building the model")
         footprint.trim()
         self.baseline = footprint.held_bytes()

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from odc.balance import QuadraticCost
+from odc.dispatch import StepPlan
 from odc.multimodal.examples import MODALITIES, Media, Modality
 from odc.multimodal.exchange import Exchange
 from odc.multimodal.flops import useful_flops
 from odc.multimodal.loader import Loaded
 from odc.multimodal.minibatch import PHASES, Phase
 from odc.multimodal.model import Geometry
-from odc.multimodal.passes import assemble, encode, padded_dummy, padded_sequence, rows, text_rows
+from odc.multimodal.passes import encode, labels_of, padded_dummy, rows
 from odc.multimodal.results import MultimodalStep, PhaseCount
 from odc.trace import OPTIMIZER, recorder
 from odc.train.config import JobConfig
@@ -38,7 +39,7 @@ from odc.train.schedule import learning_rate
 NS = 1e-9
 #: What a rank does in a step, in order; a pass's index is the `microbatch` of its spans. The language model's forward
 #: and backward are one pass; each encoder's backward is a pass of its own.
-PASSES: Final[tuple[Phase, ...]] = ("image", "audio", "text", "audio", "image")
+PASSES: Final[tuple[Phase, ...]] = ("image", "audio", "llm", "audio", "image")
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Stepper:
 
     Args:
         config: the job's; its arm, `fsdp2` or `odc`, says who communicates when.
-        towers: the sharded submodules `image`, `audio` and `text`.
+        towers: the sharded submodules `image`, `audio` and `llm`.
         optimizer: over all their parameters.
         geometry: of the model.
         costs: useful FLOPs of each phase.
@@ -89,7 +90,7 @@ class Stepper:
             label_tokens=minibatch.label_tokens,
             flops=useful_flops(minibatch, self.costs),
             step_s=(recorder().now() - start) * NS,
-            plan_s=loaded.plan.seconds,
+            plan_s=loaded.plan_s,
             waited_s=loaded.waited_s,
             phases=self.counts,
         )
@@ -107,33 +108,29 @@ class Stepper:
 
     def _passes(self, loaded: Loaded, scale: float) -> float:
         """All of `PASSES`; leaves gradients to be collected and returns this rank's summed loss."""
-        plan = loaded.plan
         media = {modality: loaded.minibatch.media(modality) for modality in MODALITIES}
         used = [modality for modality in MODALITIES if media[modality]]  # by any rank; the others rest everywhere
         outputs: dict[Modality, Tensor] = {}
         arrived: dict[Modality, Tensor] = {}
         for modality in used:
-            where = plan.phases[modality]
+            where = loaded.plan.encoders[modality].inbound
             inputs = self.exchange.move(modality, loaded.inputs[modality], [rows(m) for m in media[modality]], where)
             mine = [media[modality][item] for item in where.arriving(dist.get_rank())]
             outputs[modality] = self._encode(modality, inputs, mine)
         for modality in used:
-            features, sizes = outputs[modality].detach(), self._feature_rows(loaded, modality)
-            arrived[modality] = self.exchange.move(modality, features, sizes, plan.features[modality]).requires_grad_()
-        texts = [len(text_rows(example)) for example in loaded.minibatch.examples]
-        loss = self._language(loaded, self.exchange.move("text", loaded.texts, texts, plan.phases["text"]), arrived, scale)
+            plan = loaded.plan.encoders[modality]
+            sizes = plan.inbound.take(plan.tokens)
+            features = self.exchange.move(modality, outputs[modality].detach(), sizes, plan.outbound)
+            arrived[modality] = features.requires_grad_()
+        texts = self.exchange.move("llm", loaded.texts, loaded.plan.text, loaded.plan.llm)
+        loss = self._language(loaded.plan, texts, arrived, scale)
         for modality in reversed(used):
-            there = plan.features[modality]
-            sizes = there.take(self._feature_rows(loaded, modality)).tolist()
-            given = arrived[modality].grad
-            gradient = torch.zeros_like(arrived[modality]) if given is None else given
-            self._encode_back(modality, outputs[modality], self.exchange.move(modality, gradient, sizes, there.inverse()))
+            plan, features = loaded.plan.encoders[modality], arrived[modality]
+            sizes = plan.outbound.take(plan.inbound.take(plan.tokens))
+            gradient = torch.zeros_like(features) if features.grad is None else features.grad
+            gradient = self.exchange.move(modality, gradient, sizes, plan.outbound.inverse())
+            self._encode_back(modality, outputs[modality], gradient)
         return loss
-
-    def _feature_rows(self, loaded: Loaded, modality: Modality) -> list[int]:
-        """Features of each item, in the order in which the ranks that encode them hold them."""
-        lengths = [item.length for item in loaded.minibatch.media(modality)]
-        return [int(length) for length in loaded.plan.phases[modality].take(lengths)]
 
     def _encode(self, modality: Modality, inputs: Tensor, mine: Sequence[Media]) -> Tensor:
         """This rank's features [rows, width], none if it has no items. Under FSDP2 it may have to run a dummy."""
@@ -158,20 +155,20 @@ class Stepper:
         with recorder().microbatch(len(PASSES) - 1 - PASSES.index(modality)):
             output.backward(gradient)
 
-    def _language(self, loaded: Loaded, texts: Tensor, arrived: Mapping[Modality, Tensor], scale: float) -> float:
+    def _language(self, plan: StepPlan, texts: Tensor, arrived: Mapping[Modality, Tensor], scale: float) -> float:
         """Forward and backward of the sequences that this rank was dealt; returns their summed loss."""
-        examples = loaded.minibatch.examples
-        mine = [examples[item] for item in loaded.plan.phases["text"].arriving(dist.get_rank())]
-        if not mine and self._on_demand:
+        rank, count = dist.get_rank(), self.counts["llm"]
+        lengths = plan.lengths_at(rank).tolist()
+        if not lengths and self._on_demand:
             return 0.0
-        count = self.counts["text"]
-        sequences = assemble(mine, texts) if mine else padded_sequence()
-        count.items, count.real = len(mine), sum(example.length for example in mine)
-        count.computed = len(sequences.ids)
-        none = torch.zeros(0, self.geometry.width)
-        features = torch.cat([none, *(arrived[modality] for modality in MODALITIES if modality in arrived)])
-        where = torch.cat([sequences.where[modality] for modality in MODALITIES])
-        with recorder().microbatch(PASSES.index("text")):
-            loss = self.towers["text"](sequences.ids, sequences.labels, sequences.lengths, features, where)
+        order = torch.from_numpy(plan.interleaving(rank))
+        count.items, count.real = len(lengths), len(order)
+        if not lengths:  # a sequence of one position, without a target
+            lengths, order, texts = [1], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
+        count.computed = len(order)
+        features = torch.cat([torch.zeros(0, self.geometry.width), *arrived.values()])
+        with recorder().microbatch(PASSES.index("llm")):
+            labels = labels_of(texts, order, lengths)
+            loss = self.towers["llm"](texts[:, 0].long(), features, order, labels, lengths)
             (loss * scale).backward()
         return float(loss.detach())

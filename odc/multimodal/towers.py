@@ -123,19 +123,18 @@ class LanguageModel(nn.Module):
         """The units to shard."""
         return list(self.lm.model.layers)
 
-    def forward(self, ids: Tensor, labels: Tensor, lengths: Sequence[int], features: Tensor, where: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, features: Tensor, order: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tensor:
         """Summed cross-entropy over the labels of packed examples, a scalar in fp32.
 
         Args:
-            ids: int64 [T], anything where features go.
+            ids: int64 [text tokens].
+            features: [F, width], of all media.
+            order: int64 [T], for each position the row of `ids` followed by `features` that stands there.
             labels: int64 [T], shifted; -100 for none.
             lengths: of each example; they add up to T.
-            features: [F, width], of all media.
-            where: int64 [F], the position of each feature.
         """
         embedded = self.lm.get_input_embeddings()(ids)
-        if len(where):
-            embedded = embedded.index_copy(0, where, features.to(embedded.dtype))
+        embedded = torch.cat([embedded, features.to(embedded.dtype)]).index_select(0, order)
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         positions = torch.cat([torch.arange(length) for length in lengths])
         hidden = self.lm.model(
