@@ -21,7 +21,9 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset({"balance", "cli", "comm", "dispatch", "fsdp", "memory", "server", "simulate", "trace", "train"})
+ALL = frozenset(
+    {"balance", "cli", "comm", "dispatch", "fsdp", "memory", "multimodal", "server", "simulate", "trace", "train"}
+)
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
@@ -33,8 +35,9 @@ MAY_IMPORT = {
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
     "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "train": ALL - {"cli", "simulate"},
-    "integrations": ALL - {"cli", "simulate", "train"},
+    "train": ALL - {"cli", "simulate", "multimodal"},
+    "multimodal": ALL - {"cli", "simulate"},
+    "integrations": ALL - {"cli", "simulate", "multimodal", "train"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }

@@ -18,7 +18,7 @@ import numpy as np
 from odc.errors import OdcError
 from odc.multimodal.media import RATE
 
-_WORDS = "the a of and to in is it on with small large red blue round old new house river stone light sound far near".split()
+_WORDS = ("the", "a", "of", "and", "to", "in", "is", "small", "large", "red", "round", "old", "house", "river", "far")
 #: Tasks and how often each is drawn.
 TASKS = {"caption": 0.2, "compare": 0.1, "recognize": 0.25, "ask": 0.15, "chat": 0.3}
 

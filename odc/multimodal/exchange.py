@@ -47,21 +47,21 @@ class Exchange:
         if where == Rearrangement.identity(where.counts):
             return mine
         rank = dist.get_rank()
-        sizes = np.asarray(sizes).tolist()
+        size: list[int] = np.asarray(sizes).tolist()
         starts = where.starts
         own = range(int(starts[rank]), int(starts[rank + 1]))
-        pieces = dict(zip(own, mine.split([sizes[i] for i in own]), strict=True))
+        pieces = dict(zip(own, mine.split([size[i] for i in own]), strict=True))
         owners = where.owners
         order = sorted(own, key=lambda i: int(owners[i]))
         arriving = [int(i) for i in where.arriving(rank)]
         by_source = sorted(arriving)
-        sent = [sum(sizes[i] for i in own if owners[i] == r) for r in range(where.instances)]
-        got = [sum(sizes[i] for i in arriving if where.sources[i] == r) for r in range(where.instances)]
+        sent = [sum(size[i] for i in own if owners[i] == r) for r in range(where.instances)]
+        got = [sum(size[i] for i in arriving if where.sources[i] == r) for r in range(where.instances)]
         packed = torch.cat([mine[:0], *(pieces[i] for i in order)])
         received = packed.new_empty(sum(got), *mine.shape[1:])
         with recorder().span(FETCH, unit=f"exchange {phase}", peer=COLLECTIVE):
             dist.all_to_all_single(received, packed, got, sent)
-        arrived = dict(zip(by_source, received.split([sizes[i] for i in by_source]), strict=True))
+        arrived = dict(zip(by_source, received.split([size[i] for i in by_source]), strict=True))
         row = mine[:1].nbytes if len(mine) else received[:1].nbytes
         for r in range(where.instances):
             if r != rank:

@@ -87,7 +87,8 @@ def log_mel(path: Path, bins: int) -> Array:
     windows = np.lib.stride_tricks.sliding_window_view(mono, _WINDOW)[starts] * np.hanning(_WINDOW + 1)[:-1]
     power = np.abs(np.fft.rfft(windows, axis=1)) ** 2
     scale = np.log10(np.maximum(power @ _filters(bins), 1e-10))
-    return ((np.maximum(scale, scale.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+    mel: Array = ((np.maximum(scale, scale.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+    return mel
 
 
 @functools.cache

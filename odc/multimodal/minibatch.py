@@ -54,7 +54,7 @@ class Minibatch:
 
 
 def deal(examples: Sequence[Example], ranks: int) -> Minibatch:
-    """Gives consecutive examples to each rank, as if each had drawn its own; the first ranks get one more if need be."""
+    """Gives consecutive examples to each rank, as if each had drawn its own; the first may get one more."""
     share, more = divmod(len(examples), ranks)
     ends = [share * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
     return Minibatch([examples[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)])

@@ -83,7 +83,9 @@ def load_config(source: str) -> ModelConfig:
         path = shipped / f"{source}.json"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in shipped.glob("*.json")))
-            raise ConfigError(f"model: there is no file {source} and no shipped multimodal config of that name: {known}")
+            raise ConfigError(
+                f"model: there is no file {source} and no shipped multimodal config of that name: {known}"
+            )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         missing = [name for name in (*_PARTS, "audio_downsample", "max_pixels") if name not in fields]

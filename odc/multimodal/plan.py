@@ -61,18 +61,14 @@ class Planner:
         plan = self._step(drawn, balanced_llm=balanced, padded=_PADDED[self.balance] if balanced else None)
         return drawn, plan, time.perf_counter() - began
 
-    def _step(
-        self, drawn: Minibatch, *, balanced_llm: bool, padded: tuple[Modality, ...] | None = None
-    ) -> StepPlan:
-        """With encoders balanced as packed or, those named, as padded; None leaves them where their items were drawn."""
+    def _step(self, drawn: Minibatch, *, balanced_llm: bool, padded: tuple[Modality, ...] | None = None) -> StepPlan:
+        """Encoders balanced as packed, those named as padded; None leaves items where they were drawn."""
         g = self.geometry
         weights = {"image": 3 * g.patch * g.patch * _FLOAT, "audio": 2 * g.bins * _FLOAT}
         encoders = []
         for modality in MODALITIES:
             policy = None if padded is None else self._policy(modality, padded=modality in padded)
-            encoders.append(
-                dispatch.Phase(modality, policy, bytes_in=weights[modality], bytes_out=g.width * _FLOAT)
-            )
+            encoders.append(dispatch.Phase(modality, policy, bytes_in=weights[modality], bytes_out=g.width * _FLOAT))
         llm = dispatch.Phase("llm", self._policy("llm", padded=False) if balanced_llm else None, bytes_in=2 * _FLOAT)
         return dispatch.plan_step([_records(mine) for mine in drawn.drawn], encoders, llm, per_node=self.per_node)
 
