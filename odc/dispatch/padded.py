@@ -118,7 +118,7 @@ def _latest(lengths: Ints, owners: Ints, instances: int, alpha: float, beta: flo
 
 def _owners(order: Ints, ends: Any, number: int) -> Ints:
     """Run r of `order` lies on instance r."""
-    sizes = np.diff(np.array([0, *ends[:number]], np.int64))
+    cuts = np.array([0, *ends[:number]], np.int64)
     owners = np.empty(len(order), np.int64)
-    owners[order] = np.repeat(np.arange(number), sizes)
+    owners[order] = np.repeat(np.arange(number), cuts[1:] - cuts[:-1])
     return owners
