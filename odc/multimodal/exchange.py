@@ -1,72 +1,104 @@
-"""Moves items between ranks by a rearrangement, and counts the bytes that cross nodes.
+"""The job's exchange between ranks, and what it moved within nodes and across them.
 
-Stub for now.
+Chose the exchange that fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where
+they do not meet. What each rank sends to whom is counted from its route and its rows; nodes are as declared, so that
+two ranks of one host may stand for two nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from odc.dispatch import Rearrangement
+from odc.dispatch.exchange import CollectiveExchange, Exchange, OnDemandExchange
+from odc.dispatch.orchestrator import channels
+from odc.dispatch.route import Route
+from odc.multimodal.examples import MODALITIES, Example
 from odc.multimodal.minibatch import Phase
+from odc.multimodal.model import Geometry
+from odc.multimodal.passes import rows
 from odc.multimodal.results import PhaseCount
-from odc.trace import COLLECTIVE, FETCH, recorder
+from odc.trace import COLLECTIVE, FETCH, NO_PEER, recorder
+from odc.train.config import JobConfig
+
+_made = count()  # exchanges of this process, the same number on every rank
+
+
+def make_exchange(job: JobConfig, arena_bytes: int) -> Exchange:
+    """The exchange of a job; all ranks call it together. `close` it while the process group is still there."""
+    from odc.fsdp._torch_compat import default_store
+
+    name = f"train-mm{next(_made)}"
+    if job.arm != "odc":
+        return CollectiveExchange(default_store(), timeout_s=job.timeout_s, name=name)
+    return OnDemandExchange(
+        default_store(),
+        range(dist.get_world_size()),
+        dist.get_rank(),
+        channels(MODALITIES),
+        arena_bytes=arena_bytes,
+        timeout_s=job.timeout_s,
+        name=name,
+    )
+
+
+def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Geometry) -> int:
+    """Bytes that no minibatch of these examples exceeds: the largest ones' inputs, texts, features and gradients."""
+    row = {"image": 3 * geometry.patch**2, "audio": geometry.bins}
+    sizes = [
+        example.length * (2 * geometry.width * 4 + 8)
+        + sum(rows(item) * row[modality] * 4 for modality in MODALITIES for item in example.media(modality))
+        for example in examples
+    ]
+    largest = sum(sorted(sizes)[-minibatch_size:])
+    repeated = -(-minibatch_size // len(sizes))  # a minibatch may hold an example twice at an epoch's end
+    return max(1 << 20, largest * repeated)
 
 
 @dataclass
-class Exchange:
-    """Moves rows between ranks.
+class Mover:
+    """Moves one phase's rows at a time and counts them. On every rank, on its training thread.
 
     Args:
+        exchange: between all ranks.
         per_node: ranks of a declared node.
     """
 
+    exchange: Exchange
     per_node: int
+    _step: int = 0
     _counts: Mapping[Phase, PhaseCount] = field(default_factory=dict)
 
-    def begin(self, counts: Mapping[Phase, PhaseCount]) -> None:
+    def begin(self, step: int, counts: Mapping[Phase, PhaseCount]) -> None:
         """Starts a step; what is sent from now on is added to `counts`."""
-        self._counts = counts
+        self._step, self._counts = step, counts
 
-    def move(self, phase: Phase, mine: Tensor, sizes: ArrayLike, where: Rearrangement) -> Tensor:
-        """Rows [R, ...] of this rank's items, end to end, to where their items go; returns the rows that arrived.
+    def move(self, phase: Phase, channel: str, where: Rearrangement, route: Route, mine: Tensor) -> Tensor:
+        """Rows [R, ...] of this rank's items to where their items go; returns those that arrived. Waits for peers.
 
         Args:
             phase: on whose account.
-            mine: rows of the items that this rank holds, in order.
-            sizes: rows of every item, by flat source place.
-            where: the move; nothing is done where it moves nothing.
+            channel: name of the move in this step.
+            where: the whole move; where it leaves everything in place nothing is done, on any rank.
+            route: this rank's part of it, with the field `rows`.
+            mine: this rank's rows.
         """
         if where == Rearrangement.identity(where.counts):
             return mine
-        rank = dist.get_rank()
-        size: list[int] = np.asarray(sizes).tolist()
-        starts = where.starts
-        own = range(int(starts[rank]), int(starts[rank + 1]))
-        pieces = dict(zip(own, mine.split([size[i] for i in own]), strict=True))
-        owners = where.owners
-        order = sorted(own, key=lambda i: int(owners[i]))
-        arriving = [int(i) for i in where.arriving(rank)]
-        by_source = sorted(arriving)
-        sent = [sum(size[i] for i in own if owners[i] == r) for r in range(where.instances)]
-        got = [sum(size[i] for i in arriving if where.sources[i] == r) for r in range(where.instances)]
-        packed = torch.cat([mine[:0], *(pieces[i] for i in order)])
-        received = packed.new_empty(sum(got), *mine.shape[1:])
-        with recorder().span(FETCH, unit=f"exchange {phase}", peer=COLLECTIVE):
-            dist.all_to_all_single(received, packed, got, sent)
-        arrived = dict(zip(by_source, received.split([size[i] for i in by_source]), strict=True))
-        row = mine[:1].nbytes if len(mine) else received[:1].nbytes
-        for r in range(where.instances):
-            if r != rank:
-                if r // self.per_node == rank // self.per_node:
-                    self._counts[phase].near += sent[r] * row
-                else:
-                    self._counts[phase].far += sent[r] * row
-        return torch.cat([received[:0], *(arrived[i] for i in arriving)])
+        for to, sent in enumerate(route.fields["rows"].sent.tolist()):
+            self._count(phase, to, sent * mine[0].nbytes if sent else 0)
+        peer = COLLECTIVE if isinstance(self.exchange, CollectiveExchange) else NO_PEER
+        with recorder().span(FETCH, unit=f"exchange {channel}", peer=peer):
+            return self.exchange.move(self._step, channel, route, {"rows": mine})["rows"]
+
+    def _count(self, phase: Phase, to: int, nbytes: int) -> None:
+        me, counts = self.exchange.me, self._counts[phase]
+        if to // self.per_node != me // self.per_node:
+            counts.far += nbytes
+        elif to != me:
+            counts.near += nbytes

@@ -1,7 +1,7 @@
 """Where every phase of a minibatch is computed, under each way to balance.
 
 Chose to keep the ways apart only by the plan: decoding, exchanging, padding and computing are the same code, so that a
-difference between arms is a difference of plans. Every rank plans for itself from the same lengths and gets the same.
+difference between arms is a difference of plans.
 
 * `none`: every phase of an example is computed by the rank that drew it.
 * `llm-only`: pre-balancing. The examples are dealt to the ranks by the length of their sequences before anything is
@@ -13,20 +13,20 @@ difference between arms is a difference of plans. Every rank plans for itself fr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from odc import dispatch
 from odc.balance import QuadraticCost
-from odc.dispatch import TEXT, BalancePolicy, Records, StepPlan
+from odc.dispatch import TEXT, BalancePolicy, Records
 from odc.multimodal.examples import MODALITIES, Example, Modality, Text
 from odc.multimodal.minibatch import Minibatch, Phase
 from odc.multimodal.model import Geometry
 
 Balance = Literal["none", "llm-only", "all-padded", "all-unpadded", "full"]
 BALANCES: Final[tuple[Balance, ...]] = get_args(Balance)
+#: Where phases are balanced after drawing: the encoders that are balanced as padded.
 _PADDED: Final[Mapping[Balance, tuple[Modality, ...]]] = {
     "all-padded": ("image", "audio"),
     "all-unpadded": (),
@@ -36,8 +36,8 @@ _FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Plans minibatches; pure, the same on every rank.
+class Planning:
+    """How minibatches are planned; the same on every rank.
 
     Args:
         balance: see the module.
@@ -51,34 +51,35 @@ class Planner:
     geometry: Geometry
     per_node: int
 
-    def plan(self, drawn: Minibatch) -> tuple[Minibatch, StepPlan, float]:
-        """What each rank loads, the plan of it, and the seconds this took."""
-        began = time.perf_counter()
-        if self.balance == "llm-only":
-            move = self._step(drawn, balanced_llm=True).llm
-            drawn = Minibatch(move.apply(drawn.drawn))
+    def phases(self) -> tuple[list[dispatch.Phase], dispatch.Phase]:
+        """The encoders and the language model, for an orchestrator."""
         balanced = self.balance in _PADDED
-        plan = self._step(drawn, balanced_llm=balanced, padded=_PADDED[self.balance] if balanced else None)
-        return drawn, plan, time.perf_counter() - began
-
-    def _step(self, drawn: Minibatch, *, balanced_llm: bool, padded: tuple[Modality, ...] | None = None) -> StepPlan:
-        """Encoders balanced as packed, those named as padded; None leaves items where they were drawn."""
-        g = self.geometry
-        weights = {"image": 3 * g.patch * g.patch * _FLOAT, "audio": 2 * g.bins * _FLOAT}
         encoders = []
-        for modality in MODALITIES:
-            policy = None if padded is None else self._policy(modality, padded=modality in padded)
-            encoders.append(dispatch.Phase(modality, policy, bytes_in=weights[modality], bytes_out=g.width * _FLOAT))
-        llm = dispatch.Phase("llm", self._policy("llm", padded=False) if balanced_llm else None, bytes_in=2 * _FLOAT)
-        return dispatch.plan_step([_records(mine) for mine in drawn.drawn], encoders, llm, per_node=self.per_node)
+        for modality, weight in zip(MODALITIES, (3 * self.geometry.patch**2, 2 * self.geometry.bins), strict=True):
+            policy = self._policy(modality, padded=modality in _PADDED[self.balance]) if balanced else None
+            encoders.append(
+                dispatch.Phase(modality, policy, bytes_in=weight * _FLOAT, bytes_out=self.geometry.width * _FLOAT)
+            )
+        return encoders, self._llm(balanced=balanced)
+
+    def dealt(self, drawn: Minibatch) -> Minibatch:
+        """What each rank loads of what was drawn: the same, but under pre-balancing. Pure; waits for nobody."""
+        if self.balance != "llm-only":
+            return drawn
+        where_drawn = [dispatch.Phase(modality, None) for modality in MODALITIES]
+        everyone = [records(mine) for mine in drawn.drawn]
+        return Minibatch(dispatch.plan_step(everyone, where_drawn, self._llm(balanced=True)).llm.apply(drawn.drawn))
+
+    def _llm(self, *, balanced: bool) -> dispatch.Phase:
+        return dispatch.Phase("llm", self._policy("llm", padded=False) if balanced else None, bytes_in=2 * _FLOAT)
 
     def _policy(self, phase: Phase, *, padded: bool) -> BalancePolicy:
         cost = self.costs[phase]
         return BalancePolicy("full" if padded else "none", alpha=1.0, beta=cost.b / cost.a)
 
 
-def _records(examples: Sequence[Example]) -> Records:
-    """What one rank drew, as the planner reads it."""
+def records(examples: Sequence[Example]) -> Records:
+    """What one rank drew, as planners read it."""
     parts = [
         [
             (TEXT, part.length) if isinstance(part, Text) else (part.modality, part.encoded, part.length)

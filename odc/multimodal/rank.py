@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from odc.dispatch.loader import PlannedLoader
+from odc.dispatch.orchestrator import Orchestrator
 from odc.multimodal.config import MultimodalConfig
 from odc.multimodal.examples import read_examples
-from odc.multimodal.exchange import Exchange
+from odc.multimodal.exchange import Mover, arena_bytes, make_exchange
 from odc.multimodal.flops import phase_costs
-from odc.multimodal.loader import Loader
+from odc.multimodal.loader import loaded_minibatches
 from odc.multimodal.model import build_towers, load_config
-from odc.multimodal.plan import Planner
+from odc.multimodal.plan import Planning, records
 from odc.multimodal.results import MultimodalResult, MultimodalStep
 from odc.multimodal.step import Stepper
 from odc.trace import recorder, save_spans
@@ -44,8 +46,13 @@ class MultimodalRank:
         examples = read_examples(Path(job.data), model.geometry, max_tokens=job.max_tokens)
         costs = phase_costs(model)
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
-        planner = Planner(config.balance, costs, model.geometry, config.per_node)
-        self.loader = Loader(examples, model.geometry, sampler, planner, self.rank, dist.get_world_size())
+        planning = Planning(config.balance, costs, model.geometry, config.per_node)
+        self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
+        orchestrator = Orchestrator(*planning.phases(), self.exchange, per_node=config.per_node)
+        batches = loaded_minibatches(
+            examples, model.geometry, sampler, planning, self.rank, dist.get_world_size(), job.steps
+        )
+        self.loader = PlannedLoader(batches, lambda batch: records(batch.minibatch.drawn[self.rank]), orchestrator)
         progress.phase("building the model")
         footprint.trim()
         self.baseline = footprint.held_bytes()
@@ -54,22 +61,27 @@ class MultimodalRank:
             arm_named(job.arm).shard(tower, tower.blocks, job.settings())  # type: ignore[arg-type]
         parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
         optimizer = adamw(parameters, job)
-        self.stepper = Stepper(job, self.towers, optimizer, model.geometry, costs, Exchange(config.per_node))
+        self.stepper = Stepper(
+            job, self.towers, optimizer, model.geometry, costs, Mover(self.exchange, config.per_node)
+        )
 
     def run(self) -> MultimodalResult:
         """All steps; stores the rank's spans where the job says."""
-        records: list[MultimodalStep] = []
+        done: list[MultimodalStep] = []
         recorder().clear()
         job = self.config.job
         self.progress.phase("step 1")
-        with contextlib.closing(self.loader.minibatches(job.steps)) as minibatches:  # type: ignore[type-var]
-            for step, loaded in enumerate(minibatches):
-                records.append(self.stepper.run(step, loaded))
-                self.progress.step(step + 1, records[-1].loss, records[-1].tokens / records[-1].step_s, None)
-                if step == 0:
-                    with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
-                        footprint.reset_peak()
+        waited = 0.0
+        for step, (loaded, plan) in enumerate(self.loader):
+            overlap = self.loader.overlap
+            done.append(self.stepper.run(step, loaded, plan, overlap.waited_s - waited))
+            waited = overlap.waited_s
+            self.progress.step(step + 1, done[-1].loss, done[-1].tokens / done[-1].step_s, None)
+            if step == 0:
+                with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
+                    footprint.reset_peak()
         peak = footprint.peak_bytes()
         if job.spans is not None:
             save_spans(Path(job.spans) / f"rank-{self.rank}.jsonl", recorder().spans())
-        return MultimodalResult(self.rank, records, peak, self.baseline)
+        self.exchange.close()
+        return MultimodalResult(self.rank, done, peak, self.baseline)

@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from odc.balance import QuadraticCost
-from odc.dispatch import StepPlan
+from odc.dispatch.exchange import BACK
+from odc.dispatch.orchestrator import TEXT_CHANNEL, OwnPlan
+from odc.dispatch.route import Route
 from odc.multimodal.examples import MODALITIES, Media, Modality
-from odc.multimodal.exchange import Exchange
+from odc.multimodal.exchange import Mover
 from odc.multimodal.flops import useful_flops
 from odc.multimodal.loader import Loaded
 from odc.multimodal.minibatch import PHASES, Phase
@@ -52,7 +54,7 @@ class Stepper:
         optimizer: over all their parameters.
         geometry: of the model.
         costs: useful FLOPs of each phase.
-        exchange: moves items between ranks.
+        mover: of items between ranks.
     """
 
     config: JobConfig
@@ -60,11 +62,13 @@ class Stepper:
     optimizer: Optimizer
     geometry: Geometry
     costs: Mapping[Phase, QuadraticCost]
-    exchange: Exchange
+    mover: Mover
     counts: dict[Phase, PhaseCount] = field(default_factory=dict)
 
-    def run(self, step: int, loaded: Loaded) -> MultimodalStep:
-        """Optimizer step number `step` (from 0) on a loaded minibatch; meets the other ranks.
+    def run(self, step: int, loaded: Loaded, plan: OwnPlan, waited_s: float = 0.0) -> MultimodalStep:
+        """Optimizer step number `step` (from 0) on a loaded and planned minibatch; meets the other ranks.
+
+        `waited_s` is what the rank waited for it, noted in the record.
 
         Raises `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is not finite.
         """
@@ -74,9 +78,9 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.counts = {phase: PhaseCount() for phase in PHASES}
-        self.exchange.begin(self.counts)
+        self.mover.begin(plan.step, self.counts)
         with recorder().window(step + 1), self._minibatch():
-            loss_sum = self._passes(loaded, loss_scale(dist.get_world_size(), minibatch.label_tokens))
+            loss_sum = self._passes(loaded, plan, loss_scale(dist.get_world_size(), minibatch.label_tokens))
         total, _ = agree(step, loss_sum, 0)
         with recorder().span(OPTIMIZER):
             parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
@@ -90,8 +94,8 @@ class Stepper:
             label_tokens=minibatch.label_tokens,
             flops=useful_flops(minibatch, self.costs),
             step_s=(recorder().now() - start) * NS,
-            plan_s=loaded.plan_s,
-            waited_s=loaded.waited_s,
+            plan_s=plan.planning_s,
+            waited_s=waited_s,
             phases=self.counts,
         )
 
@@ -106,29 +110,30 @@ class Stepper:
     def _on_demand(self) -> bool:
         return self.config.arm == "odc"
 
-    def _passes(self, loaded: Loaded, scale: float) -> float:
+    def _passes(self, loaded: Loaded, plan: OwnPlan, scale: float) -> float:
         """All of `PASSES`; leaves gradients to be collected and returns this rank's summed loss."""
         media = {modality: loaded.minibatch.media(modality) for modality in MODALITIES}
         used = [modality for modality in MODALITIES if media[modality]]  # by any rank; the others rest everywhere
         outputs: dict[Modality, Tensor] = {}
         arrived: dict[Modality, Tensor] = {}
+        move = self.mover.move
         for modality in used:
-            where = loaded.plan.encoders[modality].inbound
-            inputs = self.exchange.move(modality, loaded.inputs[modality], [rows(m) for m in media[modality]], where)
-            mine = [media[modality][item] for item in where.arriving(dist.get_rank())]
+            where = plan.whole.encoders[modality].inbound
+            route = Route.of(where, {"rows": [rows(item) for item in media[modality]]}, plan.me)
+            inputs = move(modality, f"{modality}.in", where, route, loaded.inputs[modality])
+            mine = [media[modality][item] for item in where.arriving(plan.me)]
             outputs[modality] = self._encode(modality, inputs, mine)
         for modality in used:
-            plan = loaded.plan.encoders[modality]
-            sizes = plan.inbound.take(plan.tokens)
-            features = self.exchange.move(modality, outputs[modality].detach(), sizes, plan.outbound)
+            where, route = plan.whole.encoders[modality].outbound, plan.outbound[modality]
+            features = move(modality, f"{modality}.out", where, route, outputs[modality].detach())
             arrived[modality] = features.requires_grad_()
-        texts = self.exchange.move("llm", loaded.texts, loaded.plan.text, loaded.plan.llm)
-        loss = self._language(loaded.plan, texts, arrived, scale)
+        texts = move("llm", TEXT_CHANNEL, plan.whole.llm, plan.text, loaded.texts)
+        loss = self._language(plan, texts, arrived, scale)
         for modality in reversed(used):
-            plan, features = loaded.plan.encoders[modality], arrived[modality]
-            sizes = plan.outbound.take(plan.inbound.take(plan.tokens))
+            where, route = plan.whole.encoders[modality].outbound.inverse(), plan.outbound[modality].inverse
+            features = arrived[modality]
             gradient = torch.zeros_like(features) if features.grad is None else features.grad
-            gradient = self.exchange.move(modality, gradient, sizes, plan.outbound.inverse())
+            gradient = move(modality, f"{modality}.out{BACK}", where, route, gradient)
             self._encode_back(modality, outputs[modality], gradient)
         return loss
 
@@ -155,13 +160,12 @@ class Stepper:
         with recorder().microbatch(len(PASSES) - 1 - PASSES.index(modality)):
             output.backward(gradient)
 
-    def _language(self, plan: StepPlan, texts: Tensor, arrived: Mapping[Modality, Tensor], scale: float) -> float:
+    def _language(self, plan: OwnPlan, texts: Tensor, arrived: Mapping[Modality, Tensor], scale: float) -> float:
         """Forward and backward of the sequences that this rank was dealt; returns their summed loss."""
-        rank, count = dist.get_rank(), self.counts["llm"]
-        lengths = plan.lengths_at(rank).tolist()
+        count, lengths = self.counts["llm"], plan.lengths.tolist()
         if not lengths and self._on_demand:
             return 0.0
-        order = torch.from_numpy(plan.interleaving(rank))
+        order = torch.from_numpy(plan.interleaving)
         count.items, count.real = len(lengths), len(order)
         if not lengths:  # a sequence of one position, without a target
             lengths, order, texts = [1], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
