@@ -14,8 +14,10 @@ from odc.dispatch.rearrangement import Ints
 from odc.errors import PlanError
 
 
-def check_lengths(lengths: Sequence[ArrayLike], longest: int | None = None, *, what: str = "example") -> list[Ints]:
-    """One int64 array an instance, checked.
+def check_lengths(
+    lengths: Sequence[ArrayLike], longest: int | None = None, *, what: str = "example"
+) -> tuple[Ints, Ints]:
+    """Counts int64 [d] and flat lengths int64 [n] of one list an instance, checked.
 
     Args:
         lengths: [d] lists of lengths.
@@ -27,20 +29,26 @@ def check_lengths(lengths: Sequence[ArrayLike], longest: int | None = None, *, w
     """
     if not len(lengths):
         raise PlanError("there are no instances to balance")
-    return [_check(instance, np.asarray(values), longest, what) for instance, values in enumerate(lengths)]
+    arrays = [np.asarray(values) for values in lengths]
+    for instance, values in enumerate(arrays):
+        if values.ndim != 1 or (values.dtype.kind not in "iuf" and values.size):
+            raise PlanError(
+                f"instance {instance}: lengths must be one list of integers, got {values.dtype} {values.shape}"
+            )
+    counts = np.array([len(values) for values in arrays])
+    filled = [values for values in arrays if len(values)]
+    flat = np.concatenate(filled) if filled else np.empty(0, np.int64)
+    good = (flat >= 1) & (flat <= (np.iinfo(np.int64).max if longest is None else longest))
+    if flat.dtype.kind == "f":
+        good &= np.isfinite(flat) & (flat == np.floor(flat))
+    if not good.all():
+        place = int(np.flatnonzero(~good)[0])
+        instance = int(np.searchsorted(np.cumsum(counts), place, side="right"))
+        _refuse(f"instance {instance}: {what} {place - int(counts[:instance].sum())}", flat[place].item(), longest)
+    return counts, flat.astype(np.int64, copy=False)
 
 
-def _check(instance: int, values: np.ndarray, longest: int | None, what: str) -> Ints:
-    if not values.size and values.ndim == 1:
-        return np.empty(0, np.int64)
-    if values.ndim != 1 or values.dtype.kind not in "iuf":
-        raise PlanError(f"instance {instance}: lengths must be one list of integers, got {values.dtype} {values.shape}")
-    whole = np.isfinite(values) & (values == np.floor(values)) if values.dtype.kind == "f" else np.True_
-    good = whole & (values >= 1) & (values <= (np.iinfo(np.int64).max if longest is None else longest))
-    if not np.all(good):
-        slot = int(np.flatnonzero(~good)[0])
-        value = values[slot].item()
-        if longest is not None and value > longest:
-            raise PlanError(f"instance {instance}: {what} {slot} has length {value}, more than the cap of {longest}")
-        raise PlanError(f"instance {instance}: {what} {slot} has length {value}; a length is a whole number >= 1")
-    return values.astype(np.int64)
+def _refuse(who: str, value: float, longest: int | None) -> None:
+    if longest is not None and value > longest:
+        raise PlanError(f"{who} has length {value}, more than the cap of {longest}")
+    raise PlanError(f"{who} has length {value}; a length is a whole number >= 1")

@@ -70,10 +70,10 @@ def mixed_runs(lengths: Any, sums: Any, alpha: float, beta: float, bound: float,
 def least_mixed_bound(
     lengths: Any, sums: Any, alpha: float, beta: float, most: int, low: float, high: float, ends: Any
 ) -> float:
-    """A bound that is enough, at most one part in 2**40 above the least; high must be enough."""
+    """A bound that is enough, at most one part in 2**20 above the least; high must be enough."""
     for _ in range(100):
         middle = low + (high - low) * 0.5
-        if high - low <= high * 9.094947017729282e-13:
+        if high - low <= high * 9.5367431640625e-07:
             break
         if mixed_runs(lengths, sums, alpha, beta, middle, most, ends) <= most:
             high = middle
@@ -82,43 +82,53 @@ def least_mixed_bound(
     return high
 
 
-def within(lengths: Any, tolerance: int, sums: Any, squares: Any, heap: Any, owners: Any) -> None:
+def within(
+    lengths: Any, tolerance: int, sums: Any, squares: Any, shift: int, bits: int, places: int, heap: Any, owners: Any
+) -> None:
     """Each length, as listed, to the instance with the least sum in steps of `tolerance`, then least sum of squares.
 
-    `sums` and `squares` hold what lies there already; heap is scratch, [d].
+    `sums` and `squares` hold what lies there already. `heap`, [d], is of (steps << bits + places | squares >> shift <<
+    places | instance), which fits into 63 bits; 2**places > d, and squares >> shift is below 2**bits.
     """
-    d = len(sums)
+    d, mask = len(heap), (1 << places) - 1
     for at in range(d):
-        heap[at] = at
+        key = (sums[at] // tolerance << bits) + (squares[at] >> shift)
+        heap[at] = (key << places) + at
     for at in range(d // 2 - 1, -1, -1):
-        _sift(at, tolerance, sums, squares, heap)
+        _sift(heap, at, heap[at])
     for i in range(len(lengths)):
-        top = heap[0]
+        top = heap[0] & mask
         owners[i] = top
         sums[top] += lengths[i]
         squares[top] += lengths[i] * lengths[i]
-        _sift(0, tolerance, sums, squares, heap)
+        key = (sums[top] // tolerance << bits) + (squares[top] >> shift)
+        _sift(heap, 0, (key << places) + top)
 
 
-def _sift(at: int, tolerance: int, sums: Any, squares: Any, heap: Any) -> None:
-    """Move what stands at `at` down the heap to where it belongs."""
-    d, item = len(heap), heap[at]
-    child = 2 * at + 1
-    while child < d:
-        if child + 1 < d and _lighter(heap[child + 1], heap[child], tolerance, sums, squares):
-            child += 1
-        if not _lighter(heap[child], item, tolerance, sums, squares):
+def lightest(costs: Any, sums: Any, places: int, heap: Any, owners: Any) -> None:
+    """Each cost, as listed, to the instance with the least sum, of equals the first; `sums` lie there already.
+
+    `heap`, [d], is of (sum << places | instance), which fits into 63 bits; 2**places > d.
+    """
+    d, mask = len(heap), (1 << places) - 1
+    for at in range(d):
+        heap[at] = (sums[at] << places) + at
+    for at in range(d // 2 - 1, -1, -1):
+        _sift(heap, at, heap[at])
+    for i in range(len(costs)):
+        key = heap[0]
+        owners[i] = key & mask
+        _sift(heap, 0, key + (costs[i] << places))
+
+
+def _sift(heap: Any, at: int, key: int) -> None:
+    """Put `key` at `at` or below it."""
+    size, child = len(heap), 2 * at + 1
+    while child < size:
+        if child + 1 < size:
+            child += heap[child + 1] < heap[child]  # added, not branched on: either is as likely
+        if heap[child] > key:
             break
         heap[at] = heap[child]
-        at = child
-        child = 2 * at + 1
-    heap[at] = item
-
-
-def _lighter(one: int, other: int, tolerance: int, sums: Any, squares: Any) -> bool:
-    first, second = sums[one] // tolerance, sums[other] // tolerance
-    if first != second:
-        return bool(first < second)
-    if squares[one] != squares[other]:
-        return bool(squares[one] < squares[other])
-    return one < other
+        at, child = child, 2 * child + 1
+    heap[at] = key

@@ -52,7 +52,7 @@ def solve(
     bounds = Bounds(np.zeros(count + 1), np.append(np.ones(count), np.inf))
     whole = np.zeros(count + 1) if relaxed else np.append(np.ones(count), 0)
     goal = np.append(np.zeros(count), 1.0)
-    options = {} if limit_s is None else {"time_limit": limit_s}
+    options = {"mip_rel_gap": 0.0} | ({} if limit_s is None else {"time_limit": limit_s})
     found = milp(goal, integrality=whole, bounds=bounds, constraints=constraints, options=options)
     bound = found.mip_dual_bound if not relaxed and found.mip_dual_bound is not None else found.fun
     nodes = None if relaxed or found.x is None else found.x[:-1].reshape(d, m).argmax(axis=1).astype(np.int64)

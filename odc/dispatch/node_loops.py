@@ -11,11 +11,18 @@ from typing import Any
 _MULTIPLIER, _INCREMENT, _MASK = 1103515245, 12345, (1 << 31) - 1
 
 
-def scatter(senders: Any, batches: Any, sizes: Any, d: int, volume: Any, totals: Any) -> None:
-    """Add up `volume` and `totals[i]`, all that sender i has, from one entry an example."""
-    for e in range(len(senders)):
-        volume[batches[e] * d + senders[e]] += sizes[e]
-        totals[senders[e]] += sizes[e]
+def scatter(batches: Any, senders: Any, sizes: Any, d: int, volume: Any) -> None:
+    """Write the volume of every (batch, sender) that has one."""
+    for e in range(len(sizes)):
+        volume[batches[e] * d + senders[e]] = sizes[e]
+
+
+def kept(groups: Any, sizes: Any, rooms: Any, total: Any) -> None:
+    """Add to each group's total its first sizes, as many as it has room for."""
+    for e in range(len(groups)):
+        if rooms[groups[e]] > 0:
+            rooms[groups[e]] -= 1
+            total[groups[e]] += sizes[e]
 
 
 def place(pairs_batch: Any, pairs_node: Any, rooms: Any, node: Any) -> None:
@@ -35,28 +42,42 @@ def place(pairs_batch: Any, pairs_node: Any, rooms: Any, node: Any) -> None:
 
 
 def improve(
-    volume: Any, firsts: Any, node_of: Any, sent: Any, node: Any, members: Any, best: Any, steps: int, kick: int
-) -> int:
-    """Exchange batches between nodes to lower the most that a sender sends off its node; returns that.
+    volume: Any,
+    begins: Any,
+    having: Any,
+    firsts: Any,
+    node_of: Any,
+    sent: Any,
+    node: Any,
+    members: Any,
+    at: Any,
+    best: Any,
+    steps: int,
+    kick: int,
+) -> None:
+    """Exchange batches between nodes to lower the most that a sender sends off its node.
 
     Args:
         volume: [d * d].
+        begins, having: the batches that sender i has something of are having[begins[i]] to having[begins[i + 1] - 1].
         firsts: [m + 1] first sender of each node, also its first place in `members`.
         node_of: [d] node of a sender.
         sent: [d] in: all a sender has; out: scratch.
-        node: [d] node of each batch, a full placement.
-        members: [d] scratch: the batches of each node.
+        node: [d] in: node of each batch, a full placement; out: scratch.
+        members, at: [d] scratch: the batches of each node, and where each batch stands there.
         best: [d] out: node of each batch.
         steps: exchanges to look for.
         kick: exchanges at random after none helps.
     """
     d = len(node)
     _fill(firsts, node, members)
-    for j in range(d):
+    for place_ in range(d):
+        j = members[place_]
+        at[j] = place_
         for i in range(firsts[node[j]], firsts[node[j] + 1]):
             sent[i] -= volume[j * d + i]
     least, seed = -1, 1
-    for _ in range(steps):
+    for step in range(steps + 1):
         worst = 0
         for i in range(1, d):
             if sent[i] > sent[worst]:
@@ -65,9 +86,11 @@ def improve(
             least = sent[worst]
             for j in range(d):
                 best[j] = node[j]
-        mine, theirs = _best_swap(volume, firsts, node_of, sent, node, members, worst)
+        if step == steps or least == 0:
+            break
+        mine, theirs = _best_swap(volume, begins, having, firsts, node_of, sent, node, members, worst)
         if mine >= 0:
-            _swap(volume, firsts, sent, node, members, mine, theirs)
+            _swap(volume, firsts, sent, node, members, at, mine, theirs)
             continue
         if kick == 0 or len(firsts) < 3:
             break
@@ -76,36 +99,46 @@ def improve(
             one = (seed >> 8) % d
             seed = (seed * _MULTIPLIER + _INCREMENT) & _MASK
             other = (seed >> 8) % d
-            if node[members[one]] != node[members[other]]:
-                _swap(volume, firsts, sent, node, members, one, other)
-    return least
+            if node[one] != node[other]:
+                _swap(volume, firsts, sent, node, members, at, one, other)
 
 
 def _fill(firsts: Any, node: Any, members: Any) -> None:
     """List the batches of each node."""
-    d = len(node)
-    for a in range(len(firsts) - 1):
-        at = firsts[a]
-        for j in range(d):
-            if node[j] == a:
-                members[at] = j
-                at += 1
+    for place_ in range(len(node)):
+        members[place_] = -1
+    for j in range(len(node)):
+        place_ = firsts[node[j]]
+        while members[place_] >= 0:
+            place_ += 1
+        members[place_] = j
 
 
 def _best_swap(
-    volume: Any, firsts: Any, node_of: Any, sent: Any, node: Any, members: Any, worst: int
+    volume: Any,
+    begins: Any,
+    having: Any,
+    firsts: Any,
+    node_of: Any,
+    sent: Any,
+    node: Any,
+    members: Any,
+    worst: int,
 ) -> tuple[int, int]:
-    """Places of two batches whose exchange leaves all senders of both nodes below what `worst` sends, most; or -1."""
-    d, home = len(node), node_of[worst]
+    """Two batches whose exchange leaves all senders of both nodes below what `worst` sends, the most; or -1."""
+    home = node_of[worst]
     least, found, with_ = sent[worst], -1, -1
-    for there in range(d):
-        j = members[there]
-        if node[j] == home or volume[j * d + worst] == 0:
+    for place_ in range(begins[worst], begins[worst + 1]):
+        j = having[place_]
+        if node[j] == home:
             continue
+        gain = sent[worst] - volume[j * len(node) + worst]
         for here in range(firsts[home], firsts[home + 1]):
+            if gain + volume[members[here] * len(node) + worst] >= least:
+                continue
             top = _after(volume, firsts, sent, home, members[here], node[j], j, least)
             if top < least:
-                least, found, with_ = top, here, there
+                least, found, with_ = top, members[here], j
     return found, with_
 
 
@@ -128,15 +161,15 @@ def _after(volume: Any, firsts: Any, sent: Any, home: int, mine: int, away: int,
     return top
 
 
-def _swap(volume: Any, firsts: Any, sent: Any, node: Any, members: Any, one: int, other: int) -> None:
-    d, mine, theirs = len(node), members[one], members[other]
-    a, b = node[mine], node[theirs]
+def _swap(volume: Any, firsts: Any, sent: Any, node: Any, members: Any, at: Any, mine: int, theirs: int) -> None:
+    d, a, b = len(node), node[mine], node[theirs]
     lost, won = mine * d, theirs * d
     for i in range(firsts[a], firsts[a + 1]):
         sent[i] += volume[lost + i] - volume[won + i]
     for i in range(firsts[b], firsts[b + 1]):
         sent[i] += volume[won + i] - volume[lost + i]
-    members[one], members[other] = theirs, mine
+    members[at[mine]], members[at[theirs]] = theirs, mine
+    at[mine], at[theirs] = at[theirs], at[mine]
     node[mine], node[theirs] = b, a
 
 

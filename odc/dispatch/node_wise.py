@@ -10,20 +10,26 @@ decided from the numbers of instances and nodes, never from a clock: every rank 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from odc.balance.compiled import loops_of
+from odc.balance.partition import falling
 from odc.dispatch import node_exact
 from odc.dispatch import node_loops as _loops
 from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.errors import PlanError
 
 Method = Literal["auto", "exact", "exchange"]
-_STEPS_PER_S = 40_000  # exchanges looked for in a second, on one core of 2.5 GHz with 64 instances (measured)
+_NEAR_S, _FAR_S = 25e-9, 40e-9  # an exchange looked at, where the volumes fit into the cache and where not (measured)
+_CACHED = 512  # instances
+_LEAST_STEPS = 64
 _KICK = 2  # random exchanges after none helps
 
 
@@ -107,103 +113,149 @@ def place_batches(
     """
     if per_node < 1 or method not in ("auto", "exact", "exchange"):
         raise PlanError(f"a node has at least one instance and a method a name, not {per_node!r} and {method!r}")
-    d = instances
-    node_of = np.arange(d) // per_node
-    firsts = np.append(np.arange(0, d, per_node), d)
-    volume, totals = np.zeros(d * d, np.int64), np.zeros(d, np.int64)
-    loops, arrays = loops_of(_loops, max(len(sizes), d * d // 16))
-    if arrays:
-        loops.scatter(senders, batches, sizes, d, volume, totals)
-    else:
-        np.add.at(volume, batches * d + senders, sizes)
-        np.add.at(totals, senders, sizes)
-    square = volume.reshape(d, d)
-    before = _most_sent(square, node_of, node_of, totals)
+    d, m = instances, -(-instances // per_node)
+    if m == 1 or not len(sizes):
+        return np.arange(d), (0, 0, 0.0, "exact")
+    problem = _Problem.of(senders, batches, sizes, d, per_node)
+    before = problem.most_sent(problem.node_of)
     if method == "auto":
-        method = "exact" if _exact_s(d, len(firsts) - 1) <= budget_s and _has_scipy() else "exchange"
-    if len(firsts) == 2 or not before:
-        node, bound = node_of, float(before)
-    elif method == "exact":
-        found, bound = node_exact.solve(square, np.diff(firsts), node_of)
-        node = node_of if found is None else found
+        method = "exact" if _exact_s(d) <= budget_s and find_spec("scipy") is not None else "exchange"
+    bound = 0.0
+    if method == "exact":
+        node, bound = problem.solve()
     else:
-        steps = max(64, int(budget_s * _STEPS_PER_S * 64 / d))
-        node = _exchange(square, volume, totals, node_of, firsts, steps)
-        bound = counting_bound(square, firsts, totals)
-    if linear_bound and method == "exchange" and len(firsts) > 2:
-        bound = max(bound, node_exact.solve(square, np.diff(firsts), node_of, relaxed=True)[1])
-    cost = _most_sent(square, node_of, node, totals)
+        node, bound = problem.exchange(max(_LEAST_STEPS, int(budget_s / problem.step_s)))
+        if linear_bound:
+            bound = max(bound, node_exact.solve(problem.square, problem.rooms, problem.node_of, relaxed=True)[1])
+    cost = problem.most_sent(node)
     if cost > before:
-        node, cost = node_of, before
-    return _seated(volume, firsts, node), (cost, before, min(bound, float(cost)), method)
+        node, cost = problem.node_of, before
+    return problem.seated(node), (cost, before, min(bound, float(cost)), method)
 
 
-def counting_bound(volume: Ints, firsts: Ints, totals: Ints) -> float:
-    """No placement lets all senders send less than this off their nodes.
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What each sender has of each batch, as the entries that are not zero and as a matrix.
 
     Args:
-        volume: int64 [d batches, d senders].
-        firsts: int64 [m + 1] first sender of each node.
+        batches, senders, sizes: int64 [e] sorted by batch, then sender.
         totals: int64 [d] all that a sender has.
-
-    A sender keeps at most as many of its batches as its node takes, its largest; the senders of a node keep at most the
-    largest of those of the whole node, so that the most sent is at least the mean of what they send.
+        per_node: instances of a node.
     """
-    bound = 0.0
-    for begin, end in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
-        room, own = end - begin, volume[:, begin:end]
-        alone = np.partition(own, len(own) - room, axis=0)[len(own) - room :].sum(axis=0)
-        together = own.sum(axis=1)
-        kept = np.partition(together, len(own) - room)[len(own) - room :].sum()
-        bound = max(bound, float((totals[begin:end] - alone).max()), float(totals[begin:end].sum() - kept) / room)
-    return bound
+
+    batches: Ints
+    senders: Ints
+    sizes: Ints
+    totals: Ints
+    per_node: int
+
+    @classmethod
+    def of(cls, senders: Ints, batches: Ints, sizes: Ints, instances: int, per_node: int) -> _Problem:
+        keys = batches * instances + senders
+        order = np.argsort(keys)
+        key, first = np.unique(keys[order], return_index=True)
+        summed = np.add.reduceat(sizes[order], first)
+        totals = np.bincount(senders, weights=sizes, minlength=instances).astype(np.int64)
+        return cls(key // instances, key % instances, summed, totals, per_node)
+
+    @cached_property
+    def node_of(self) -> Ints:
+        """[d] node of each sender."""
+        return np.arange(len(self.totals)) // self.per_node
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """[m + 1] first sender of each node, and d."""
+        return np.append(np.arange(0, len(self.totals), self.per_node), len(self.totals))
+
+    @property
+    def rooms(self) -> Ints:
+        """[m] batches that each node takes."""
+        return np.diff(self.firsts)
+
+    @cached_property
+    def volume(self) -> Ints:
+        """[d * d] what sender i has of batch j, at j * d + i."""
+        volume = np.zeros(len(self.totals) ** 2, np.int64)
+        loops, arrays = loops_of(_loops, len(self.sizes))
+        if arrays:
+            loops.scatter(self.batches, self.senders, self.sizes, len(self.totals), volume)
+        else:
+            volume[self.batches * len(self.totals) + self.senders] = self.sizes
+        return volume
+
+    @property
+    def square(self) -> Ints:
+        """[d batches, d senders]."""
+        return self.volume.reshape(len(self.totals), -1)
+
+    @property
+    def step_s(self) -> float:
+        """About how long one step of exchanges takes, compiled, on one core of 2.5 GHz."""
+        d = len(self.totals)
+        return d * 1e-9 + len(self.sizes) / d * self.per_node * (_NEAR_S if d < _CACHED else _FAR_S)
+
+    def most_sent(self, node: Ints) -> int:
+        """The most any sender sends off its node, for batches on these nodes."""
+        away = node[self.batches] != self.node_of[self.senders]
+        sent = np.bincount(self.senders[away], weights=self.sizes[away], minlength=1)
+        return int(sent.max())
+
+    def solve(self) -> tuple[Ints, float]:
+        """The best node of each batch, and a bound, by HiGHS."""
+        node, bound = node_exact.solve(self.square, self.rooms, self.node_of)
+        return self.node_of if node is None else node, bound
+
+    def exchange(self, steps: int) -> tuple[Ints, float]:
+        """A good node of each batch, by largest overlap first and exchanges, and the bound by counting."""
+        d, m = len(self.totals), len(self.firsts) - 1
+        keys = self.batches * m + self.node_of[self.senders]  # sorted, as the entries are
+        key, first = np.unique(keys, return_index=True)
+        overlap = np.add.reduceat(self.sizes, first)
+        falls = falling(overlap, None)
+        pair_batch, pair_node, overlap = key[falls] // m, key[falls] % m, overlap[falls]
+        by_sender = np.argsort(self.senders.astype(np.int16) if d < 1 << 15 else self.senders, kind="stable")
+        begins = np.concatenate([[0], np.cumsum(np.bincount(self.senders, minlength=d))])
+        node = np.full(d, -1)
+        members, at, best = np.empty((3, d), np.int64)
+        given = [self.volume, begins, self.batches[by_sender], self.firsts, self.node_of, self.totals.copy()]
+        given += [node, members, at, best, pair_batch, pair_node, self.rooms]
+        loops, arrays = loops_of(_loops, len(self.sizes))
+        values: list[Any] = given if arrays else [array.tolist() for array in given]
+        loops.place(*values[-3:], values[6])
+        loops.improve(*values[:-3], steps, _KICK)
+        return np.asarray(values[9], np.int64), self._bound(pair_node, overlap)
+
+    def _bound(self, pair_node: Ints, overlap: Ints) -> float:
+        """No placement lets all senders send less than this.
+
+        A sender keeps at most as many of its batches as its node takes, its largest; the senders of a node together
+        keep at most the largest of those of the whole node, and the most sent is at least their mean.
+        """
+        d, m = len(self.totals), len(self.firsts) - 1
+        falls = falling(self.sizes, None)
+        alone, together = np.zeros(d, np.int64), np.zeros(m, np.int64)
+        given = [self.senders[falls], self.sizes[falls], self.rooms[self.node_of], alone]
+        given += [pair_node, overlap, self.rooms, together]
+        loops, arrays = loops_of(_loops, len(self.sizes))
+        values: list[Any] = given if arrays else [array.tolist() for array in given]
+        loops.kept(*values[:4])
+        loops.kept(*values[4:])
+        means = (np.add.reduceat(self.totals, self.firsts[:-1]) - np.asarray(values[7], np.int64)) / self.rooms
+        alone = self.totals - np.asarray(values[3], np.int64)
+        most = [0.0, float(alone.max()), float(means.max())]
+        return max(most)
+
+    def seated(self, node: Ints) -> Ints:
+        """The instance of each batch, within its node where most of it is."""
+        d = len(node)
+        given = [self.volume, self.firsts, node, np.empty(d, np.int64), np.zeros(d, np.int64), np.full(d, -1)]
+        loops, arrays = loops_of(_loops, len(self.sizes))
+        values: list[Any] = given if arrays else [array.tolist() for array in given]
+        loops.seat(*values)
+        return np.asarray(values[5], np.int64)
 
 
-def _exchange(square: Ints, volume: Ints, totals: Ints, node_of: Ints, firsts: Ints, steps: int) -> Ints:
-    """The node of each batch by largest overlap first and exchanges."""
-    d, m = len(node_of), len(firsts) - 1
-    overlap = np.add.reduceat(square, firsts[:-1], axis=1).ravel()
-    some = np.flatnonzero(overlap)
-    listed = some[np.argsort(-overlap[some], kind="stable")]
-    given = [listed // m, listed % m, np.diff(firsts), volume, firsts, node_of, totals.copy()]
-    scratch = [np.full(d, -1), np.empty(d, np.int64), np.empty(d, np.int64)]
-    loops, arrays = loops_of(_loops, max(len(listed), d * d // 16))
-    values: list[Any] = given + scratch
-    if not arrays:
-        values = [array.tolist() for array in values]
-    pair_batches, pair_nodes, rooms, volumes, begins, nodes, sent, node, members, best = values
-    loops.place(pair_batches, pair_nodes, rooms, node)
-    loops.improve(volumes, begins, nodes, sent, node, members, best, steps, _KICK)
-    return np.asarray(best, np.int64)
-
-
-def _seated(volume: Ints, firsts: Ints, node: Ints) -> Ints:
-    d = len(node)
-    places, members, taken = np.full(d, -1), np.empty(d, np.int64), np.zeros(d, np.int64)
-    loops, arrays = loops_of(_loops, d * d // 16)
-    if arrays:
-        loops.seat(volume, firsts, node, members, taken, places)
-        return places
-    out = places.tolist()
-    loops.seat(volume.tolist(), firsts.tolist(), node.tolist(), members.tolist(), taken.tolist(), out)
-    return np.asarray(out, np.int64)
-
-
-def _most_sent(volume: Ints, node_of: Ints, node: Ints, totals: Ints) -> int:
-    """The most any sender sends off its node, for batches on these nodes."""
-    batches, senders = np.nonzero(volume)
-    kept = node[batches] == node_of[senders]
-    stays = np.zeros(len(totals), np.int64)
-    np.add.at(stays, senders[kept], volume[batches[kept], senders[kept]])
-    return int((totals - stays).max(initial=0))
-
-
-def _exact_s(instances: int, nodes: int) -> float:
-    """About how long HiGHS takes, from measurements on random lengths: it doubles with every 6 instances or so."""
-    return 0.02 * 2.0 ** (instances / 6) if nodes > 1 else 0.0
-
-
-def _has_scipy() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("scipy") is not None
+def _exact_s(instances: int) -> float:
+    """About how long HiGHS takes (bench/bench_dispatch.py)."""
+    return 0.05 * math.exp2(instances / 7)

@@ -123,7 +123,7 @@ class Orchestrator:
         return OwnPlan(**{**own.__dict__, "planning_s": perf_counter() - began})
 
     def refuse(self, reason: str) -> None:
-        """Have every rank's next `plan` raise PlanError with this reason; instead of the own `plan`, whose data failed."""
+        """Have every rank's next `plan` raise PlanError with this reason; in place of an own `plan` without data."""
         self._step += 1
         self.exchange.gather(self._step, RECORDS, _refusal(reason))
 
@@ -210,7 +210,7 @@ class Orchestrator:
         return self.exchange.move(plan.step, TEXT_CHANNEL, _named(plan.text, fields), fields)
 
     def assemble(self, plan: OwnPlan, text: torch.Tensor, encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Interleave text and encoded rows, [.., features] each, to the packed sequences here, [sum of lengths, features].
+        """Interleave text and encoded rows to the packed sequences here, [sum of lengths, features].
 
         Differentiable; `plan.lengths` are the sequences' lengths. No communication.
         """

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from odc.balance.compiled import loops_of
-from odc.balance.partition import falling, partition, to_ticks
+from odc.balance.partition import falling, to_ticks
 from odc.dispatch import loops as _loops
 from odc.dispatch.rearrangement import Ints
+from odc.dispatch.unpadded import onto, unpadded
 
 
 def padded(costs: ArrayLike, instances: int) -> Ints:
@@ -87,25 +88,17 @@ def _best_runs(rising: Ints, instances: int, alpha: float, beta: float) -> Ints:
 def _listing(rising: Ints, instances: int) -> Ints:
     """The published algorithm 5, for lengths in rising order."""
     n = len(rising)
-    bound = int(np.bincount(partition(rising, instances), weights=rising, minlength=instances).max())
+    bound = int(np.bincount(unpadded(rising, instances), weights=rising, minlength=instances).max())
     loops, arrays = loops_of(_loops, n)
-    ends = np.zeros(instances + 1, np.int64)
+    ends = np.zeros(instances, np.int64)
     cuts, values = (ends, rising) if arrays else (ends.tolist(), rising.tolist())
     number = min(loops.runs(values, bound, instances, cuts), instances)
-    owners = np.zeros(n, np.int64)
     done = int(cuts[number - 1])
+    owners = np.empty(n, np.int64)
     owners[:done] = _owners(np.arange(done), cuts, number)
-    rest = rising[done:][::-1].copy()
-    sums = np.bincount(owners[:done], weights=rising[:done], minlength=instances).astype(np.int64)
-    found = np.empty(len(rest), np.int64)
-    scratch = np.zeros((2, instances), np.int64)
-    if arrays:
-        loops.within(rest, 1, sums, scratch[0], scratch[1], found)
-    else:
-        out = found.tolist()
-        loops.within(rest.tolist(), 1, sums.tolist(), scratch[0].tolist(), scratch[1].tolist(), out)
-        found[:] = out
-    owners[done:] = found[::-1]
+    if done < n:
+        sums = np.bincount(owners[:done], weights=rising[:done], minlength=instances).astype(np.int64)
+        owners[done:] = onto(rising[done:][::-1].copy(), sums)[::-1]
     return owners
 
 

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from odc.dispatch.lengths import check_lengths
 from odc.dispatch.padded import padded, padded_attention
-from odc.dispatch.rearrangement import Ints, Rearrangement, flatten
+from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.dispatch.unpadded import tolerant, unpadded
 from odc.errors import PlanError
 
@@ -89,8 +89,8 @@ def post_balance(lengths: Sequence[ArrayLike], policy: BalancePolicy) -> Rearran
     Raises PlanError, naming instance and example, for a length that is no integer (NaN too), is below 1 or above the
     policy's longest. New mini-batches may be empty. Pure: waits for nobody.
     """
-    counts, flat = flatten(check_lengths(lengths, policy.longest))
-    return Rearrangement.to(counts, balance_flat(flat.astype(np.int64, copy=False), len(counts), policy))
+    counts, flat = check_lengths(lengths, policy.longest)
+    return Rearrangement.to(counts, balance_flat(flat, len(counts), policy))
 
 
 def balance_flat(lengths: Ints, instances: int, policy: BalancePolicy) -> Ints:

@@ -27,7 +27,13 @@ def exchange_of(kind: str, rank: int, world: int, channels: list[str], **more: A
     made: Exchange
     if kind == "on_demand":
         made = OnDemandExchange(
-            default_store(), range(world), rank, channels, timeout_s=timeout_s, name=name, **{"arena_bytes": 1 << 20} | more
+            default_store(),
+            range(world),
+            rank,
+            channels,
+            timeout_s=timeout_s,
+            name=name,
+            **{"arena_bytes": 1 << 20} | more,
         )
     else:
         cls = AllGatherExchange if kind == "all_gather" else CollectiveExchange

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from _doubles import KINDS, exchange_of, ragged, random_move
 
-from odc.dispatch.exchange import BACK, move
 from odc.dispatch.route import Route
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn]

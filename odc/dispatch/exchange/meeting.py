@@ -37,8 +37,14 @@ class Meeting:
         self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
         self.me = ranks.index(dist.get_rank())
         self._number = 0
+        # torch names a locally synchronized group by its ranks alone and meets at that name: one that was destroyed
+        # leaves stale addresses to the next, so groups of some ranks are kept to the end.
+        self._whole = ranks == tuple(range(dist.get_world_size()))
         self.group = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=not self._whole,
         )
 
     def run(self, what: str, collective: Callable[[], T]) -> T:
@@ -92,7 +98,7 @@ class Meeting:
         self.run(what, lambda: dist.all_gather(sizes, mine, group=self.group))
         counts = [int(size) for size in sizes]
         own = torch.zeros(max(counts), dtype=torch.int64)
-        own[: len(values)] = torch.from_numpy(np.ascontiguousarray(values, np.int64))
+        own[: len(values)] = torch.from_numpy(np.array(values, np.int64))
         found = [torch.empty_like(own) for _ in self.ranks]
         self.run(what, lambda: dist.all_gather(found, own, group=self.group))
         return [array.numpy()[:count] for array, count in zip(found, counts, strict=True)]
@@ -100,7 +106,7 @@ class Meeting:
     def close(self) -> None:
         """Give the group back; idempotent."""
         group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
+        if group is not None and self._whole and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _reached(self, instance: int) -> int:

@@ -56,7 +56,7 @@ class OnDemandExchange:
         self.moved: dict[str, int] = Counter()
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
-        mine = np.ascontiguousarray(values, np.int64)
+        mine = np.array(values, np.int64)
         others = self._arena.geometry.others()
         raw = self._arena.put(channel, step, mine.nbytes, others)
         raw.copy_(torch.from_numpy(mine.view(np.uint8)))
