@@ -37,9 +37,10 @@ MAY_IMPORT = {
     "handover": frozenset({"fsdp", "server", "comm", "memory"}),
     "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "bench": ALL - {"cli", "simulate", "train"},
-    "train": ALL - {"bench", "cli", "simulate"},
-    "integrations": ALL - {"bench", "cli", "simulate", "train"},
+    "bench": ALL - {"cli", "simulate", "train", "multimodal"},
+    "train": ALL - {"bench", "cli", "simulate", "multimodal"},
+    "multimodal": ALL - {"bench", "cli", "simulate"},
+    "integrations": ALL - {"bench", "cli", "simulate", "train", "multimodal"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }

@@ -18,6 +18,7 @@ from odc.cli.compare import compare
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
+from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(train_mm)
 app.command()(compare)
 app.command()(plan)
 app.command()(simulate)
