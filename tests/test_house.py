@@ -21,7 +21,7 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset({"balance", "bench", "cli", "comm", "fsdp", "memory", "server", "simulate", "trace", "train"})
+ALL = frozenset({"balance", "bench", "cli", "comm", "doctor", "fsdp", "memory", "server", "simulate", "trace", "train"})
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
@@ -32,9 +32,10 @@ MAY_IMPORT = {
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "bench": ALL - {"cli", "simulate", "train"},
-    "train": ALL - {"bench", "cli", "simulate"},
-    "integrations": ALL - {"bench", "cli", "simulate", "train"},
+    "bench": ALL - {"cli", "doctor", "simulate", "train"},
+    "doctor": frozenset({"fsdp", "memory", "server"}),
+    "train": ALL - {"bench", "cli", "doctor", "simulate"},
+    "integrations": ALL - {"bench", "cli", "doctor", "simulate", "train"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }
