@@ -11,6 +11,8 @@ from typing import Literal
 
 Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
+Kernels = Literal["torch", "triton"]
+KERNELS: tuple[Kernels, ...] = ("torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Settings:
             heap; 0 has no queue. Needs libatomic.
         stale_check: before each root forward in an open minibatch compare the own shards with what was published.
         trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
+        kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, on CPU
+            memory in triton's interpreter alone (for tests; see docs/kernels.md).
     """
 
     reproducible: bool = False
@@ -42,10 +46,13 @@ class Settings:
     queue_bytes: int = 0
     stale_check: bool = True
     trace: bool = True
+    kernels: Kernels = "torch"
 
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
             raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_MODES)}, not {self.accumulate!r}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive seconds, not {self.timeout_s!r}")
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:

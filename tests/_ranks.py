@@ -32,6 +32,9 @@ _OUTPUT_SHOWN = 6000  # last characters of a rank's output shown in a failure
 _START_S = 200.0  # for the nursery's imports, on a machine that has other work
 _GRACE_S = 5.0  # for the other ranks once one has failed
 
+Environment = tuple[tuple[str, str], ...]  # variables and their values
+INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
+
 
 class RanksFailed(AssertionError):
     """One or more ranks raised, died or did not answer; the message has each one's traceback or output."""
@@ -84,16 +87,16 @@ class Outcome:
 
 
 class Nursery:
-    """The process that forks ranks (see `_rank_worker`) and the store they meet at; one a pytest session."""
+    """The process that forks ranks (see `_rank_worker`) and the store they meet at; one a session and `environment`."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Environment = ()) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = Path(__file__).with_name("_rank_worker.py")
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
             [sys.executable, str(worker), str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **settings, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, **settings, "PYTHONPATH": os.pathsep.join(sys.path), **dict(environment)},
         )
         theirs.close()
         self._store = dist.TCPStore(
@@ -145,23 +148,20 @@ class Nursery:
         return note
 
 
-_nursery: Nursery | None = None
+_nurseries: dict[Environment, Nursery] = {}
 
 
-def nursery() -> Nursery:
-    """The session's nursery, started on first use."""
-    global _nursery
-    if _nursery is None:
-        _nursery = Nursery()
-    return _nursery
+def nursery(environment: Environment = ()) -> Nursery:
+    """The session's nursery with these variables set, started on first use."""
+    if environment not in _nurseries:
+        _nurseries[environment] = Nursery(environment)
+    return _nurseries[environment]
 
 
-def close_nursery() -> None:
-    """End the session's nursery, if it was started."""
-    global _nursery
-    if _nursery is not None:
-        _nursery.close()
-        _nursery = None
+def close_nurseries() -> None:
+    """End the session's nurseries."""
+    while _nurseries:
+        _nurseries.popitem()[1].close()
 
 
 def _task(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -179,15 +179,15 @@ def _task(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 class RankProcesses:
     """Ranks that run one function once; made by `spawn_ranks`. Every wait has a timeout."""
 
-    def __init__(self, world: int, *, once: bool, whole_end: bool = False) -> None:
-        self.world = world
+    def __init__(self, world: int, *, once: bool, whole_end: bool = False, environment: Environment = ()) -> None:
+        self.world, self._nursery = world, nursery(environment)
         self._outputs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115 (closed by close)
         self._channels: list[Connection] = []
         self.outcomes: list[Outcome] = []
-        job = {"world": world, "prefix": nursery().new_prefix(), "once": once, "whole_end": whole_end}
+        job = {"world": world, "prefix": self._nursery.new_prefix(), "once": once, "whole_end": whole_end}
         try:
             for rank in range(world):
-                pid, channel = nursery().fork({"rank": rank, **job}, self._outputs[rank])
+                pid, channel = self._nursery.fork({"rank": rank, **job}, self._outputs[rank])
                 self._channels.append(channel)
                 self.outcomes.append(Outcome(rank, pid))
         except BaseException:
@@ -276,7 +276,7 @@ class RankProcesses:
             output.close()
 
     def _note_exits(self) -> None:
-        exits = nursery().poll()
+        exits = self._nursery.poll()
         for outcome in self.outcomes:
             outcome.exit_code = exits.get(outcome.pid, outcome.exit_code)
 
@@ -287,10 +287,10 @@ class RankProcesses:
 
 
 class RankPool:
-    """Ranks that run one function after another, rebuilt after a failure."""
+    """Ranks that run one function after another, rebuilt after a failure; with variables of `environment` set."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, environment: Environment = ()) -> None:
+        self.world, self._environment = world, environment
         self._ranks: RankProcesses | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -300,7 +300,7 @@ class RankPool:
             RanksFailed: a rank raised, died or took longer than `timeout` seconds; the pool is gone then.
         """
         if self._ranks is None:
-            self._ranks = RankProcesses(self.world, once=False)
+            self._ranks = RankProcesses(self.world, once=False, environment=self._environment)
         ranks = self._ranks
         ranks.send(_task(function, args))
         deadline = time.monotonic() + timeout

@@ -22,12 +22,25 @@ hypothesis.settings.load_profile("patient")
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], object]]:
     """`ranks(world).run(function, *args, timeout=120)` runs a module-level function on every rank of a lasting pool."""
+    yield from _pools(())
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[[int], object]]:
+    """As `ranks`, in processes where Triton kernels are interpreted; skips where triton is not installed."""
+    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+    from _ranks import INTERPRETED
+
+    yield from _pools(INTERPRETED)
+
+
+def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int], object]]:
     from _ranks import RankPool
 
     pools: dict[int, RankPool] = {}
 
     def pool(world: int) -> RankPool:
-        return pools.setdefault(world, RankPool(world))
+        return pools.setdefault(world, RankPool(world, environment))
 
     yield pool
     outcomes = [outcome for one in pools.values() for outcome in one.close()]
@@ -38,4 +51,4 @@ def ranks() -> Iterator[Callable[[int], object]]:
 def pytest_unconfigure() -> None:
     """End the process that forks ranks, if any test started it."""
     if "_ranks" in sys.modules:
-        sys.modules["_ranks"].close_nursery()
+        sys.modules["_ranks"].close_nurseries()

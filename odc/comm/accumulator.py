@@ -55,6 +55,7 @@ class Adder:
         self._space = space
         self._locks = space.settings.accumulate != "per_source"
         self._source = 0 if self._locks else source
+        self._sum = space.moves.accumulate if space.settings.accumulate == "direct" else space.moves.add
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
@@ -71,7 +72,7 @@ class Adder:
         for first, turn in _turns(pieces, total.itemsize):
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._space.settings.timeout_s) if mutex else nullcontext():
-                torch._foreach_add_(places, turn)
+                self._sum(places, turn)
 
 
 def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:

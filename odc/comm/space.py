@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.comm.geometry import Geometry
+from odc.comm.moves import moves_of
 from odc.comm.units import UnitSpec
 from odc.comm.words import BOARD_WORDS
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -49,12 +50,16 @@ class Space:
         geometry: who stands where.
         units: in the same order on every rank.
         settings: of the root.
+
+    Attributes:
+        moves: what moves the root's data.
     """
 
     def __init__(
         self, heap: SymmetricHeap, geometry: Geometry, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
     ) -> None:
         self.heap, self.geometry, self.units, self.settings = heap, geometry, tuple(units), settings
+        self.moves = moves_of(settings)
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))

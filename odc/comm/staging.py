@@ -11,7 +11,6 @@ keeps up leaves its blocks in the cache, however long the ring is. So a block's 
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 
 import torch
@@ -36,7 +35,7 @@ class Outbox:
         geometry = space.geometry
         distance = geometry.distance(geometry.shard, owner % geometry.shards)
         self.owner, self.ring = owner, space.ring
-        self._source = geometry.me
+        self._source, self._put = geometry.me, space.moves.put
         self._data = space.heap.address(owner, f"staging/{distance}")
         self._headers = space.heap.tensor(owner, f"headers/{distance}", torch.int64).view(-1, HEADER_WORDS).numpy()
         self._sent, self._accumulated = space.sent(owner), space.accumulated(owner)
@@ -56,7 +55,7 @@ class Outbox:
 
     def put(self, at_byte: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` from `address` into the slot to be posted next, at `at_byte`. `credit()` must have said so."""
-        ctypes.memmove(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
+        self._put(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
 
     def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         """Hand the filled slot over: elements [first, first + numel) of `unit`."""

@@ -10,10 +10,9 @@ as well as on the main one, `push` on the sender thread alone.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -67,7 +66,7 @@ class Verbs:
         me = self.geometry.me
         for unit, tensors in zip(self.space.units, shards, strict=True):
             places = [self.space.published(me, unit, i) for i in range(len(unit.params))]
-            torch._foreach_copy_(places, list(tensors))
+            self.space.moves.publish(places, tensors)
         for unit, used in zip(self.space.units, dirty, strict=True):
             for source in range(self.space.sources if used else 0):
                 self.space.accumulator(me, unit, source).zero_()
@@ -90,18 +89,16 @@ class Verbs:
         Waits for each owner to publish the current epoch, one after the other, starting with the next shard.
         """
         fetched = 0
-        copies = [
-            (destination.data_ptr(), spec.published_offset, spec.nbytes)
-            for spec, destination in zip(unit.params, destinations, strict=True)
-        ]
-        memmove = ctypes.memmove
-        for owner in self.geometry.row_from_next():
-            self.await_published(owner, lane)
-            source = self.space.published_bytes(owner, unit)  # held: the memory stays mapped while it is copied
-            base, shard = source.data_ptr(), owner % self.geometry.shards
-            for place, offset, nbytes in copies:
-                memmove(place + shard * nbytes, base + offset, nbytes)
-            fetched += unit.published_bytes if owner != self.geometry.me else 0
+
+        def owners() -> Iterator[tuple[int, torch.Tensor]]:
+            nonlocal fetched
+            for owner in self.geometry.row_from_next():
+                self.await_published(owner, lane)
+                yield owner % self.geometry.shards, self.space.published_bytes(owner, unit)
+                fetched += unit.published_bytes if owner != self.geometry.me else 0
+
+        offsets = [spec.published_offset for spec in unit.params]
+        self.space.moves.gather(destinations, offsets, self.geometry.shards, owners())
         self._count(Word.FETCHED, fetched)
         return fetched
 

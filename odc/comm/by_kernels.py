@@ -1,0 +1,57 @@
+"""Data moved by the Triton kernels of `odc.kernels` (see `odc.comm.moves`).
+
+Chose to run the very kernels of the GPU on the CPU's heaps, in triton's interpreter, so that a whole minibatch can be
+held against torch's without a GPU. It is slow (about a millisecond a program): for tests, never for training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from odc.kernels import accumulate as accumulate_pieces
+from odc.kernels import add as add_pairs
+from odc.kernels import gather as gather_unit
+from odc.kernels import publish as publish_shards
+from odc.kernels import put as put_values
+from odc.kernels import refuse_compiled
+
+
+def refuse_unusable() -> None:
+    """Raise `UnsupportedError` where kernels are compiled, but there is no GPU to run them."""
+    if not torch.cuda.is_available():
+        refuse_compiled()
+
+
+def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """See `Moves.publish`."""
+    publish_shards(places, shards)
+
+
+def gather(
+    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, owners: Iterator[tuple[int, torch.Tensor]]
+) -> None:
+    """See `Moves.gather`; one launch, once every owner can be read."""
+    memory = dict(owners)  # held: the memory stays mapped while it is copied
+    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)])
+    gather_unit(outs, offsets, table, first=next(iter(memory)))
+
+
+def put(address: int, source: int, nbytes: int) -> None:
+    """See `Moves.put`."""
+    values = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
+    put_values([values], torch.tensor([address]), 0)
+
+
+def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """See `Moves.add`."""
+    add_pairs(places, values)
+
+
+def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """See `Moves.accumulate`; atomic adds, of which each place is a piece with one owner."""
+    for place, value in zip(places, values, strict=True):
+        table = torch.tensor([place.data_ptr()])
+        accumulate_pieces([value], [value.numel()], [0], table, dtype=place.dtype)

@@ -1,0 +1,97 @@
+"""accumulate, interpreted, against plain torch: several processes add into each other's accumulators at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from _heaps import numbers, same_bits, shared, skew, whole_numbers
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+SHARDS = [100, 1, 333]  # elements of a shard, by parameter
+OFFSETS = [0, 100, 104]
+ROUNDS = 10
+
+
+def gradients_of(source: int, round_: int, world: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Whole numbers, the last shards of a parameter short or empty."""
+    short = [0, world - 1, 5]
+    return [
+        whole_numbers(100 * source + round_, shard * world - less, dtype)
+        for shard, less, dtype in zip(SHARDS, short, dtypes, strict=True)
+    ]
+
+
+def no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumulator: torch.dtype) -> None:
+    from odc.kernels import accumulate, accumulate_reference
+
+    draw = random.Random(rank)
+    with shared(f"accumulate-{accumulator}-{dtypes[0]}-{world}", rank, world, 4096) as heaps:
+        dist.barrier()
+        for i in range(ROUNDS):
+            skew(draw)
+            accumulate(
+                gradients_of(rank, i, world, dtypes),
+                *(SHARDS, OFFSETS, heaps.table),
+                dtype=accumulator,
+                first=rank,
+                block=draw.choice([32, 128]),
+            )
+        dist.barrier()
+        expected = [torch.zeros_like(heaps.memory(0, accumulator)) for _ in range(world)]
+        for source in range(world):
+            for i in range(ROUNDS):
+                accumulate_reference(gradients_of(source, i, world, dtypes), SHARDS, OFFSETS, expected)
+        assert expected[rank].any()
+        assert same_bits(heaps.memory(rank, accumulator), expected[rank]), "an addition was lost or went astray"
+        dist.barrier()
+
+
+def rounds_as_torch_does(rank: int, world: int) -> None:
+    from odc.kernels import accumulate, accumulate_reference
+
+    for source in (F32, BF16, F16):
+        gradients = [numbers(1, 300, source), numbers(2, 8, source)]
+        sums = [numbers(3, 200, F32), numbers(4, 200, F32)]
+        expected = [one.clone() for one in sums]
+        table = torch.tensor([one.data_ptr() for one in sums])
+        for _ in range(3):
+            accumulate(gradients, [150, 4], [0, 170], table)
+            accumulate_reference(gradients, [150, 4], [0, 170], expected)
+        assert all(map(same_bits, sums, expected)), str(source)
+
+
+def refuses_half_accumulators(rank: int, world: int) -> None:
+    from odc.errors import UnsupportedError
+    from odc.kernels import accumulate
+
+    total = torch.zeros(4)
+    for dtype in (F16, BF16):
+        with pytest.raises(UnsupportedError, match=f"accumulated in fp32 or fp64, not in {dtype}"):
+            accumulate([torch.ones(4)], [4], [0], torch.tensor([total.data_ptr()]), dtype=dtype)
+    with pytest.raises(ValueError, match="gradient 0 is not contiguous"):
+        accumulate([torch.ones(4, 4)[:, 1]], [4], [0], torch.tensor([total.data_ptr()]))
+    assert not total.any()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
+def test_no_addition_is_lost(interpreted: Pools, world: int, accumulator: torch.dtype) -> None:
+    interpreted(world).run(no_addition_is_lost, [F32, F32, F32], accumulator)
+
+
+def test_gradients_of_several_dtypes(interpreted: Pools) -> None:
+    interpreted(2).run(no_addition_is_lost, [BF16, F32, F16], F32)
+
+
+def test_sums_have_torchs_bits(interpreted: Pools) -> None:
+    interpreted(1).run(rounds_as_torch_does)
+
+
+def test_half_accumulators_are_refused(interpreted: Pools) -> None:
+    interpreted(1).run(refuses_half_accumulators)

@@ -1,0 +1,89 @@
+"""Settings(kernels="triton"): whole minibatches of the drop-in, moved by the interpreted kernels, give torch's bits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from _compare import assert_same
+from _models import Case, train
+from _ranks import RankPool
+
+import odc.comm
+from odc import Settings, fully_shard
+from odc.comm.moves import moves_of
+from odc.errors import UnsupportedError
+
+Pools = Callable[[int], RankPool]
+LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs", "accumulate_pieces")
+#: What each way to accumulate must have used; the model has more than one unit, so more often than once.
+USED = {
+    "server": {"publish", "gather", "put", "add"},
+    "direct": {"publish", "gather", "accumulate"},
+    "per_source": {"publish", "gather", "add"},
+}
+
+
+def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]) -> Counter[str]:
+    """The same training twice, by torch and by kernels; returns how often each kernel was launched for the second."""
+    from odc.comm import by_kernels
+
+    expected = train(fully_shard, case, rank, world, settings=Settings(**settings))  # type: ignore[arg-type]
+    launches: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., None]:
+        launcher = getattr(by_kernels, name)
+
+        def call(*args: object, **options: object) -> None:
+            launches[name.split("_")[0]] += 1
+            launcher(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCHERS:
+            patch.setattr(by_kernels, name, counted(name))
+        found = train(fully_shard, case, rank, world, settings=Settings(**settings, kernels="triton"))  # type: ignore[arg-type]
+    assert_same(found, expected)
+    return launches
+
+
+@pytest.mark.parametrize("accumulate", USED)
+@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
+def test_one_minibatch_equals_torch(interpreted: Pools, accumulate: str, low_precision: bool) -> None:
+    case = Case(counts=((1, 1),), steps=2, low_precision=low_precision, tied=low_precision)
+    for launches in interpreted(2).run(same_as_torch, case, {"accumulate": accumulate}):
+        assert launches.keys() == USED[accumulate]
+        assert min(launches.values()) > 1
+
+
+def test_fp64_accumulators_small_blocks_and_unequal_counts(interpreted: Pools) -> None:
+    case = Case(counts=((2, 0),), idiom="minibatch", steps=1)
+    settings = {"reproducible": True, "staging_block_bytes": 4096}
+    launches = interpreted(2).run(same_as_torch, case, settings)
+    assert launches[0]["put"] > 10 and not launches[1]["put"]
+
+
+def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:
+    """In this process, where nothing is interpreted."""
+    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+    if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
+        pytest.skip("kernels are usable here")
+    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
+        moves_of(Settings(kernels="triton"))
+
+
+def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(odc.comm, "by_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "odc.comm.by_kernels", None)  # as if an import in it had failed
+    with pytest.raises(UnsupportedError, match=r"odc-fsdp\[kernels\]"):
+        moves_of(Settings(kernels="triton"))
+
+
+def test_settings_refuse_other_kernels() -> None:
+    with pytest.raises(ValueError, match="kernels must be one of torch, triton, not 'cuda'"):
+        Settings(kernels="cuda")  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""get, interpreted, against plain torch: slices of heaps that other processes write."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from _heaps import numbers, same_bits, shared, skew
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+def gets_slices_of_peers(rank: int, world: int, own: torch.dtype, theirs: torch.dtype) -> None:
+    from odc.kernels import get, get_reference
+
+    draw = random.Random(rank)
+    with shared(f"get-{own}-{theirs}", rank, world, 16384) as heaps:
+        mine = heaps.memory(rank, theirs)
+        mine.copy_(numbers(rank, mine.numel(), theirs))
+        dist.barrier()
+        for _ in range(8):
+            skew(draw)
+            peer, first = draw.randrange(world), draw.randrange(500)
+            out = torch.full((draw.choice([1, 7, 64, 333, 1000]),), -1.0, dtype=own)
+            expected = out.clone()
+            offset = first * theirs.itemsize
+            get(out, heaps.table, peer, offset, dtype=theirs, block=draw.choice([64, 256]))
+            get_reference(expected, [heaps.memory(r) for r in range(world)], peer, offset, dtype=theirs)
+            assert same_bits(out, expected), f"{out.numel()} elements from {first} of rank {peer}"
+        dist.barrier()
+
+
+def converts_every_number(rank: int, world: int) -> None:
+    from odc.kernels import get
+
+    def converted(values: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+        out = torch.empty(values.numel(), dtype=to)
+        get(out, torch.tensor([values.data_ptr()]), 0, dtype=values.dtype)
+        return out
+
+    every_half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=torch.Generator().manual_seed(0))
+    edges = torch.tensor([0x7F7FFFFF, 0x00000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x7F800000, 0x7F800001])
+    singles = torch.cat([drawn, edges, edges - (1 << 31)]).to(torch.int32).view(F32)
+    for values, to in [
+        (every_half.view(BF16), F32),
+        (every_half.view(BF16), F64),
+        (every_half.view(F16), F32),
+        (every_half.view(F16), BF16),
+        (singles, BF16),
+        (singles, F64),
+        (singles.double() * 1.0000001, BF16),
+    ]:
+        out, expected = converted(values, to), values.to(to)
+        nan = expected.isnan()
+        assert torch.equal(out.isnan(), nan), f"{values.dtype} to {to}: not the same numbers are NaN"
+        assert same_bits(out[~nan], expected[~nan]), f"{values.dtype} to {to}"
+
+
+def refuses_bad_calls(rank: int, world: int) -> None:
+    from odc.errors import UnsupportedError
+    from odc.kernels import get
+    from odc.kernels.nvshmem import Symmetric
+
+    table, out = torch.tensor([0, 0]), torch.zeros(4)
+    with pytest.raises(ValueError, match="pointer table is int64"):
+        get(out, table.int(), 0)
+    with pytest.raises(ValueError, match="destination 0 is not contiguous"):
+        get(torch.zeros(4, 4).t(), table, 0)
+    with pytest.raises(UnsupportedError, match=r"float8.* can only be copied"):
+        get(out, table, 0, dtype=torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="cannot be converted on the way"):
+        get(out.bfloat16(), table, 0, dtype=F32, symmetric=Symmetric(0, torch.zeros(2, dtype=torch.int32)))
+    get(out[:0], table, 0)  # nothing to do: no address is looked at
+
+
+@pytest.mark.parametrize("own", [F32, BF16], ids=str)
+@pytest.mark.parametrize("theirs", [F32, BF16], ids=str)
+def test_slices_of_peers_with_conversion(interpreted: Pools, own: torch.dtype, theirs: torch.dtype) -> None:
+    interpreted(2).run(gets_slices_of_peers, own, theirs)
+
+
+def test_conversions_give_torchs_bits(interpreted: Pools) -> None:
+    interpreted(1).run(converts_every_number)
+
+
+def test_bad_calls_are_refused(interpreted: Pools) -> None:
+    interpreted(1).run(refuses_bad_calls)

@@ -1,0 +1,110 @@
+"""accumulate: add gradients to the accumulators of the ranks that own them, by atomic adds of the pusher.
+
+Chose one relaxed atomic add an element (four fp32 an instruction from sm_90 on) over staging: nothing waits for the
+owner, no slot has to be free, and no lock is held. The price: the bits depend on the order of arrival, an fp32 atomic
+add of a GPU flushes subnormal numbers to zero (PTX; the interpreter does not), and peers need a pointer, since NVSHMEM
+adds no floating-point numbers: for those `put` into a slot, and the owner calls `add`.
+
+The adds order nothing. Who pushes signals afterwards (`signal` releases what earlier launches of its stream wrote).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
+from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.rows import row_of, row_table
+from odc.kernels.tile import atomic_add_tile
+
+_COLUMNS = tl.constexpr(5)  # first program, source, elements, elements of a shard, accumulator's byte offset
+
+
+@triton.jit(do_not_specialize=["first", "shards"])
+def accumulate_kernel(
+    rows: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    shards: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid: blocks of all shards' pieces, owners."""
+    owner = (tl.program_id(1) + first) % shards
+    program = tl.program_id(0)
+    row = row_of(rows, program, _COLUMNS)
+    at = (program - tl.load(row)) * BLOCK
+    shard = tl.load(row + 3)
+    begin = owner * shard
+    n = tl.minimum(shard, tl.load(row + 2) - begin) - at
+    if n > 0:
+        source = tl.load(row + 1) + (begin + at) * (FROM.primitive_bitwidth // 8)
+        target = tl.load(table + owner) + tl.load(row + 4) + at * (TO.primitive_bitwidth // 8)
+        atomic_add_tile(target, source, n, TO, FROM, BLOCK)
+
+
+def accumulate(
+    gradients: Sequence[torch.Tensor],
+    shard_numels: Sequence[int],
+    offsets: Sequence[int],
+    table: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    first: int = 0,
+    block: int | None = None,
+) -> None:
+    """Add every owner's part of `gradients` to its accumulator: a whole unit to all owners in one launch.
+
+    Waits for nobody: the caller has seen that the owners have zeroed their accumulators. One launch for each dtype of
+    gradients, on the current stream; see `launch` for threads and errors.
+
+    Args:
+        gradients: contiguous, fp64, fp32, fp16 or bf16, each laid out shard after shard; the last shards may be short
+            or empty.
+        shard_numels: elements of a shard of each.
+        offsets: of each, in elements of the owner's accumulator.
+        table: int64 [shards]: address of each owner's accumulator; one entry pushes to one owner.
+        dtype: of the accumulators, fp32 or fp64.
+        first: owner to begin with; ranks that all push at once begin with different ones.
+        block: elements for one program.
+
+    Raises:
+        UnsupportedError: an fp16 or bf16 accumulator.
+    """
+    to, device = accumulator_dtype(dtype), check_table(table)
+    contiguous("gradient", gradients, device)
+    for source in dict.fromkeys(gradient.dtype for gradient in gradients):
+        mine = [i for i, gradient in enumerate(gradients) if gradient.dtype == source]
+        largest = max(min(shard_numels[i], gradients[i].numel()) for i in mine)
+        size = block or block_of(accumulate_kernel, max(dtype.itemsize, source.itemsize), largest)
+        programs = [triton.cdiv(min(shard_numels[i], gradients[i].numel()), size) for i in mine]
+        columns = [
+            (gradients[i].data_ptr(), gradients[i].numel(), shard_numels[i], offsets[i] * dtype.itemsize) for i in mine
+        ]
+        launch(
+            accumulate_kernel,
+            (sum(programs), table.numel()),
+            device,
+            *(row_table(programs, columns, device), table, first, table.numel()),
+            TO=to,
+            FROM=kernel_dtype(source),
+            BLOCK=size,
+        )
+
+
+def accumulate_reference(
+    gradients: Sequence[torch.Tensor],
+    shard_numels: Sequence[int],
+    offsets: Sequence[int],
+    accumulators: Sequence[torch.Tensor],
+) -> None:
+    """The same in plain torch; `accumulators` are the owners', 1-D."""
+    for shard, total in enumerate(accumulators):
+        for gradient, numel, offset in zip(gradients, shard_numels, offsets, strict=True):
+            part = gradient.view(-1)[shard * numel : (shard + 1) * numel]
+            total[offset : offset + part.numel()] += part.to(total.dtype)

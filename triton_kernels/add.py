@@ -1,0 +1,58 @@
+"""add: the owner's half of a staged push: what lies in a slot is added to the accumulator.
+
+Chose plain loads and stores over atomic adds: only one adds at a time (the owner, or whoever holds the accumulator's
+lock), and a plain add moves twice the bytes an instruction and keeps subnormal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
+from odc.kernels.pairs import PAIR_COLUMNS, launch_pairs
+from odc.kernels.rows import row_of
+from odc.kernels.tile import add_tile
+
+
+@triton.jit
+def add_kernel(rows: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Grid: blocks of all values."""
+    program = tl.program_id(0)
+    row = row_of(rows, program, PAIR_COLUMNS)
+    at = (program - tl.load(row)) * BLOCK
+    source = tl.load(row + 1) + at * (FROM.primitive_bitwidth // 8)
+    target = tl.load(row + 2) + at * (TO.primitive_bitwidth // 8)
+    add_tile(target, source, tl.load(row + 3) - at, TO, FROM, BLOCK)
+
+
+def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block: int | None = None) -> None:
+    """Add each of `values` to its place, in the place's dtype.
+
+    Waits for nobody: the caller has seen the signal that follows the values, returns the slot afterwards, and sees to
+    it that nobody else adds meanwhile. Places may follow each other but not overlap. One launch for each pair of
+    dtypes, on the current stream; see `launch` for threads and errors.
+
+    Args:
+        places: contiguous views of an accumulator, fp32 or fp64.
+        values: contiguous, as many elements each, fp64, fp32, fp16 or bf16.
+        block: elements for one program.
+
+    Raises:
+        UnsupportedError: an fp16 or bf16 accumulator.
+    """
+    launch_pairs(add_kernel, places, values, _types, block)
+
+
+def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
+    return accumulator_dtype(to), kernel_dtype(source)
+
+
+def add_reference(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """The same in plain torch."""
+    for place, value in zip(places, values, strict=True):
+        place += value.to(place.dtype)

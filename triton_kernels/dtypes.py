@@ -1,0 +1,79 @@
+"""Element types: torch's as triton's, and conversions that give torch's bits compiled and interpreted alike.
+
+Chose to convert between fp32 and bf16 by integer arithmetic over triton's own cast: triton's interpreter truncates
+where the hardware rounds to nearest even, and loses subnormals, so the code that was tested would not be the code that
+runs. The price is four integer operations an element in kernels that wait for memory anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.errors import UnsupportedError
+
+_TRITON: dict[torch.dtype, Any] = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_WORDS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TRITON_WORDS: dict[torch.dtype, Any] = {
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+
+
+def kernel_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a floating or integer `dtype`.
+
+    Raises:
+        UnsupportedError: kernels do not handle it.
+    """
+    found = _TRITON.get(dtype, _TRITON_WORDS.get(dtype))
+    if found is None:
+        raise UnsupportedError(f"kernels convert between fp64, fp32, fp16 and bf16; {dtype} can only be copied")
+    return found
+
+
+def word_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The integer type in whose words tensors of all these types can be copied."""
+    return _WORDS[min((dtype.itemsize for dtype in dtypes), default=1)]
+
+
+def accumulator_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for an accumulator's type.
+
+    Raises:
+        UnsupportedError: fp16 or bf16, which must not be summed into, or no floating type.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(
+            f"gradients are accumulated in fp32 or fp64, not in {dtype}: sums of many pushes lose what is smaller than "
+            "the last bit, and atomic adds of fp16 or bf16 are not atomic between processes in triton's interpreter"
+        )
+    return _TRITON[dtype]
+
+
+@triton.jit
+def cast(values: tl.tensor, TO: tl.constexpr) -> tl.tensor:
+    """`values` in dtype `TO`, rounded to nearest even, as torch's copy does. A NaN stays one; its payload may not."""
+    if values.dtype == TO:
+        return values
+    elif TO == tl.bfloat16:
+        wide = values.to(tl.float32)
+        bits = tl.where(wide == wide, wide.to(tl.uint32, bitcast=True), 0x7FC00000)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif values.dtype == tl.bfloat16:
+        wide = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return wide.to(TO)
+    else:
+        return values.to(TO)

@@ -1,0 +1,141 @@
+"""get: a slice of a peer's memory to local memory.
+
+Chose loads by the reader over a copy engine because a kernel converts on the way and works on pieces of any size in one
+launch; for one large piece of equal types a copy engine may be as good and takes no multiprocessor (not measured yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.errors import UnsupportedError
+from odc.kernels.dtypes import kernel_dtype, word_dtype
+from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.nvshmem import Symmetric, getmem_block, options_for
+from odc.kernels.tile import copy_tile
+
+
+@triton.jit
+def pull(
+    target: tl.tensor,
+    table: tl.tensor,
+    peer: tl.tensor,
+    own: tl.tensor,
+    pes: tl.tensor,
+    offset: tl.tensor,
+    at: tl.tensor,
+    n: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+) -> None:
+    """One program's share of a run of `n` elements at byte `offset` of `peer`: those from element `at` on.
+
+    NVSHMEM moves a whole run at a time, in the program that has its beginning. All numbers are int64.
+    """
+    base = tl.load(table + peer)
+    source = base + offset + at * (FROM.primitive_bitwidth // 8)
+    place = target + at * (TO.primitive_bitwidth // 8)
+    if NVSHMEM:
+        if base == 0:
+            if at == 0:
+                getmem_block(target, own + offset, n * (FROM.primitive_bitwidth // 8), tl.load(pes + peer))
+        else:
+            copy_tile(place, source, n - at, TO, FROM, BLOCK)
+    else:
+        copy_tile(place, source, n - at, TO, FROM, BLOCK)
+
+
+@triton.jit(do_not_specialize=["target", "peer", "own", "offset", "n"])
+def get_kernel(
+    target: tl.tensor,
+    table: tl.tensor,
+    peer: tl.tensor,
+    own: tl.tensor,
+    pes: tl.tensor,
+    offset: tl.tensor,
+    n: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+) -> None:
+    """Grid: blocks of the slice."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK
+    pull(target, table, peer, own, pes, offset.to(tl.int64), at, n.to(tl.int64), TO, FROM, BLOCK, NVSHMEM)
+
+
+def get(
+    out: torch.Tensor,
+    table: torch.Tensor,
+    peer: int,
+    offset: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
+    symmetric: Symmetric | None = None,
+    block: int | None = None,
+) -> None:
+    """Fill `out` from byte `offset` on of what the pointer table says is the memory of `peer`.
+
+    Waits for nobody: the caller has seen that the peer has published what lies there. One launch, on the current
+    stream; see `launch` for threads and errors.
+
+    Args:
+        out: contiguous, any shape.
+        table: int64 [peers] on the device of `out`: address of each peer's memory, 0 where no pointer reaches it.
+        peer: index into `table`.
+        offset: in bytes.
+        dtype: of the peer's elements, where `out` is to be converted from another; else bytes are copied.
+        symmetric: how to reach peers without a pointer; they cannot convert.
+        block: elements for one program.
+    """
+    device = check_table(table)
+    contiguous("destination", [out], device)
+    refuse_conversion(dtype, [out], symmetric)
+    to, source = copy_types(dtype, [out])
+    n = out.nbytes // to.itemsize
+    block = block or block_of(get_kernel, max(to.itemsize, source.itemsize), n)
+    args, constants = options_for(table, symmetric)
+    launch(
+        get_kernel,
+        (triton.cdiv(n, block),),
+        device,
+        *(out.data_ptr(), table, peer, *args, offset, n),
+        TO=kernel_dtype(to),
+        FROM=kernel_dtype(source),
+        BLOCK=block,
+        **constants,
+    )
+
+
+def copy_types(dtype: torch.dtype | None, outs: Sequence[torch.Tensor]) -> tuple[torch.dtype, torch.dtype]:
+    """(element type to write, to read) for copies into `outs`: integer words unless something is to be converted."""
+    found = {out.dtype for out in outs}
+    if dtype is None or found <= {dtype}:
+        word = word_dtype(found)
+        return word, word
+    if len(found) > 1:
+        raise ValueError(f"destinations of one launch that converts share a dtype; these are {found}")
+    return found.pop(), dtype
+
+
+def refuse_conversion(dtype: torch.dtype | None, outs: Sequence[torch.Tensor], symmetric: Symmetric | None) -> None:
+    """NVSHMEM moves bytes: raise `UnsupportedError` if they were to be converted."""
+    if symmetric is not None and dtype is not None and any(out.dtype != dtype for out in outs):
+        raise UnsupportedError(
+            f"peers without a pointer send bytes: {dtype} cannot be converted on the way; publish in compute dtype"
+        )
+
+
+def get_reference(
+    out: torch.Tensor, peers: Sequence[torch.Tensor], peer: int, offset: int = 0, *, dtype: torch.dtype | None = None
+) -> None:
+    """The same in plain torch; `peers` are the peers' memories, uint8 and 1-D."""
+    dtype = dtype or out.dtype
+    nbytes = out.numel() * dtype.itemsize
+    out.copy_(peers[peer][offset : offset + nbytes].clone().view(dtype).view(out.shape))

@@ -1,0 +1,100 @@
+"""How every kernel here is launched: compiled on a GPU's memory, interpreted on a CPU's, never one on the other's.
+
+Chose addresses in int64 tables over tensors as kernel arguments: one table reaches memory of other processes, a whole
+unit is one launch however many parameters it has, and the interpreter, which copies tensor arguments back and forth,
+never touches memory that a peer is writing to. The price is that a wrong address is a fault of the process, so
+launchers check what they are given, and callers keep the memory alive until the launch is over (on a GPU: until its
+stream has passed it).
+
+Whether kernels are interpreted is triton's own choice, made when a kernel is defined: TRITON_INTERPRET was set in the
+environment, or not. The interpreter patches triton's language module while it runs and is not thread-safe, so one lock
+is held around interpreted launches; programs of one launch run one after the other, and none may wait for another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from odc.errors import UnsupportedError
+from odc.kernels.tile import copy_tile
+
+TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/kernels.md)
+WARPS = 4
+_LARGEST_INTERPRETED = 1 << 16  # elements; an interpreted program costs about the same whatever its share
+_interpreter = threading.Lock()
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether launches of `kernel` run in triton's interpreter: TRITON_INTERPRET=1 was set when it was defined."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+    """Run `kernel` over `grid` on `device`, on its current stream; returns at once on a GPU, when done on the CPU.
+
+    May be called from any thread; on a GPU `device` must be the current one. An empty grid launches nothing.
+
+    Raises:
+        UnsupportedError: compiled kernels were asked to work on CPU memory, or interpreted ones on a GPU's.
+    """
+    if 0 in grid:
+        return
+    if is_interpreted(kernel):
+        if device.type != "cpu":
+            raise UnsupportedError(
+                f"interpreted kernels cannot reach memory of {device}: unset TRITON_INTERPRET and start the process "
+                "again"
+            )
+        with _interpreter:
+            kernel[grid](*args, **constants)
+        return
+    if device.type == "cpu":
+        refuse_compiled()
+    kernel[grid](*args, num_warps=WARPS, **constants)
+
+
+def refuse_compiled() -> None:
+    """Raise `UnsupportedError` if kernels are compiled in this process: on CPU memory only the interpreter works."""
+    if not is_interpreted(copy_tile):
+        raise UnsupportedError(
+            "Triton kernels work on CPU memory in the interpreter only, for tests: set TRITON_INTERPRET=1 in the "
+            "environment before the process starts, or keep Settings(kernels='torch')"
+        )
+
+
+def block_of(kernel: Any, itemsize: int, largest: int) -> int:
+    """Elements for one program, a power of two.
+
+    Args:
+        kernel: to be launched.
+        itemsize: bytes of the larger of the two element types it reads and writes.
+        largest: elements of the longest contiguous run.
+    """
+    if is_interpreted(kernel):
+        return int(min(_LARGEST_INTERPRETED, max(16, triton.next_power_of_2(largest))))
+    return TILE_BYTES // itemsize
+
+
+def contiguous(what: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Raise `ValueError` unless every tensor is contiguous and on `device`; `what` they are, for the message."""
+    for i, tensor in enumerate(tensors):
+        if tensor.device != device or not tensor.is_contiguous():
+            state = "contiguous" if tensor.is_contiguous() else "not contiguous"
+            raise ValueError(f"{what} {i} is {state} on {tensor.device}; it must be contiguous on {device}")
+
+
+def check_table(table: torch.Tensor) -> torch.device:
+    """The device of a pointer table.
+
+    Raises:
+        ValueError: it is not int64, 1-D and contiguous.
+    """
+    if table.dtype != torch.int64 or table.dim() != 1 or not table.is_contiguous():
+        raise ValueError(f"a pointer table is int64 [peers] and contiguous, not {table.dtype} {tuple(table.shape)}")
+    return table.device

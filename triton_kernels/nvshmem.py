@@ -1,0 +1,108 @@
+"""NVSHMEM's device calls, for peers that no pointer reaches (another host's GPUs).
+
+Chose wrappers of our own over torch's: those lack atomics and import only where a GPU is. Each names the symbol of
+NVSHMEM's device library; triton links that library (LLVM bitcode) into the kernel. Kernels take them in branches that a
+constexpr chooses: the interpreter cannot run them and never sees them.
+
+What NVSHMEM cannot do: add floating-point numbers atomically. Gradients for such peers are put into a staging slot, and
+the owner adds them (`put`, then `add`). Compiled in tests; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.language import core
+
+from odc.errors import UnsupportedError
+
+LIBRARY = "libnvshmem_device"
+SIGNAL_SET, SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)  # nvshmemx_signal_op_t
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """What a launch needs to know about peers without a pointer (their entry in the pointer table is 0).
+
+    Args:
+        own: address of the own copy of the memory that the pointer table's entries point to, in NVSHMEM's heap.
+        pes: int32 [peers], on the launching device: NVSHMEM's number of each peer.
+        library: NVSHMEM's device library; by default as `device_library` finds it.
+    """
+
+    own: int
+    pes: torch.Tensor
+    library: Path | None = None
+
+
+def device_library() -> Path:
+    """NVSHMEM's device library in LLVM bitcode, out of the installed wheel (3.4; later ones ship other files).
+
+    Raises:
+        UnsupportedError: it is not installed; names what to install.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec is not None else ():
+        path = Path(root) / "nvshmem" / "lib" / f"{LIBRARY}.bc"
+        if path.exists():
+            return path
+    raise UnsupportedError(
+        f"kernels for peers without a pointer need {LIBRARY}.bc: pip install 'nvidia-nvshmem-cu12==3.4.5' (or cu13)"
+    )
+
+
+def options_for(table: torch.Tensor, symmetric: Symmetric | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(runtime arguments, constants) that choose a kernel's branch: pointers only, or NVSHMEM where there is none."""
+    if symmetric is None:
+        return (0, table), {"NVSHMEM": False}
+    if symmetric.pes.dtype != torch.int32 or symmetric.pes.shape != table.shape or symmetric.pes.device != table.device:
+        raise ValueError(f"pes must be int32 [{table.numel()}] on {table.device}, one for each entry of the table")
+    libraries = {LIBRARY: str(symmetric.library or device_library())}
+    return (symmetric.own, symmetric.pes), {"NVSHMEM": True, "extern_libs": libraries}
+
+
+def _call(symbol: str, args: list[Any], types: tuple[str, ...], semantic: Any) -> Any:
+    signature = {tuple(core.dtype(one) for one in types): (symbol, core.dtype("int32"))}
+    return core.extern_elementwise("", "", args, signature, is_pure=False, _semantic=semantic)
+
+
+@core.extern
+def getmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
+    """Copy from `source` on `pe` to the own `target`, by the whole program; returns when it has arrived."""
+    types = ("int64", "int64", "int64", "int32")
+    return _call("nvshmemx_getmem_block", [target, source, nbytes, pe], types, _semantic)
+
+
+@core.extern
+def putmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
+    """Copy from the own `source` to `target` on `pe`, by the whole program; has arrived after `quiet`."""
+    types = ("int64", "int64", "int64", "int32")
+    return _call("nvshmemx_putmem_block", [target, source, nbytes, pe], types, _semantic)
+
+
+@core.extern
+def putmem_signal_block(
+    target: Any, source: Any, nbytes: Any, word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None
+) -> Any:
+    """As `putmem_block`, then SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`, after the data has arrived."""
+    types = ("int64", "int64", "int64", "int64", "int64", "int32", "int32")
+    args = [target, source, nbytes, word, value, operation, pe]
+    return _call("nvshmemx_putmem_signal_block", args, types, _semantic)
+
+
+@core.extern
+def signal_op(word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None) -> Any:
+    """SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`; orders nothing by itself."""
+    types = ("int64", "int64", "int32", "int32")
+    return _call("nvshmemx_signal_op", [word, value, operation, pe], types, _semantic)
+
+
+@core.extern
+def quiet(_semantic: Any = None) -> Any:
+    """Returns when all that this thread has put, and its signals, have arrived."""
+    return _call("nvshmem_quiet", [], (), _semantic)

@@ -1,0 +1,57 @@
+"""publish: own shards, converted to compute dtype, side by side into the buffer that peers read.
+
+Chose one launch for all parameters of equal dtypes over a copy each: a unit has many small parameters, and a launch
+costs more than most of them. The price is a table of their addresses, made and sent for every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.kernels.dtypes import kernel_dtype, word_dtype
+from odc.kernels.pairs import PAIR_COLUMNS, launch_pairs
+from odc.kernels.rows import row_of
+from odc.kernels.tile import copy_tile
+
+
+@triton.jit
+def publish_kernel(rows: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Grid: blocks of all parameters."""
+    program = tl.program_id(0)
+    row = row_of(rows, program, PAIR_COLUMNS)
+    at = (program - tl.load(row)) * BLOCK
+    source = tl.load(row + 1) + at * (FROM.primitive_bitwidth // 8)
+    target = tl.load(row + 2) + at * (TO.primitive_bitwidth // 8)
+    copy_tile(target, source, tl.load(row + 3) - at, TO, FROM, BLOCK)
+
+
+def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, block: int | None = None) -> None:
+    """Copy each shard to its place, converting.
+
+    Waits for nobody: the caller has seen that no peer reads the places any more, and tells peers afterwards that they
+    can be read. One launch for each pair of dtypes, on the current stream; see `launch` for threads and errors.
+
+    Args:
+        places: contiguous views of the published buffer, in compute dtype.
+        shards: contiguous, as many elements each, in their own dtype.
+        block: elements for one program.
+    """
+    launch_pairs(publish_kernel, places, shards, _types, block)
+
+
+def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
+    """Equal types are copied as integer words, whatever they are."""
+    if to == source:
+        to = source = word_dtype([to])
+    return kernel_dtype(to), kernel_dtype(source)
+
+
+def publish_reference(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """The same in plain torch."""
+    for place, shard in zip(places, shards, strict=True):
+        place.copy_(shard)

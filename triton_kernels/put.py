@@ -1,0 +1,174 @@
+"""put and signal: tensors side by side into a peer's memory (a staging slot), then a word that says they are there.
+
+Chose a counter over a second launch for the signal: every program makes its stores visible, counts itself, and the last
+one stores the word with release at system scope, so whoever acquires the word sees the data. The price is one int32 of
+scratch for each stream, zero before the first launch and left zero by each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.kernels.dtypes import kernel_dtype, word_dtype
+from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.nvshmem import SIGNAL_SET, Symmetric, options_for, putmem_block, putmem_signal_block, quiet, signal_op
+from odc.kernels.rows import row_of, row_table
+from odc.kernels.tile import copy_tile
+
+_COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginning of the put, elements
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What tells the peer that a put is complete.
+
+    Args:
+        offset: of an int64 word in the peer's memory, in bytes; 8-byte aligned.
+        value: to store there.
+        arrived: int32 [1] on the launching device, zero; for one stream alone.
+    """
+
+    offset: int
+    value: int
+    arrived: torch.Tensor
+
+
+@triton.jit
+def _tell(base: tl.tensor, word_offset: tl.tensor, value: tl.tensor) -> None:
+    word = (base + word_offset).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(word, value, sem="release", scope="sys")
+
+
+@triton.jit
+def _count(arrived: tl.tensor, programs: tl.tensor) -> tl.tensor:
+    """Whether this program is the last; then the stores of all are visible to it."""
+    tl.debug_barrier()  # the stores of the program's other threads come before its count
+    return tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
+
+
+@triton.jit(do_not_specialize=["peer", "own", "offset", "word_offset", "value"])
+def put_kernel(
+    rows: tl.tensor,
+    table: tl.tensor,
+    peer: tl.tensor,
+    own: tl.tensor,
+    pes: tl.tensor,
+    offset: tl.tensor,
+    arrived: tl.tensor,
+    word_offset: tl.tensor,
+    value: tl.tensor,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    ONE: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+) -> None:
+    """Grid: blocks of all tensors. `ONE`: there is one tensor, which NVSHMEM can signal with."""
+    program = tl.program_id(0)
+    row = row_of(rows, program, _COLUMNS)
+    at = (program - tl.load(row)) * BLOCK
+    n = tl.load(row + 3)
+    size = WORD.primitive_bitwidth // 8
+    source = tl.load(row + 1) + at * size
+    place = offset.to(tl.int64) + tl.load(row + 2) + at * size
+    base = tl.load(table + peer)
+    word_offset, value = word_offset.to(tl.int64), value.to(tl.int64)
+    if NVSHMEM:
+        if base == 0:
+            pe = tl.load(pes + peer)
+            if ONE and SIGNAL:
+                if at == 0:
+                    putmem_signal_block(own + place, source, n * size, own + word_offset, value, SIGNAL_SET, pe)
+            else:
+                if at == 0:
+                    putmem_block(own + place, source, n * size, pe)
+                if SIGNAL:
+                    quiet()
+                    if _count(arrived, tl.num_programs(0)):
+                        tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
+                        signal_op(own + word_offset, value, SIGNAL_SET, pe)
+        else:
+            copy_tile(base + place, source, n - at, WORD, WORD, BLOCK)
+            if SIGNAL:
+                if _count(arrived, tl.num_programs(0)):
+                    tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
+                    _tell(base, word_offset, value)
+    else:
+        copy_tile(base + place, source, n - at, WORD, WORD, BLOCK)
+        if SIGNAL:
+            if _count(arrived, tl.num_programs(0)):
+                tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
+                _tell(base, word_offset, value)
+
+
+def put(
+    values: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    peer: int,
+    offset: int = 0,
+    *,
+    signal: Signal | None = None,
+    symmetric: Symmetric | None = None,
+    block: int | None = None,
+) -> None:
+    """Copy `values`, one after the other, to byte `offset` on of the memory of `peer`; then signal.
+
+    Waits for nobody: the caller has seen that the place is free. One launch, on the current stream; see `launch` for
+    threads and errors. A put of nothing signals nothing.
+
+    Args:
+        values: contiguous, of any dtype; bytes are copied.
+        table: int64 [peers] on the device of `values`: address of each peer's memory, 0 where no pointer reaches it.
+        peer: index into `table`.
+        offset: in bytes.
+        signal: the word to store once all is there.
+        symmetric: how to reach peers without a pointer.
+        block: elements for one program, in words of the smallest dtype.
+    """
+    values = [value for value in values if value.numel()]
+    if not values:
+        return
+    device = check_table(table)
+    contiguous("value", values, device)
+    word = word_dtype([value.dtype for value in values])
+    numels = [value.nbytes // word.itemsize for value in values]
+    size = block or block_of(put_kernel, word.itemsize, max(numels))
+    places = [sum(numels[:i]) * word.itemsize for i in range(len(numels))]
+    programs = [triton.cdiv(n, size) for n in numels]
+    columns = [(v.data_ptr(), at, n) for v, at, n in zip(values, places, numels, strict=True)]
+    if signal is not None and (signal.offset % 8 or signal.arrived.dtype != torch.int32):
+        raise ValueError("a signal's word is 8-byte aligned, and it counts arrivals in an int32")
+    told = (signal.arrived, signal.offset, signal.value) if signal is not None else (table, 0, 0)
+    args, constants = options_for(table, symmetric)
+    launch(
+        put_kernel,
+        (sum(programs),),
+        device,
+        *(row_table(programs, columns, device), table, peer, *args, offset, *told),
+        WORD=kernel_dtype(word),
+        BLOCK=size,
+        SIGNAL=signal is not None,
+        ONE=len(values) == 1,
+        **constants,
+    )
+
+
+def put_reference(
+    values: Sequence[torch.Tensor],
+    peers: Sequence[torch.Tensor],
+    peer: int,
+    offset: int = 0,
+    *,
+    signal: Signal | None = None,
+) -> None:
+    """The same in plain torch; `peers` are the peers' memories, uint8 and 1-D."""
+    for value in values:
+        peers[peer][offset : offset + value.nbytes] = value.view(-1).view(torch.uint8)
+        offset += value.nbytes
+    if signal is not None and any(value.numel() for value in values):
+        peers[peer][signal.offset : signal.offset + 8].view(torch.int64).fill_(signal.value)
