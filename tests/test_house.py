@@ -22,6 +22,7 @@ FILES = {
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 ALL = frozenset(name.split(".")[1] for name in FILES if "." in name) - {"errors", "settings", "integrations"}
+TOOLS = frozenset({"bench", "cli", "doctor", "simulate"})  # nothing that trains may need them
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
@@ -37,10 +38,11 @@ MAY_IMPORT = {
     "handover": frozenset({"fsdp", "server", "comm", "memory"}),
     "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "bench": ALL - {"cli", "simulate", "train", "multimodal"},
-    "train": ALL - {"bench", "cli", "simulate", "multimodal"},
-    "multimodal": ALL - {"bench", "cli", "simulate"},
-    "integrations": ALL - {"bench", "cli", "simulate", "train", "multimodal"},
+    "bench": ALL - {"cli", "doctor", "simulate", "train", "multimodal"},
+    "doctor": frozenset({"fsdp", "memory", "server"}),
+    "train": ALL - TOOLS - {"multimodal"},
+    "multimodal": ALL - TOOLS,
+    "integrations": ALL - TOOLS - {"train", "multimodal"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }

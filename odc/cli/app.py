@@ -15,6 +15,7 @@ import typer
 
 from odc.cli.bench import bench
 from odc.cli.compare import compare
+from odc.cli.doctor import doctor
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
@@ -34,6 +35,7 @@ app.command()(compare)
 app.command()(plan)
 app.command()(simulate)
 app.command()(bench)
+app.command()(doctor)
 
 
 @app.command()

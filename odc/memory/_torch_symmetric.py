@@ -13,6 +13,13 @@ import torch
 import torch.distributed as dist
 
 
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] on `device` that peers can map; unfilled. Local: waits for nobody."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:
     """One of torch's low-contention collectives over the world, with a workspace of `nbytes`; calls a collective."""
     from torch.distributed import _symmetric_memory as symmetric  # registers the operators

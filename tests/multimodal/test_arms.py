@@ -41,7 +41,9 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path) -> None:
         assert [step.loss for step in mine] == [step.loss for step in theirs], arm.name
         assert [step.loss for step in mine] == pytest.approx([s.loss for s in reference], rel=2e-5), arm.name
         assert [step.norm for step in mine] == pytest.approx([s.norm for s in reference], rel=1e-4), arm.name
-        moved = sum(count.far + count.near for result in by_rank for s in result[at].steps for count in s.phases.values())
+        moved = sum(
+            count.far + count.near for result in by_rank for s in result[at].steps for count in s.phases.values()
+        )
         assert bool(moved) == (arm.balance not in ("none", "llm-only")), arm.name
 
 
