@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench._crew import held
+from odc.bench.crew import held
 from odc.comm import Geometry, Space, UnitSpec
 from odc.memory import Attachment, ShmHeap
 from odc.server import Service, daemon

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bench._crew import Crew, held
-from bench._units import MIB, Shape, build, drop
+from odc.bench.crew import Crew, held
+from odc.bench.sharded import PlainCopy
+from odc.bench.units import MIB, Shape, build, drop
+from odc.fsdp import root_of
 
 _BYTES = 1 << 30  # to fetch in all of one case's rounds, within the bounds below
 _LEAST, _MOST, _GLOO = 15, 200, 7  # rounds
@@ -63,36 +65,17 @@ def unshard_times(rounds: int) -> list[float]:
     return [unshard_and_back() for _ in range(rounds + 2)][2:]
 
 
-class Memcpy:
-    """The same bytes from private memory that is there already into the module's own destinations."""
-
-    def __init__(self) -> None:
-        from odc.fsdp import root_of
-
-        (group,) = root_of(held.module).groups
-        held.module.unshard()
-        self._outputs = [param.allocate(2) for param in group.odc_params]
-        held.module.reshard()
-        self._sizes = [output.numel() * output.itemsize for output in self._outputs]
-        self._sources = [torch.ones(size, dtype=torch.uint8) for size in self._sizes]
-        self.nbytes = sum(self._sizes)
-
-    def cold(self) -> float:
-        """Seconds to allocate and copy; freed after."""
-        begin = time.perf_counter()
-        for output, source, size in zip(self._outputs, self._sources, self._sizes, strict=True):
-            output.untyped_storage().resize_(size)
-            ctypes.memmove(output.data_ptr(), source.data_ptr(), size)
-        took = time.perf_counter() - begin
-        for output in self._outputs:
-            output.untyped_storage().resize_(0)
-        return took
+def cold(plain: PlainCopy) -> float:
+    """Seconds to allocate and copy; freed after."""
+    begin = time.perf_counter()
+    plain()
+    took = time.perf_counter() - begin
+    plain.free()
+    return took
 
 
 def bookkeeping(rounds: int) -> list[float]:
     """`unshard_times` with nothing copied."""
-    from odc.fsdp import root_of
-
     verbs = root_of(held.module).verbs
     verbs.fetch = lambda unit, destinations, lane="main": 0
     try:
@@ -109,27 +92,27 @@ def test_fetch(
     crew.each(build, "fsdp2", mib * MIB, dtype, shape)
     gloo = median(crew.each(unshard_times, _GLOO)[0])
     crew.each(build_and_open, mib * MIB, dtype, shape)
-    memcpy = Memcpy()
-    cold: list[float] = []
+    memcpy = PlainCopy(root_of(held.module), held.module, "cpu")
+    copies: list[float] = []
 
     def between() -> None:
         held.module.reshard()
-        cold.append(memcpy.cold())
+        copies.append(cold(memcpy))
 
     rounds = min(_MOST, max(_LEAST, _BYTES // memcpy.nbytes))
     benchmark.pedantic(held.module.unshard, setup=between, rounds=rounds, warmup_rounds=2)
     fetch = benchmark.stats.stats.median
     held.module.reshard()
     bare = median(bookkeeping(50))
-    ratio = median(cold) / fetch
-    benchmark.extra_info.update(ratio=ratio, memcpy_s=median(cold), gloo_s=gloo)
+    ratio = median(copies) / fetch
+    benchmark.extra_info.update(ratio=ratio, memcpy_s=median(copies), gloo_s=gloo)
     note(
         pages=pages,
         unit_MiB=mib,
         dtype=str(dtype)[6:],
         parameters=9 if shape == "block" else 1,
         fetch_ms=fetch * 1e3,
-        memcpy_ms=median(cold) * 1e3,
+        memcpy_ms=median(copies) * 1e3,
         ratio=ratio,
         fetch_GBps=memcpy.nbytes / fetch / 1e9,
         bookkeeping_ms=bare * 1e3,

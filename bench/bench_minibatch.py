@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench._crew import Crew, held
-from bench._units import MIB, Unit, build, drop
+from odc.bench.crew import Crew, held
+from odc.bench.units import MIB, Unit, build, drop
 from odc.trace import recorder
 
 _ROUNDS, _WARM, _STEPS = 200, 20, 60

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench._crew import Crew, held
-from bench._units import drop
 from bench.emulated import _Sleep
 from odc import Settings
+from odc.bench.crew import Crew, held
+from odc.bench.units import drop
 
 UNITS, WIDTH, TOKENS, MICROBATCHES = 8, 1024, 256, 3
 SLEPT_S = 0.012  # of one unit, forward and backward

@@ -23,41 +23,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odc.balance import lb_micro, lb_mini, local_sort, loops, lower_bound, partition, quadratic
-from odc.balance.compiled import loops_of
-from odc.balance.karmarkar_karp import karmarkar_karp
-from odc.balance.partition import falling, to_ticks
-from odc.balance.state import Ints, new_state
+from odc.balance import lb_micro, lb_mini, local_sort, lower_bound, partition
+from odc.balance.state import Ints
+from odc.bench.plans import COST, draw_lengths, owners_of, plain_lpt, sparse_kk
 
 SIZES = [(512, 64), (2048, 64), (4096, 64), (153_600, 2560), (1_000_000, 4096)]
 KK_UP_TO = 4096
-COST = quadratic(24576, 1)
-
-
-def draw_lengths(samples: int, seed: int = 0) -> Ints:
-    """Lognormal with a mean near 16.5K tokens, clipped at 64K."""
-    values = np.random.default_rng(seed).lognormal(math.log(12500), 0.8, samples)
-    return np.clip(values, 16, 65536).astype(np.int64)
-
-
-def plain_lpt(costs: Ints, parts: int) -> Ints:
-    """Longest first without trades."""
-    ticks = to_ticks(costs, parts)
-    order = falling(ticks, None)
-    nothing = np.zeros(max(len(costs), parts), np.int64)
-    few = nothing[:parts]
-    state = new_state(ticks[order], nothing[: len(costs)], nothing[: len(costs)], np.ones(parts), few, few, arrays=True)
-    compiled, _ = loops_of(loops, len(costs))
-    compiled.longest_first(state, parts.bit_length())
-    owners, result = np.empty(len(costs), np.int64), np.empty(len(costs), np.int64)
-    compiled.get(state, owners)
-    result[order] = owners
-    return result
-
-
-def sparse_kk(costs: Ints, parts: int, equal_sizes: bool = False) -> Ints:
-    order = np.argsort(-costs, kind="stable").tolist()
-    return _owners(karmarkar_karp(costs.tolist(), parts, order, equal_sizes=equal_sizes), len(costs))
 
 
 def verl_kk() -> Callable[[Ints, int, bool], Ints] | None:
@@ -70,14 +41,7 @@ def verl_kk() -> Callable[[Ints, int, bool], Ints] | None:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == "karmarkar_karp":
             exec(ast.unparse(node), found)
-    return lambda costs, parts, equal: _owners(found["karmarkar_karp"](costs.tolist(), parts, equal), len(costs))
-
-
-def _owners(parts: list[list[int]], samples: int) -> Ints:
-    owners = np.empty(samples, np.int64)
-    for number, part in enumerate(parts):
-        owners[part] = number
-    return owners
+    return lambda costs, parts, equal: owners_of(found["karmarkar_karp"](costs.tolist(), parts, equal), len(costs))
 
 
 def above_mean(costs: Ints, owners: Ints, parts: int) -> str:

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench._crew import Crew, held
-from bench._units import MIB, build, drop
 from odc import Settings
+from odc.bench.crew import Crew, held
+from odc.bench.units import MIB, build, drop
 
 OWNER = 1
 _BYTES = 1 << 30  # to push in all of one case's rounds, within the bounds below

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Any]:
     """Two ranks: this process and a child."""
-    from bench._crew import Crew
+    from odc.bench.crew import Crew
 
     with Crew(2) as crew:
         yield crew
@@ -30,7 +30,7 @@ def crew() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def note(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """`note(column=value, ...)` adds a row to the module's table."""
-    from bench._report import store
+    from odc.bench.report import store
 
     rows: list[dict[str, Any]] = []
     yield lambda **row: rows.append(row)

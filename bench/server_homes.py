@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from bench import _homes
-from bench._crew import Crew, held
-from bench._report import store
-from bench._units import MIB, build
 from bench.bench_push import Push
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
+from odc.bench.units import MIB, build
 
 OWNER = 1
 

@@ -1,4 +1,4 @@
-"""The command line: `odc train | compare | plan | simulate | status`."""
+"""The command line: `odc train | compare | plan | simulate | bench | doctor | status`."""
 
 from odc.cli.entry import main
 

@@ -13,10 +13,13 @@ from typing import Annotated
 
 import typer
 
+from odc.cli.bench import bench
 from odc.cli.compare import compare
+from odc.cli.doctor import doctor
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
+from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
 
 app = typer.Typer(
@@ -27,9 +30,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(train_mm)
 app.command()(compare)
 app.command()(plan)
 app.command()(simulate)
+app.command()(bench)
+app.command()(doctor)
 
 
 @app.command()

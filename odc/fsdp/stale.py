@@ -40,7 +40,7 @@ def refuse_stale(space: Space, epoch: int, shards: Sequence[Sequence[torch.Tenso
     me = space.geometry.me
     for unit, tensors in zip(space.units, shards, strict=True):
         for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):
-            if not _same_bytes(space.published(me, unit, i), shard.to(spec.dtype)):
+            if not _same_bytes(space.published(me, unit, i, epoch), shard.to(spec.dtype)):
                 raise StaleParametersError(
                     f"rank {space.geometry.ranks[me]} (epoch {epoch}): {spec.name} changed inside an open minibatch, "
                     "after it was published; peers would still see the old values. Call model.publish() on every rank "

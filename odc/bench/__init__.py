@@ -1,0 +1,20 @@
+"""Microbenchmarks: `odc bench`, and what the benchmarks of the repository's bench/ folder are made of."""
+
+from odc.bench.comparison import compare, load
+from odc.bench.crew import Crew, held
+from odc.bench.suite import PARTS, QUICK, SIZES, Effort, fitting_ranks, run, show, to_stderr
+
+__all__ = [
+    "PARTS",
+    "QUICK",
+    "SIZES",
+    "Crew",
+    "Effort",
+    "compare",
+    "fitting_ranks",
+    "held",
+    "load",
+    "run",
+    "show",
+    "to_stderr",
+]

@@ -1,0 +1,91 @@
+"""Two saved runs of `odc bench` beside each other.
+
+Chose to judge each row by its ratio to its own rival of the same run, beside the plain times: two runs on one machine
+differ by the machine's mood, and both halves of a ratio shared that. "beyond noise" says that the two runs' ranges of
+rounds (min to max) do not even overlap; nothing finer is claimed from a few rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from odc.bench.report import table
+from odc.bench.suite import SCHEMA, text_of
+from odc.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved run.
+
+    Raises:
+        ConfigError: the file cannot be read or is no run of `odc bench`.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"compare: {path} cannot be read: {error}") from None
+    if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
+        raise ConfigError(f"compare: {path} was not written by `odc bench`")
+    return loaded
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """A table of the rows that both have; "b/a" over 1 means that the second took longer."""
+    before = {_key(row): row for row in first["rows"]}
+    after = {_key(row): row for row in second["rows"]}
+    common = [key for key in before if key in after]
+    if not common:
+        raise ConfigError("compare: the two runs have no row in common (part, ranks, size and device must be equal)")
+    lines = [_line(before[key], after[key]) for key in common]
+    alone = [f"only in {name}: {count} rows" for name, count in _alone(before, after).items() if count]
+    return "\n".join([*_differences(first, second), "", table(lines), *alone])
+
+
+def _alone(before: dict[Any, Row], after: dict[Any, Row]) -> dict[str, int]:
+    return {"a": len(before.keys() - after.keys()), "b": len(after.keys() - before.keys())}
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["what"], row["device"], row["ranks"], row["size"]
+
+
+def _line(a: Row, b: Row) -> dict[str, Any]:
+    # The first that both have: the limit, where there is one.
+    rival = next((name for name in a["rivals"] if name in b["rivals"]), None)
+    line: dict[str, Any] = {
+        "what": a["what"],
+        "ranks": a["ranks"],
+        "size": text_of(a["size"]) if a["size"] else "",
+        "a ms": a["seconds"]["median"] * 1e3,
+        "b ms": b["seconds"]["median"] * 1e3,
+        "b/a": b["seconds"]["median"] / a["seconds"]["median"],
+        "beyond noise": _apart(a["seconds"], b["seconds"]),
+        "rival": rival or "",
+        "b/a against rival": _relative(b, rival) / _relative(a, rival) if rival else "",
+    }
+    return line
+
+
+def _relative(row: Row, rival: str) -> float:
+    return float(row["seconds"]["median"] / row["rivals"][rival]["median"])
+
+
+def _apart(a: dict[str, float], b: dict[str, float]) -> str:
+    if b["min"] > a["max"]:
+        return "slower"
+    return "faster" if b["max"] < a["min"] else "no"
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """What else differs: machines and versions; a load is not a difference."""
+    said = [f"a: {first['date']} `{first['command']}`", f"b: {second['date']} `{second['command']}`"]
+    for kind in ("machine", "versions"):
+        for key in dict.fromkeys([*first[kind], *second[kind]]):
+            mine, theirs = first[kind].get(key, "none"), second[kind].get(key, "none")
+            if mine != theirs and not key.startswith("load"):
+                said.append(f"{key}: {mine} in a, {theirs} in b")
+    return said

@@ -1,0 +1,115 @@
+"""What a benchmark says at the end: a table, and the same as JSON and markdown with machine, versions and command.
+
+Chose one small JSON a benchmark over pytest-benchmark's own file, which names the host and holds every sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and the load of the last minute; nothing that names the host."""
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = {}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        devices = {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        }
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release().split("-")[0],
+        "load_1min_at_end": round(os.getloadavg()[0], 2),
+        **devices,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what a figure depends on; what is not installed is left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "odc-fsdp": "source"}
+    for package in ("odc-fsdp", "numpy", "numba", "triton", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def command() -> str:
+    """How this process was started, without paths of this machine."""
+    if "pytest" in sys.argv[0]:
+        head = "python -m pytest"
+    elif Path(sys.argv[0]).name == "odc":
+        head = "odc"
+    else:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        head = f"python -m {spec.name}" if spec else f"python {os.path.relpath(sys.argv[0])}"
+    return "OMP_NUM_THREADS=1 " + shlex.join([*head.split(), *sys.argv[1:]])
+
+
+def facts() -> dict[str, Any]:
+    """What a stored result says of how it was made."""
+    return {
+        "command": command(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Median, min and max."""
+    return {"median": median(samples), "min": min(samples), "max": max(samples)}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same keys as a markdown table; floats with three significant digits."""
+    if not rows:
+        return "(no rows)"
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
+    lines = [columns, ["-" * width for width in widths], *cells]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def store(folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Print the table and write `<folder>/<name>.json` and `.md`."""
+    result = {"title": title, **facts(), **more, "rows": list(rows)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    where = ", ".join(f"{key} {value}" for key, value in {**result["machine"], **result["versions"]}.items())
+    notes = "".join(f"\n{key}: {value}\n" for key, value in more.items() if isinstance(value, str))
+    text = f"# {title}\n\n`{result['command']}`\n\n{where}\n{notes}\n{table(rows)}\n"
+    (folder / f"{name}.md").write_text(text)
+    print(f"\n{title}\n{table(rows)}\nstored in {folder / name}.json and .md", flush=True)

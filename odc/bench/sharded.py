@@ -1,0 +1,149 @@
+"""Cases on a sharded unit: accumulate, publish, gather, push, and a minibatch's begin and finish.
+
+Chose to time the runtime's own calls on a real root over imitations of them: bookkeeping for each parameter, locks,
+credits and the server daemon are in the figures, as they are in training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odc.bench import rivals
+from odc.bench.crew import held
+from odc.bench.rounds import Action
+from odc.bench.units import Shape, build, sharded_by
+from odc.comm import Adder, Gradient, Piece
+from odc.fsdp import Root, root_of
+from odc.settings import Settings
+
+
+def opened(
+    nbytes: int, device: str, compute: torch.dtype = torch.float32, shape: Shape = "block", **settings: Any
+) -> Root:
+    """The root of a unit of `nbytes` bytes in `compute`, stored in fp32, whose minibatch is open."""
+    gc.collect()
+    build("odc", nbytes, compute, shape, Settings(**settings), device)
+    held.module.unshard()
+    held.module.reshard()
+    return root_of(held.module)
+
+
+def accumulate(nbytes: int, device: str) -> list[Action]:
+    """Add `nbytes` of fp32 into the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
+    world = dist.get_world_size()
+    root = opened(nbytes * world, device, shape="one", accumulate="direct")
+    (unit,) = root.space.units
+    owner = root.geometry.row[(root.geometry.shard + 1) % world]
+    values = [Piece(0, torch.ones(unit.numel, device=device))]
+    adder, moved = Adder(root.space), unit.numel * 4
+    limit, others = rivals.add(moved, device), rivals.reduce_scatter(moved, device)
+    against = (limit.name, *(other.name for other in others))
+    return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), limit, *others]
+
+
+def publish(nbytes: int, device: str) -> list[Action]:
+    """Copy `nbytes` of own shards to where peers can read them."""
+    return _publish("publish", nbytes, device, torch.float32)
+
+
+def publish_cast(nbytes: int, device: str) -> list[Action]:
+    """The same with shards in fp32 and `nbytes` published in bf16."""
+    return _publish("publish, cast to bf16", nbytes, device, torch.bfloat16)
+
+
+def _publish(name: str, nbytes: int, device: str, compute: torch.dtype) -> list[Action]:
+    root = opened(nbytes * dist.get_world_size(), device, compute)
+    moved = sum(unit.published_bytes for unit in root.space.units)
+    shards = [[param.shard() for param in group.odc_params] for group in root.groups]
+    limit = rivals.copy(moved, device, dtype=compute)
+    # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
+    return [Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)), limit]
+
+
+class PlainCopy:
+    """The bytes of a gather from private memory that is there already into the module's own destinations."""
+
+    def __init__(self, root: Root, module: Any, device: str) -> None:
+        (group,) = root.groups
+        module.unshard()
+        self._outputs = [param.allocate(root.shards) for param in group.odc_params]
+        module.reshard()
+        self._sizes = [output.numel() * output.itemsize for output in self._outputs]
+        self._sources = [torch.ones(size, dtype=torch.uint8, device=device) for size in self._sizes]
+        self.nbytes = sum(self._sizes)
+
+    def __call__(self) -> None:
+        """Allocate and copy."""
+        for output, source, size in zip(self._outputs, self._sources, self._sizes, strict=True):
+            output.untyped_storage().resize_(size)
+            if output.is_cuda:
+                output.view(torch.uint8).copy_(source)
+            else:
+                ctypes.memmove(output.data_ptr(), source.data_ptr(), size)
+
+    def free(self) -> None:
+        """Give the destinations back."""
+        for output in self._outputs:
+            output.untyped_storage().resize_(0)
+
+
+def gather(nbytes: int, device: str) -> list[Action]:
+    """`module.unshard()` of a unit of `nbytes`: its parameters are allocated anew, as every unshard does."""
+    root = opened(nbytes, device)
+    module = held.module
+    plain = PlainCopy(root, module, device)
+    kind = rivals.transport(device)
+    limit = Action("plain copy", plain, plain.nbytes, after=plain.free)
+    actions = [limit]
+    if kind is not None:
+        other: Any = sharded_by("fsdp2", nbytes, torch.float32, "block", None, device)
+        actions.append(Action(f"FSDP2 on {kind}", other.unshard, plain.nbytes, after=other.reshard))
+    against = tuple(action.name for action in actions)
+    return [Action("unit gather", module.unshard, plain.nbytes, against, after=module.reshard), *actions]
+
+
+def push(nbytes: int, device: str) -> list[Action]:
+    """Send a unit's gradients (`nbytes` of fp32) to their owners, until each has added them."""
+    root = opened(nbytes, device)
+    space, geometry = root.space, root.geometry
+    (unit,) = space.units
+    gradients = [Gradient(i, torch.ones(root.shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
+    moved = root.shards * unit.numel * 4
+    limit, others = rivals.add(moved, device), rivals.reduce_scatter(moved, device)
+
+    def run() -> None:
+        root.verbs.push(unit, gradients)
+        for owner in geometry.row:
+            sent, added = space.sent(owner).load(geometry.me), space.accumulated(owner)
+            while added.load(geometry.me) != sent:
+                time.sleep(0)
+                root.verbs.waiter.check("pushing")
+
+    return [Action("push of a unit", run, moved, (limit.name, *(o.name for o in others))), limit, *others]
+
+
+def minibatch(nbytes: int, device: str) -> list[Action]:
+    """Begin and finish of a minibatch with nothing to compute, over a unit of `nbytes`."""
+    root = opened(nbytes, device)
+    with torch.no_grad():
+        root.minibatch.done()
+        root.minibatch.collect()
+    limit = rivals.copy(sum(unit.published_bytes for unit in root.space.units), device)
+    other = rivals.barrier()
+
+    def finish() -> None:
+        root.minibatch.done()
+        root.minibatch.collect()
+
+    return [
+        Action("begin (publishes)", root.minibatch.begin, limit.nbytes, (limit.name,)),
+        Action("finish (nothing pushed)", finish, 0, (other.name,)),
+        limit,
+        other,
+    ]

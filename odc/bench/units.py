@@ -1,0 +1,99 @@
+"""Units to fetch and push: modules of a wanted size, sharded by odc or by torch's FSDP2.
+
+Chose the parameters of a transformer block (seven matrices, two vectors) over one big tensor: a fetch pays for every
+parameter, and a unit of one would hide that.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from odc.bench.crew import held
+from odc.settings import Settings
+
+MIB = 1 << 20
+_MATRICES = 7
+_COLUMNS = 256
+
+Shape = Literal["block", "one"]
+
+
+class Unit(nn.Module):
+    """Seven matrices and two vectors ("block"), or a single matrix ("one"), of `nbytes` bytes in all."""
+
+    def __init__(self, nbytes: int, dtype: torch.dtype, shape: Shape = "block") -> None:
+        super().__init__()
+        numel = nbytes // dtype.itemsize
+        if shape == "block":
+            vectors = [_COLUMNS] * 2
+            rows = (numel - sum(vectors)) // (_MATRICES * _COLUMNS)
+            shapes: list[tuple[int, ...]] = [(rows, _COLUMNS)] * _MATRICES + [(n,) for n in vectors]
+        else:
+            shapes = [(numel // _COLUMNS, _COLUMNS)]
+        self.weights = nn.ParameterList(torch.randn(shape).to(dtype) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Touches every parameter; a gradient of ones for each."""
+        total = x
+        for weight in self.weights:
+            total = total + weight.sum()
+        return total
+
+
+def policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Compute in `compute` (None: as stored), reduce in fp32."""
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+def sharded_by(
+    arm: Literal["odc", "fsdp2"],
+    nbytes: int,
+    compute: torch.dtype,
+    shape: Shape,
+    settings: Settings | None,
+    device: str,
+) -> nn.Module:
+    """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. On every rank."""
+    torch.manual_seed(0)
+    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape).to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    if arm == "odc":
+        from odc.fsdp import fully_shard
+
+        fully_shard(module, mesh=mesh, mp_policy=policy(compute), settings=settings)
+    else:
+        from torch.distributed.fsdp import fully_shard as collective
+
+        collective(module, mesh=mesh, mp_policy=policy(compute))
+    return module
+
+
+def build(
+    arm: Literal["odc", "fsdp2"],
+    nbytes: int,
+    compute: torch.dtype,
+    shape: Shape = "block",
+    settings: Settings | None = None,
+    device: str = "cpu",
+) -> None:
+    """Put a unit as of `sharded_by` into `held.module`, in the place of what was held. On every rank."""
+    drop()
+    held.module = sharded_by(arm, nbytes, compute, shape, settings, device)
+
+
+def drop() -> None:
+    """Leave odc with what is held, on every rank."""
+    import gc
+
+    from odc.fsdp import live_roots
+
+    for root in live_roots():
+        root.leave()
+    vars(held).clear()
+    gc.collect()

@@ -1,0 +1,89 @@
+"""`odc bench`: what the runtime's parts cost on this machine, each beside its baselines; or two saved runs compared."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from odc.errors import ConfigError
+
+# Named again here: the suite loads torch, and `--help` is to answer at once. A test holds the two together.
+PARTS = ("get", "put", "accumulate", "publish", "publish-cast", "signal", "gather", "push", "minibatch", "planners")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def bench(
+    only: Annotated[
+        str | None, Option(help=f"With commas, of {', '.join(PARTS)}. [default: all]")
+    ] = None,
+    ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. [default: what fits]")] = None,
+    sizes: Annotated[str | None, Option(help="Bytes, with commas. [default: 64K,1M,16M,64M,256M]")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    quick: Annotated[bool, Option("--quick", help="Few rounds: does it run, not how fast.")] = False,
+    json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
+    compare: Annotated[
+        tuple[Path, Path] | None, Option(metavar="A.json B.json", help="Measure nothing: compare two saved runs.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Measure get, put, accumulate, publish, signal, unit gather, push, begin and finish, and planners.
+
+    Prints one table, with what each is measured against in the same run, and writes it as JSON with machine and
+    versions.
+    """
+    from odc import bench as suite
+
+    if compare is not None:
+        print(suite.compare(*(suite.load(path) for path in compare)))
+        return
+    on = _device(device)
+    parts = [name.strip() for name in only.split(",")] if only else list(PARTS)
+    worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
+    wanted = [_bytes(word) for word in sizes.split(",")] if sizes else suite.SIZES
+    effort = suite.QUICK if quick else suite.Effort()
+    result = suite.run(parts, worlds, wanted, on, effort, suite.to_stderr)
+    print(suite.show(result))
+    _write(json, jsonlib.dumps(result, indent=1) + "\n")
+    print(f"\nfigures  {json}")
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device: cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: there is no CUDA device here (`odc doctor` says why)")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _worlds(text: str) -> list[int]:
+    try:
+        worlds = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"ranks: whole numbers with commas between them, not {text!r}") from None
+    if min(worlds) < 2:
+        raise ConfigError(f"ranks: at least 2, not {min(worlds)}")
+    return worlds
+
+
+def _bytes(word: str) -> int:
+    """64K, 16M, 1G or plain bytes; a multiple of 4096, at least that."""
+    number, unit = (word.strip()[:-1], word.strip()[-1].upper()) if word.strip()[-1:].isalpha() else (word, "")
+    try:
+        size = int(number) * (_UNITS[unit] if unit else 1)
+    except (ValueError, KeyError):
+        raise ConfigError(f"sizes: bytes such as 65536, 64K or 16M, not {word!r}") from None
+    if size < 4096 or size % 4096:
+        raise ConfigError(f"sizes: multiples of 4096 bytes, not {word.strip()}")
+    return size
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,56 @@
+"""`odc doctor`: whether odc can run here, on what, and what to install for more."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from typer import Exit, Option
+
+from odc.errors import ConfigError
+
+
+def doctor(
+    need: Annotated[
+        str | None, Option(help="What must work, with commas: cuda, nvshmem, network, kernels, train, verl, ...")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at driver, torch, Triton, NVSHMEM, shared memory, network and extras; say what is missing.
+
+    Exit code 0: odc can run here (and everything of --need works); 1: it cannot, and the report says why.
+    """
+    from odc import doctor as doctors
+
+    known = doctors.known_uses()
+    uses = ["run", *(name.strip() for name in (need or "").split(",") if name.strip())]
+    unknown = [use for use in uses if use not in known]
+    if unknown:
+        raise ConfigError(f"need: {unknown[0]} is none of {', '.join(sorted(known))}")
+    findings = doctors.examine(doctors.PROBES)
+    missing = doctors.lacking(findings, uses)
+    if as_json:
+        print(doctors.to_json(findings))
+    else:
+        _print(findings, uses, bool(missing), doctors.State.OK)
+    if missing:
+        raise Exit(1)
+
+
+def _print(findings: Any, uses: list[str], failed: bool, well: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table("", "state", "found", title="odc doctor")
+    for finding in findings:
+        bad = finding.state != well
+        style = ("red" if finding.use in uses else "yellow") if bad else "green"
+        text = _plain(finding.found) + (f"\n[bold]->[/bold] {_plain(finding.do)}" if bad else "")
+        made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
+    Console().print(made)
+    wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
+    print(f"odc {'cannot run here' if failed else 'can run here'}{wanted}")
+
+
+def _plain(text: str) -> str:
+    """Text in which brackets mean nothing to rich."""
+    return text.replace("[", "\\[")

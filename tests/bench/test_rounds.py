@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from odc.bench.crew import Crew
+from odc.bench.rounds import Action, Timed, measure, slowest
+
+calls: list[str] = []
+
+
+def recorded(nbytes: int, device: str) -> list[Action]:
+    calls.clear()
+    return [
+        Action("a", lambda: calls.append("a"), nbytes, ("b",), after=lambda: calls.append("undone")),
+        Action("b", lambda: [time.sleep(0.001) for _ in range(10)], times=10, after=lambda: calls.append("b")),
+    ]
+
+
+def counted(nbytes: int, device: str) -> tuple[list[Timed], list[str]]:
+    timed = measure(recorded, nbytes, device, rounds=3, warm=2)
+    return timed, list(calls)
+
+
+def test_actions_take_turns_and_only_they_are_timed() -> None:
+    with Crew(2) as crew:
+        for timed, order in crew.each(counted, 64, "cpu"):
+            assert order == ["a", "undone", "b"] * 5
+            assert [(one.name, one.nbytes, one.against, len(one.seconds)) for one in timed] == [
+                ("a", 64, ("b",), 3),
+                ("b", 0, (), 3),
+            ]
+            assert all(0.001 <= seconds < 0.01 for seconds in timed[1].seconds), "of one time, not of ten"
+
+
+def test_of_each_round_the_slowest_rank_counts() -> None:
+    one, other = ([Timed("a", 8, (), seconds)] for seconds in ([1.0, 5.0], [2.0, 4.0]))
+    assert slowest([one, other]) == [Timed("a", 8, (), [2.0, 5.0])]
+
+
+def test_ranks_that_measured_otherwise_are_not_mixed() -> None:
+    with pytest.raises(ValueError):
+        slowest([[Timed("a", 8, (), [1.0])], []])
+    with pytest.raises(ValueError):
+        slowest([[Timed("a", 8, (), [1.0])], [Timed("a", 8, (), [1.0, 2.0])]])

@@ -1,0 +1,99 @@
+"""The suite runs whole, on real ranks; no figure is asserted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from odc.bench import PARTS, Effort, compare, fitting_ranks, run, show
+from odc.bench import suite as module
+from odc.bench.suite import text_of
+from odc.errors import ConfigError
+from odc.memory import FreeMemory
+
+ONCE = Effort(nbytes=0, least=1, most=1, warm=0)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    said: list[str] = []
+    found = run([part for part in PARTS if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
+    assert said == [
+        f"{part}, 2 ranks" + ("" if part == "signal" else ", 64 KiB") for part in PARTS if part != "planners"
+    ]
+    return found
+
+
+def test_every_part_has_rows_with_rivals(result: dict[str, Any]) -> None:
+    assert {row["part"] for row in result["rows"]} == PARTS.keys() - {"planners"}
+    for row in result["rows"]:
+        assert row["rivals"], row["what"]
+        assert all(one["median"] > 0 for one in (row["seconds"], *row["rivals"].values())), row["what"]
+    assert not result["left_out"]
+
+
+def test_bytes_are_those_that_moved(result: dict[str, Any]) -> None:
+    moved = {row["what"]: row["nbytes"] for row in result["rows"] if row["nbytes"]}
+    assert moved["get"] == moved["put"] == moved["accumulate"] == 64 << 10
+    # A unit of seven matrices and two vectors cannot be any size.
+    assert all(0.85 * (64 << 10) <= moved[name] <= 64 << 10 for name in ("unit gather", "push of a unit", "publish"))
+    assert moved["begin (publishes)"] == moved["unit gather"] // 2
+
+
+def test_facts_and_table(result: dict[str, Any]) -> None:
+    assert result["schema"] == "odc-bench-1"
+    assert result["versions"].keys() >= {"python", "torch", "numpy"}
+    text = show(result)
+    for row in result["rows"]:
+        assert f"| {row['what']} " in text
+    assert "gloo all_gather" in text and "FSDP2 on gloo" in text
+
+
+def test_it_compares_with_itself(result: dict[str, Any]) -> None:
+    text = compare(result, result)
+    assert "slower" not in text and "faster" not in text
+    assert len([line for line in text.splitlines() if line[:1] == "|"]) == 2 + len(result["rows"])
+
+
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(8 << 20, "a test"))
+    found = run(["get"], [2], [64 << 10, 1 << 20], "cpu", ONCE)
+    assert [row["size"] for row in found["rows"]] == [64 << 10]
+    assert found["left_out"] == ["get of 1 MiB, 2 ranks: needs about 12 MiB, 8 MiB are free"]
+
+
+def test_planners_need_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLES", (64,))
+    found = run(["planners"], [2], [], "cpu", ONCE)
+    assert [row["what"] for row in found["rows"]] == [
+        "partition, 64 samples",
+        "lb_micro, 64 samples",
+        "lb_mini, 64 samples",
+    ]
+    assert {row["ranks"] for row in found["rows"]} == {8}
+
+
+def test_an_unknown_part_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="only: gett is none of get, put"):
+        run(["get", "gett"], [2], [4096], "cpu")
+
+
+def test_rounds_are_bounded() -> None:
+    effort = Effort(nbytes=100, least=2, most=10)
+    assert [effort.rounds(nbytes) for nbytes in (0, 1, 25, 1000)] == [10, 10, 4, 2]
+    assert replace(effort, nbytes=0).rounds(64) == 2
+
+
+def test_worlds_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, worlds in ((1, [2]), (2, [2]), (4, [2, 4]), (64, [2, 4, 8])):
+        monkeypatch.setattr(module.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert fitting_ranks("cpu") == worlds
+    for devices, worlds in ((1, [2, 4]), (2, [2]), (8, [2, 4, 8])):
+        monkeypatch.setattr(module.torch.cuda, "device_count", lambda devices=devices: devices)
+        assert fitting_ranks("cuda") == worlds
+
+
+def test_sizes_as_text() -> None:
+    assert [text_of(size) for size in (4096, 64 << 10, 1 << 20, 256 << 20)] == ["4 KiB", "64 KiB", "1 MiB", "256 MiB"]
