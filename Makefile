@@ -60,7 +60,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \
 	    "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e ".[$$($(BIN)/python -c \
+	    'import torch; print("dev" if torch.version.cuda else "dev,bitcode")')]"
 	@touch $@
 
 # Over .venv, not beside it: torch is there already. Its pip serves both, and leaves alone what it finds there.

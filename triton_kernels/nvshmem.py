@@ -52,7 +52,8 @@ def device_library() -> Path:
         if path.exists():
             return path
     raise UnsupportedError(
-        f"kernels for peers without a pointer need {LIBRARY}.bc: pip install 'nvidia-nvshmem-cu12==3.4.5' (or cu13)"
+        f"kernels for peers without a pointer need {LIBRARY}.bc, which CUDA builds of torch bring along "
+        "(nvidia-nvshmem 3.4.5); to compile without a GPU: pip install 'odc-fsdp[bitcode]'"
     )
 
 

@@ -88,6 +88,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: s
         "cubin": len(found.asm["cubin"]),
         "calls": sorted(set(re.findall(r'symbol = "(nvshmem\w+)"', found.asm["ttir"]))),
         "linked": "nvshmemi_device_state_d" in ptx,
+        "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
         "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
     }
 

@@ -96,6 +96,7 @@ def test_words_are_released_and_acquired_for_the_whole_system(target: int) -> No
     assert "atom.global.sys.release.add.u64" in accesses(target, "signal-add")
     assert "atom.global.sys.release.exch.b64" in accesses(target, "put-signal")
     assert "atom.global.gpu.acq_rel.add.u32" in accesses(target, "put-signal")
+    assert facts(target)["put-signal"]["counts_behind_barrier"], "a program counts itself before it has stored all"
     assert not [name for name in accesses(target, "put-many") if name.startswith("atom")]
     looks = [name for name in accesses(target, "poll") if "acquire" in name]
     assert looks and all(".sys." in name for name in looks)
