@@ -34,8 +34,9 @@ MAY_IMPORT = {
     "handover": frozenset({"fsdp", "server", "comm", "memory"}),
     "simulate": frozenset({"balance", "trace"}),
     "train": ALL - {"cli", "simulate"},
+    "rl": ALL - {"cli", "simulate"},
     "integrations": ALL - {"cli", "simulate", "train"},
-    "cli": ALL | {"integrations"},
+    "cli": ALL | {"integrations", "rl"},
     "odc": frozenset({"fsdp"}),
 }
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from odc.cli.compare import compare
+from odc.cli.grpo import grpo
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(compare)
+app.command()(grpo)
 app.command()(plan)
 app.command()(simulate)
 
