@@ -198,8 +198,8 @@ def _say(config: GrpoConfig, step: GrpoStep) -> None:
             log.write(json.dumps(asdict(step)) + "\n")
     if config.show:
         print(
-            f"odc grpo: step {step.step} of {config.steps}: reward {step.reward:.3f}, {step.response_tokens:.1f} tokens a "
-            f"response, rollout {step.rollout_s:.2f} s, training {step.train_s:.2f} s",
+            f"odc grpo: step {step.step} of {config.steps}: reward {step.reward:.3f}, {step.response_tokens:.1f} tokens "
+            f"a response, rollout {step.rollout_s:.2f} s, training {step.train_s:.2f} s",
             file=sys.stderr,
             flush=True,
         )

@@ -33,7 +33,7 @@ def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
     while True:
         if count > len(parts[0]):
             raise PlanError(
-                f"{count} microbatches are needed to keep to {max_tokens} tokens, but a rank has {len(parts[0])} samples"
+                f"keeping to {max_tokens} tokens takes {count} microbatches, but a rank has {len(parts[0])} samples"
             )
         split = [karmarkar_karp(work, count, _falling(work, part)) for part in parts]
         if all(bins and sum(lengths[i] for i in bins) <= max_tokens for rank in split for bins in rank):

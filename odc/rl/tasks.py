@@ -13,13 +13,12 @@ import numpy as np
 
 
 class Task(Protocol):
-    """Used on rank 0 alone; must pickle (a module-level class) where `odc.rl.run` starts the ranks.
+    """Used on every rank; must pickle (a module-level class) where `odc.rl.run` starts the ranks."""
 
-    Attributes:
-        stop_ids: tokens that end a response; the stop token belongs to it.
-    """
-
-    stop_ids: Sequence[int]
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end a response; the stop token belongs to it."""
+        ...
 
     def prompts(self, step: int) -> list[list[int]]:
         """Token ids of each prompt of a step, from 0; always as many."""
