@@ -40,6 +40,15 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     show(as_json=as_json)
 
 
+@app.command()
+def doctor() -> None:
+    """Check what odc needs and what it is plugged into; exit with 1 if something is broken."""
+    from odc.cli.doctor import doctor as check  # imports torch and verl
+
+    if not check():
+        raise typer.Exit(1)
+
+
 @app.callback()
 def _options(
     trace: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
