@@ -32,7 +32,8 @@ def shared_out(
     """Inside, `lm`'s methods named `kinds` run each request on one rank and give answers on the first.
 
     Args:
-        pad: see `run_requests`; documents are then dealt out in turn, not by cost.
+        pad: see `run_requests`; documents are then dealt out in turn, not by cost, and requests run one by one: a model
+            that batches or merges them (lm-eval's runs equal ones once, copies too) has unequal forwards all the same.
         cost: of a request; None takes the characters of its texts.
         after: called with the kind, on the other ranks, when one is done; they are given None for each answer.
 
@@ -50,6 +51,8 @@ def shared_out(
         asked.add(kind)
         owners = document_owners(requests, peers.world, None if pad else cost or characters)
         run = functools.partial(method, **options)
+        if pad:
+            run = functools.partial(_one_by_one, run)
         answers = run_requests(requests, run, peers, owners=owners, pad=pad, key=_key, kind=f"{kind} requests")
         if answers is not None:
             return answers
@@ -63,6 +66,10 @@ def shared_out(
     finally:
         for kind in kinds:
             delattr(lm, kind)
+
+
+def _one_by_one(method: Callable[[list[Any]], Sequence[Any]], requests: list[Any]) -> Sequence[Any]:
+    return [method([request])[0] for request in requests]
 
 
 def document_owners(requests: Sequence[Any], world: int, cost: Cost | None) -> list[int]:
