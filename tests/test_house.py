@@ -136,7 +136,7 @@ def test_private_torch_names_live_in_one_file_a_seam() -> None:
 
 def test_extras_that_messages_name_exist() -> None:
     project = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z]+)\]", text)}
+    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z-]+)\]", text)}
     assert named
     assert named <= project["optional-dependencies"].keys()
 
