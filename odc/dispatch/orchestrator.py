@@ -141,15 +141,16 @@ class Orchestrator:
         return Records.from_array(told)
 
     def _agree(self, whole: StepPlan) -> None:
-        """Raise PlanError on every rank unless all have made the same plan."""
-        mark = np.frombuffer(bytes.fromhex(whole.digest)[:8], np.int64)
+        """Raise PlanError on every rank unless all have the same phases and have made the same plan."""
+        said = repr((self.encoders, self.llm, self._nodes)) + whole.digest
+        mark = np.frombuffer(hashlib.sha256(said.encode()).digest()[:8], np.int64)
         marks = [int(found[0]) for found in self.exchange.gather(self._step, PLAN, mark)]
         common = max(set(marks), key=lambda one: (marks.count(one), -marks.index(one)))
         strangers = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]
         if strangers:
             raise PlanError(
                 f"step {self._step} is refused: rank {', '.join(map(str, strangers))} made another plan from the same "
-                "records; phases, policies and versions of odc must agree",
+                "records, or plans for other phases; phases, policies and versions of odc must agree",
                 culprit=strangers[0],
             )
 
