@@ -124,8 +124,6 @@ def read_examples(path: Path, geometry: Geometry, *, max_tokens: int) -> list[Ex
             raise DataError(f"{name} has no assistant's turn to train on")
         if example.length > max_tokens:
             raise DataError(f"{name} is {example.length} positions long, over the cap of {max_tokens} (max_tokens)")
-        if not example.label_tokens:
-            raise DataError(f"{name}: the assistant says nothing to train on")
         examples.append(example)
     if not examples:
         raise DataError(f"{path} holds no examples")
