@@ -35,7 +35,7 @@ def gather(
 ) -> None:
     """See `Moves.gather`; one launch, once every owner can be read."""
     memory = dict(owners)  # held: the memory stays mapped while it is copied
-    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)])
+    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)], device=outs[0].device)
     gather_unit(outs, offsets, table, first=next(iter(memory)))
 
 
@@ -53,5 +53,5 @@ def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """See `Moves.accumulate`; atomic adds, of which each place is a piece with one owner."""
     for place, value in zip(places, values, strict=True):
-        table = torch.tensor([place.data_ptr()])
+        table = torch.tensor([place.data_ptr()], device=place.device)
         accumulate_pieces([value], [value.numel()], [0], table, dtype=place.dtype)

@@ -6,6 +6,7 @@ that training also writes: the service needs no lock against its own rank, which
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Any
 
@@ -48,7 +49,8 @@ class Service:
                 continue
             unit, blocks = batch
             begin = recorder().now()
-            self._adder.add(self.space.geometry.me, unit, blocks)
+            with self.space.heap.lanes.lane("server"):
+                self._adder.add(self.space.geometry.me, unit, blocks)
             inbox.take(len(blocks))
             source = self.space.geometry.ranks[inbox.source]
             nbytes = sum(block.values.nbytes for block in blocks)
@@ -75,7 +77,7 @@ class Service:
         if not secrets.compare_digest(str(request.get("token", "")).encode(), self.token.encode()):
             return {"error": "wrong token"}
         heap = self.space.heap
-        return {"nbytes": heap.nbytes, "digest": heap.digest}
+        return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
 
     def status(self) -> dict[str, Any]:
         """For `odc status`: plain values. May be called from any thread."""
