@@ -17,11 +17,11 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test test-gpu bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
@@ -34,6 +34,14 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
+
+# On a GPU machine that has torch with CUDA already: make test-gpu BIN=$(dirname $(which python3)) READY=
+test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS
+	OMP_NUM_THREADS=1 $(BIN)/python -m odc.cli bench --device cuda --json $(RESULTS)/gpu_suite.json $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS))
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .

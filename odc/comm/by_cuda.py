@@ -15,7 +15,7 @@ import torch
 
 from odc.errors import OdcError
 
-COPY_ENGINE_BYTES = 4 << 20
+COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch
 
 
 @cache

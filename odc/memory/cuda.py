@@ -22,7 +22,7 @@ from odc.errors import HeapMemoryError, OdcError
 from odc.memory import _torch_symmetric as symmetric
 from odc.memory.lanes import Lanes
 from odc.memory.layout import Layout, Request, check
-from odc.memory.shm import ShmHeap
+from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
 
 _MIB = 1 << 20
@@ -53,6 +53,7 @@ class CudaHeap:
         self._host, self._group, self._meet = host, group, meet
         self._requests: dict[str, Request] = {}
         self._words: set[str] = set()
+        self._order: list[Request] = []
         self._layout: Layout | None = None
         self._own: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []  # by member, once mapped; empty before
@@ -66,6 +67,7 @@ class CudaHeap:
                 raise ValueError(f"region {name!r} was allocated twice")
             self._host.allocate(name, nbytes)
             self._words.add(name)
+            self._order.append(Request(name, int(nbytes)))
             return
         request = Request(name, int(nbytes))
         check(request)
@@ -74,14 +76,15 @@ class CudaHeap:
         if name in self._requests or name in self._words:
             raise ValueError(f"region {name!r} was allocated twice")
         self._requests[name] = request
+        self._order.append(request)
 
     def seal(self, fingerprint: str = "") -> None:
         if self.sealed:
             raise OdcError(f"{self._who()}: a heap can be sealed once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
         # What peers must agree on is compared when words are attached, before anything is mapped.
-        listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in layout.requests)
-        self._host.seal(f"{fingerprint!r}, on the device {listed}")
+        listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
+        self._host.seal(f"{fingerprint!r}; words and data: {listed}")
         self._own = self._create(layout.nbytes)
         self._layout = layout
 
@@ -150,7 +153,7 @@ class CudaHeap:
 
     def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
         for member in range(len(self.ranks)):
-            self._host.words(member, next(iter(self._words)))  # each is up, and laid out alike
+            self._host.address(member, LAYOUT_REGION)  # each is up, and laid out alike
         self._meet()
         try:
             return symmetric.map_peers(own, self._group, self.me)
