@@ -65,8 +65,7 @@ def fully_shard(
 
     Args:
         module: a module, or several to be one unit.
-        mesh: 1-D (sharded) or 2-D (replicated x sharded), of device type cpu or cuda; None shards over the world on
-            the device of the parameters (torch's own default is CUDA wherever there is one).
+        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, where the parameters are.
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
         mp_policy: as torch.
