@@ -136,6 +136,8 @@ def _join(rank: int, world: int, store: str, timeout_s: float, device: str) -> N
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if world <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
+        else:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch, read when it maps
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
