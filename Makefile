@@ -16,11 +16,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OVER := .venv-integrations
-INTEGRATIONS := verl,transformers
+INTEGRATIONS := transformers,verl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations bench lint clean
+.PHONY: help demo test test-integrations test-gpu bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
@@ -33,7 +33,7 @@ test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-integrations: $(OVER)/.ready  ## run the tests of odc/integrations with the real libraries
-	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --installed $(INTEGRATIONS) $(ARGS)
+	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --installed accelerate,$(INTEGRATIONS) $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
@@ -41,6 +41,14 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
+
+# On a GPU machine that has torch with CUDA already: make test-gpu BIN=$(dirname $(which python3)) READY=
+test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS
+	OMP_NUM_THREADS=1 $(BIN)/python -m odc.cli bench --device cuda --json $(RESULTS)/gpu_suite.json $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS))
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .

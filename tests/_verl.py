@@ -66,7 +66,7 @@ def sft_changes(model: Path, data: Path, out: Path, changes: dict[str, Any]) -> 
     return {
         "data.train_files": data,
         "data.train_batch_size": 8,
-        "data.max_token_len_per_gpu": 128,
+        "data.max_token_len_per_gpu": 110,
         "data.max_length": 128,
         "data.num_workers": 0,
         "data.ignore_input_ids_mismatch": True,
@@ -100,8 +100,13 @@ def join_as_verl(rank: int, world: int) -> None:
         EngineRegistry.register("value_model", "fsdp2", device="cpu")(FSDPEngineWithValueHead)
 
 
-def fit(rank: int, world: int, changes: dict[str, Any], model: Path, data: Path, out: Path) -> list[dict[str, float]]:
-    """Run verl's stock SFT trainer on a rank; what it logged at each step, on rank 0."""
+def fit(
+    rank: int, world: int, changes: dict[str, Any], model: Path, data: Path, out: Path
+) -> tuple[list[dict[str, float]], list[int]]:
+    """Run verl's stock SFT trainer on a rank.
+
+    Returns what it logged at each step, on rank 0, and how many microbatches this rank trained on in each.
+    """
     join_as_verl(rank, world)
     from hydra import compose, initialize_config_module
     from verl.trainer import sft_trainer
@@ -110,6 +115,7 @@ def fit(rank: int, world: int, changes: dict[str, Any], model: Path, data: Path,
         overrides = [f"{key}={value}" for key, value in sft_changes(model, data, out, changes).items()]
         config = compose("sft_trainer_engine", overrides)
     logged: list[dict[str, float]] = []
+    counts: list[int] = []
 
     class Log:
         def __init__(self, **unused: Any) -> None: ...
@@ -118,5 +124,17 @@ def fit(rank: int, world: int, changes: dict[str, Any], model: Path, data: Path,
             logged.append({"step": step, **data})
 
     sft_trainer.Tracking = Log
-    sft_trainer.SFTTrainer(config).fit()
-    return logged
+    trainer = sft_trainer.SFTTrainer(config)
+    train, step = trainer.engine.train_batch, trainer.engine.forward_step
+
+    def train_batch(*args: Any, **options: Any) -> Any:
+        counts.append(0)
+        return train(*args, **options)
+
+    def forward_step(*args: Any, forward_only: bool, **options: Any) -> Any:
+        counts[-1:] = [count + (not forward_only) for count in counts[-1:]]
+        return step(*args, forward_only=forward_only, **options)
+
+    trainer.engine.train_batch, trainer.engine.forward_step = train_batch, forward_step
+    trainer.fit()
+    return logged, counts

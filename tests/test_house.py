@@ -38,11 +38,12 @@ MAY_IMPORT = {
     "handover": frozenset({"fsdp", "server", "comm", "memory"}),
     "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "bench": ALL - {"cli", "doctor", "simulate", "train", "multimodal"},
+    "bench": ALL - {"cli", "doctor", "simulate", "train", "multimodal", "rl"},
     "doctor": frozenset({"fsdp", "memory", "server"}),
-    "train": ALL - TOOLS - {"multimodal"},
-    "multimodal": ALL - TOOLS,
-    "integrations": ALL - TOOLS - {"train", "multimodal"},
+    "train": ALL - TOOLS - {"multimodal", "rl"},
+    "multimodal": ALL - TOOLS - {"rl"},
+    "rl": ALL - TOOLS - {"multimodal"},
+    "integrations": ALL - TOOLS - {"train", "multimodal", "rl"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }
@@ -135,7 +136,7 @@ def test_private_torch_names_live_in_one_file_a_seam() -> None:
 
 def test_extras_that_messages_name_exist() -> None:
     project = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z]+)\]", text)}
+    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z-]+)\]", text)}
     assert named
     assert named <= project["optional-dependencies"].keys()
 

@@ -2,7 +2,7 @@
 
 from odc.bench.comparison import compare, load
 from odc.bench.crew import Crew, held
-from odc.bench.suite import PARTS, QUICK, SIZES, Effort, fitting_ranks, run, show, to_stderr
+from odc.bench.suite import PARTS, QUICK, SIZES, Effort, fitting_ranks, parts_of, run, show, to_stderr
 
 __all__ = [
     "PARTS",
@@ -14,6 +14,7 @@ __all__ = [
     "fitting_ranks",
     "held",
     "load",
+    "parts_of",
     "run",
     "show",
     "to_stderr",

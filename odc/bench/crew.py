@@ -136,6 +136,8 @@ def _join(rank: int, world: int, store: str, timeout_s: float, device: str) -> N
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if world <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
+        else:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch, read when it maps
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )
@@ -146,12 +148,20 @@ def meet() -> None:
     dist.all_reduce(torch.zeros(1))  # on the CPU: always gloo
 
 
+def let_go() -> None:
+    """Hold nothing any more. A heap of a case is closed: its descriptor outlives the object."""
+    heap = vars(held).pop("heap", None)
+    if heap is not None:
+        heap.close()
+    vars(held).clear()
+
+
 def _leave() -> None:
     """Leave odc while every peer still lives; the group is destroyed after that."""
     from odc.fsdp import shutdown
 
     meet()
-    vars(held).clear()
+    let_go()
     shutdown()
     meet()
 

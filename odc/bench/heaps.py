@@ -6,19 +6,22 @@ as one rank would do it to one peer. All ranks do it at once, each with the next
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from odc.bench import rivals
-from odc.bench.crew import held
+from odc.bench.crew import held, meet
 from odc.bench.rounds import Action
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
 
 _TRIPS = 100
 _DEADLINE_S = 60.0
+_SMALL_ON_DEVICE = 256 << 20
 _SMALL = 1 << 20  # bytes; below, an action is a loop, or the clock would be measured too
 
 
@@ -32,13 +35,25 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
         # A memory file has no name, but its owner's descriptor has one, for processes of the same user.
         return Attachment(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), size, digest)
 
-    heap = ShmHeap("bench", ranks, me, connect, _DEADLINE_S)
-    heap.allocate("words", 64)
+    host = ShmHeap("bench", ranks, me, connect, _DEADLINE_S)
+    heap: SymmetricHeap = host if device == "cpu" else _on_device(host)
+    heap.allocate("words", 64, words=True)
     heap.allocate("data", nbytes)
     heap.seal()
-    places += _gathered((os.getpid(), heap.fd, heap.nbytes, heap.digest))
+    places += _gathered((os.getpid(), host.fd, host.nbytes, host.digest))
+    heap.base_addresses()
     held.heap = heap
     return heap
+
+
+def _on_device(host: ShmHeap) -> SymmetricHeap:
+    from odc.memory.cuda import CudaHeap
+    from odc.memory.cuda_lanes import CudaLanes
+
+    here = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD
+    assert group is not None  # the crew made it
+    return CudaHeap(host, here, CudaLanes(here), group, meet)
 
 
 def _gathered(mine: tuple[int, int, int, str]) -> list[tuple[int, int, int, str]]:
@@ -51,26 +66,54 @@ def _next() -> int:
     return (dist.get_rank() + 1) % dist.get_world_size()
 
 
-def _times(nbytes: int) -> int:
-    return max(1, _SMALL // nbytes)
+def _times(nbytes: int, device: str) -> int:
+    """On a device a copy of 16 MiB takes microseconds, as its launch does: many in a row show the copy."""
+    return max(1, (_SMALL if device == "cpu" else _SMALL_ON_DEVICE) // nbytes)
 
 
 def get(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of the next rank's heap into private memory."""
-    peer = open_heap(nbytes, device).tensor(_next(), "data", torch.float32)
-    mine, times = torch.empty_like(peer), _times(nbytes)
-    limit, others = rivals.copy(nbytes, device, times), rivals.all_gather(nbytes, device)
-    run = rivals.repeated(lambda: mine.copy_(peer), times)
-    return [Action("get", run, nbytes, (limit.name, *(o.name for o in others)), times), limit, *others]
+    """Copy `nbytes` of the next rank's heap into private memory; on a device by copy engine and by two kernels."""
+    heap = open_heap(nbytes, device)
+    peer = heap.tensor(_next(), "data", torch.float32)
+    mine = torch.empty_like(peer)
+    ways: dict[str, Callable[[], object]] = {"get": lambda: mine.copy_(peer)}
+    if device == "cuda":
+        ways["get, torch's kernel"] = lambda: torch._foreach_copy_([mine], [peer])
+        if triton_is_here():
+            from odc import kernels
+
+            table, at = heap.base_addresses().to(heap.device), heap.layout.offset("data")
+            ways["get, Triton kernel"] = lambda: kernels.get(mine, table, _next(), at)
+    return _copies(ways, nbytes, device, rivals.all_gather(nbytes, device))
 
 
 def put(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of private memory into the next rank's heap."""
-    peer = open_heap(nbytes, device).tensor(_next(), "data", torch.float32)
-    mine, times = torch.ones_like(peer), _times(nbytes)
-    limit, others = rivals.copy(nbytes, device, times), rivals.all_to_all(nbytes, device)
-    run = rivals.repeated(lambda: peer.copy_(mine), times)
-    return [Action("put", run, nbytes, (limit.name, *(o.name for o in others)), times), limit, *others]
+    """Copy `nbytes` of private memory into the next rank's heap; on a device in the same three ways."""
+    heap = open_heap(nbytes, device)
+    peer = heap.tensor(_next(), "data", torch.float32)
+    mine = torch.ones_like(peer)
+    ways: dict[str, Callable[[], object]] = {"put": lambda: peer.copy_(mine)}
+    if device == "cuda":
+        ways["put, torch's kernel"] = lambda: torch._foreach_copy_([peer], [mine])
+        if triton_is_here():
+            from odc import kernels
+
+            table, at = heap.base_addresses().to(heap.device), heap.layout.offset("data")
+            ways["put, Triton kernel"] = lambda: kernels.put([mine], table, _next(), at)
+    return _copies(ways, nbytes, device, rivals.all_to_all(nbytes, device))
+
+
+def _copies(ways: dict[str, Callable[[], object]], nbytes: int, device: str, collectives: list[Action]) -> list[Action]:
+    times = _times(nbytes, device)
+    limit = rivals.copy(nbytes, device, times)
+    against = (limit.name, *(other.name for other in collectives))
+    made = [Action(name, rivals.repeated(run, times), nbytes, against, times) for name, run in ways.items()]
+    return [*made, limit, *collectives]
+
+
+def triton_is_here() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def signal(nbytes: int, device: str) -> list[Action]:

@@ -34,10 +34,10 @@ def opened(
     return root_of(held.module)
 
 
-def accumulate(nbytes: int, device: str) -> list[Action]:
+def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
     """Add `nbytes` of fp32 into the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
     world = dist.get_world_size()
-    root = opened(nbytes * world, device, shape="one", accumulate="direct")
+    root = opened(nbytes * world, device, shape="one", accumulate="direct", **settings)
     (unit,) = root.space.units
     owner = root.geometry.row[(root.geometry.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
@@ -45,6 +45,11 @@ def accumulate(nbytes: int, device: str) -> list[Action]:
     limit, others = rivals.add(moved, device), rivals.reduce_scatter(moved, device)
     against = (limit.name, *(other.name for other in others))
     return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), limit, *others]
+
+
+def accumulate_kernel(nbytes: int, device: str) -> list[Action]:
+    """The same by odc's Triton kernel."""
+    return accumulate(nbytes, device, kernels="triton")
 
 
 def publish(nbytes: int, device: str) -> list[Action]:
@@ -57,8 +62,13 @@ def publish_cast(nbytes: int, device: str) -> list[Action]:
     return _publish("publish, cast to bf16", nbytes, device, torch.bfloat16)
 
 
-def _publish(name: str, nbytes: int, device: str, compute: torch.dtype) -> list[Action]:
-    root = opened(nbytes * dist.get_world_size(), device, compute)
+def publish_kernel(nbytes: int, device: str) -> list[Action]:
+    """As `publish`, by odc's Triton kernel."""
+    return _publish("publish", nbytes, device, torch.float32, kernels="triton")
+
+
+def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settings: Any) -> list[Action]:
+    root = opened(nbytes * dist.get_world_size(), device, compute, **settings)
     moved = sum(unit.published_bytes for unit in root.space.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = rivals.copy(moved, device, dtype=compute)
@@ -93,9 +103,14 @@ class PlainCopy:
             output.untyped_storage().resize_(0)
 
 
-def gather(nbytes: int, device: str) -> list[Action]:
+def gather_kernel(nbytes: int, device: str) -> list[Action]:
+    """As `gather`, by odc's Triton kernel."""
+    return gather(nbytes, device, kernels="triton")
+
+
+def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
     """`module.unshard()` of a unit of `nbytes`: its parameters are allocated anew, as every unshard does."""
-    root = opened(nbytes, device)
+    root = opened(nbytes, device, **settings)
     module = held.module
     plain = PlainCopy(root, module, device)
     kind = rivals.transport(device)

@@ -37,10 +37,12 @@ class Part:
     Args:
         prepare: makes its actions, on every rank.
         copies: of its size that it holds on one rank at once, at most; to refuse what does not fit.
+        compiled: by compiled Triton kernels, so on CUDA alone.
     """
 
     prepare: Prepare
     copies: int = 3
+    compiled: bool = False
 
 
 PARTS: dict[str, Part] = {
@@ -54,6 +56,9 @@ PARTS: dict[str, Part] = {
     "push": Part(sharded.push, 8),
     "minibatch": Part(sharded.minibatch, 6),
     "planners": Part(plans.planners),
+    "accumulate-kernel": Part(sharded.accumulate_kernel, 12, compiled=True),
+    "publish-kernel": Part(sharded.publish_kernel, 10, compiled=True),
+    "gather-kernel": Part(sharded.gather_kernel, 8, compiled=True),
 }
 _SIZELESS = {"signal": (64,), "planners": SAMPLES}
 
@@ -84,6 +89,12 @@ def fitting_ranks(device: str) -> list[int]:
     return [2, *(world for world in (4, 8) if world <= room)]
 
 
+def parts_of(device: str) -> list[str]:
+    """Names of what can be measured on `device` here."""
+    compiled = device == "cuda" and heaps.triton_is_here()
+    return [name for name, part in PARTS.items() if compiled or not part.compiled]
+
+
 def run(
     parts: Iterable[str],
     worlds: Iterable[int],
@@ -108,6 +119,8 @@ def run(
     for name in chosen:
         if name not in PARTS:
             raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
+        if PARTS[name].compiled and not (device == "cuda" and heaps.triton_is_here()):
+            raise ConfigError(f"only: {name} needs a CUDA device and triton (pip install 'odc-fsdp[kernels]')")
     if "planners" in chosen:
         rows += _planned(effort, say)
     for world in worlds if set(chosen) - {"planners"} else ():
@@ -156,7 +169,7 @@ def _rows(
     return [
         {
             "part": part,
-            "what": each.name,
+            "what": each.name + (", Triton kernel" if PARTS[part].compiled else ""),
             "device": device,
             "ranks": ranks,
             "size": size,

@@ -16,6 +16,7 @@ import typer
 from odc.cli.bench import bench
 from odc.cli.compare import compare
 from odc.cli.doctor import doctor
+from odc.cli.grpo import grpo
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(train_mm)
 app.command()(compare)
+app.command()(grpo)
 app.command()(plan)
 app.command()(simulate)
 app.command()(bench)

@@ -12,12 +12,14 @@ from odc.errors import ConfigError
 
 # Named again here: the suite loads torch, and `--help` is to answer at once. A test holds the two together.
 PARTS = ("get", "put", "accumulate", "publish", "publish-cast", "signal", "gather", "push", "minibatch", "planners")
+COMPILED = ("accumulate-kernel", "publish-kernel", "gather-kernel")  # on CUDA only
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bench(
     only: Annotated[
-        str | None, Option(help=f"With commas, of {', '.join(PARTS)}. [default: all]")
+        str | None,
+        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(COMPILED)}. [default: all]"),
     ] = None,
     ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. [default: what fits]")] = None,
     sizes: Annotated[str | None, Option(help="Bytes, with commas. [default: 64K,1M,16M,64M,256M]")] = None,
@@ -39,7 +41,7 @@ def bench(
         print(suite.compare(*(suite.load(path) for path in compare)))
         return
     on = _device(device)
-    parts = [name.strip() for name in only.split(",")] if only else list(PARTS)
+    parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
     wanted = [_bytes(word) for word in sizes.split(",")] if sizes else suite.SIZES
     effort = suite.QUICK if quick else suite.Effort()

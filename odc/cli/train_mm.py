@@ -14,7 +14,7 @@ from odc.cli import options
 from odc.errors import ConfigError
 from odc.train.config import JobConfig
 
-_DEMO: dict[str, Any] = {"model": "mm-demo", "steps": 5, "minibatch_size": 16, "max_tokens": 8192, "lr": 1e-3}
+_DEMO: dict[str, Any] = {"model": "mm-demo", "steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 
 
 def train_mm(

@@ -55,6 +55,7 @@ class Adder:
         self._space = space
         self._locks = space.settings.accumulate != "per_source"
         self._source = 0 if self._locks else source
+        self._lanes = space.heap.lanes
         self._sum = space.moves.accumulate if space.settings.accumulate == "direct" else space.moves.add
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
@@ -69,10 +70,17 @@ class Adder:
         """
         total = self._space.accumulator(owner, unit, self._source)
         mutex = self._space.mutex(owner, unit) if self._locks else None
-        for first, turn in _turns(pieces, total.itemsize):
+        turns = [_whole(pieces)] if self._lanes.asynchronous else _turns(pieces, total.itemsize)
+        for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._space.settings.timeout_s) if mutex else nullcontext():
                 self._sum(places, turn)
+                self._lanes.settle()
+
+
+def _whole(pieces: Sequence[Piece]) -> tuple[list[int], list[torch.Tensor]]:
+    """All pieces in one turn: on a device what a turn costs is the launch and the wait for its end."""
+    return [piece.first for piece in pieces], [piece.values for piece in pieces]
 
 
 def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:

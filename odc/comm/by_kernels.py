@@ -35,7 +35,7 @@ def gather(
 ) -> None:
     """See `Moves.gather`; one launch, once every owner can be read."""
     memory = dict(owners)  # held: the memory stays mapped while it is copied
-    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)])
+    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)], device=outs[0].device)
     gather_unit(outs, offsets, table, first=next(iter(memory)))
 
 
@@ -55,4 +55,4 @@ def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     first = places[0].data_ptr()
     offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
     numels = [value.numel() for value in values]
-    accumulate_pieces(values, numels, offsets, torch.tensor([first]), dtype=places[0].dtype)
+    accumulate_pieces(values, numels, offsets, torch.tensor([first], device=places[0].device), dtype=places[0].dtype)

@@ -8,17 +8,23 @@ in the verbs. The price is that the functions' shape is the verbs': a third way 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 import torch
 
-from odc.comm import by_torch
+from odc.comm import by_cuda, by_torch
 from odc.errors import UnsupportedError
 from odc.settings import Settings
 
+_CPU = torch.device("cpu")
+
 
 class Moves(Protocol):
-    """Functions that move data now and return when it is there; from any thread, none waits for a peer."""
+    """Functions that move data; from any thread, none waits for a peer.
+
+    On the CPU they return when it is there; on a device when it is asked for, in the current lane (`odc.memory.Lanes`).
+    """
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """Copy each shard to its place in the published buffer, converting."""
@@ -49,17 +55,20 @@ class Moves(Protocol):
         """Add to a peer's accumulators, converting; the caller holds their lock."""
 
 
-def moves_of(settings: Settings) -> Moves:
-    """What `settings.kernels` says.
+def moves_of(settings: Settings, device: torch.device = _CPU) -> Moves:
+    """What `settings.kernels` says, for memory on `device`.
 
     Raises:
         UnsupportedError: triton is not installed, or could neither compile (no GPU) nor interpret here.
     """
     if settings.kernels == "torch":
-        return by_torch
+        return by_cuda if device.type == "cuda" else by_torch
     try:
         from odc.comm import by_kernels
     except ModuleNotFoundError as error:
         raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
     by_kernels.refuse_unusable()
+    if device.type == "cuda":  # a staging slot is plain bytes: the copy engine's work
+        names = ("publish", "gather", "add", "accumulate")
+        return cast(Moves, SimpleNamespace(put=by_cuda.put, **{name: getattr(by_kernels, name) for name in names}))
     return by_kernels

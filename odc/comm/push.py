@@ -70,6 +70,7 @@ class Pusher:
     ) -> None:
         self._space, self._ready, self._await_credit, self._ring_bell = space, ready, await_credit, ring_bell
         self._outboxes: dict[int, Outbox] = {}
+        self._batches = space.heap.lanes.asynchronous  # an owner is told of several blocks at once
         self._adder = Adder(space, space.geometry.shard)
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
@@ -97,6 +98,8 @@ class Pusher:
         nbytes = 0
         for run in _runs(pieces):
             nbytes += self._stage_run(box, unit, run)
+        if self._batches:
+            self._tell(box)
         return nbytes
 
     def _stage_run(self, box: Outbox, unit: UnitSpec, run: list[Piece]) -> int:
@@ -107,6 +110,8 @@ class Pusher:
             taken = 0
             while taken < piece.values.numel():
                 if not filled:
+                    if self._batches and box.credit() <= 0:
+                        self._tell(box)
                     self._await_credit(box)
                 count = min(room - filled, piece.values.numel() - taken)
                 source = piece.values.data_ptr() + taken * dtype.itemsize
@@ -121,7 +126,12 @@ class Pusher:
 
     def _post(self, box: Outbox, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         box.post(unit, first, numel, dtype)
-        self._ring_bell(box.owner)
+        if not self._batches:
+            self._ring_bell(box.owner)
+
+    def _tell(self, box: Outbox) -> None:
+        if box.tell():
+            self._ring_bell(box.owner)
 
 
 def _runs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -24,6 +24,7 @@ from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 REASON_BYTES = 1024
+_DATA = frozenset({"published", "accumulator", "staging"})  # regions on the heap's device; the others are words
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -59,7 +60,7 @@ class Space:
         self, heap: SymmetricHeap, geometry: Geometry, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
     ) -> None:
         self.heap, self.geometry, self.units, self.settings = heap, geometry, tuple(units), settings
-        self.moves = moves_of(settings)
+        self.moves = moves_of(settings, heap.device)
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
@@ -70,7 +71,7 @@ class Space:
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = geometry.shards if settings.accumulate == "per_source" else 1
         for name, nbytes in self._requests():
-            heap.allocate(name, nbytes)
+            heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         parts = [settings.fingerprint(), f"{geometry.ranks}/{geometry.shards}", fingerprint]
         heap.seal("|".join(parts + [unit.fingerprint() for unit in self.units]))
         for unit in self.units:
@@ -171,6 +172,12 @@ class Space:
         self._views.clear()
         self._mutexes.clear()
         self.heap.close()
+
+    def attach_all(self) -> None:
+        """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
+        for member in self.geometry.members:
+            self.board(member)
+        self.heap.base_addresses()
 
     def ledger(self) -> dict[str, int]:
         """Bytes by purpose: published, accumulator, staging, queue, words."""

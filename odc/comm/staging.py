@@ -35,11 +35,12 @@ class Outbox:
         geometry = space.geometry
         distance = geometry.distance(geometry.shard, owner % geometry.shards)
         self.owner, self.ring = owner, space.ring
-        self._source, self._put = geometry.me, space.moves.put
+        self._source, self._put, self._lanes = geometry.me, space.moves.put, space.heap.lanes
         self._data = space.heap.address(owner, f"staging/{distance}")
         self._headers = space.heap.tensor(owner, f"headers/{distance}", torch.int64).view(-1, HEADER_WORDS).numpy()
         self._sent, self._accumulated = space.sent(owner), space.accumulated(owner)
         self.posted, self._returned = self._sent.load(self._source), self._accumulated.load(self._source)
+        self._told = self.posted
         slots = self.ring.slots
         #: Slots of the blocks on their way, in the order of posting; the free ones, the next to fill last.
         self._away = deque(int(self._headers[i % slots, _SLOT]) for i in range(self._returned, self.posted))
@@ -58,12 +59,25 @@ class Outbox:
         self._put(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
 
     def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
-        """Hand the filled slot over: elements [first, first + numel) of `unit`."""
+        """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `tell` makes it seen."""
         slot = self._free.pop()
         self._away.append(slot)
         self._headers[self.posted % self.ring.slots] = (unit.index, first, numel, _WIRE_CODES[dtype], slot)
         self.posted += 1
+        if not self._lanes.asynchronous:
+            self.tell()
+
+    def tell(self) -> bool:
+        """Let the owner see all that was posted; whether that was news. On the CPU every post does it.
+
+        On a device it waits for the copies into the slots, so several posts share one wait.
+        """
+        if self._told == self.posted:
+            return False
+        self._lanes.settle()
         self._sent.store(self._source, self.posted)  # release: data and header are visible before the head moves
+        self._told = self.posted
+        return True
 
 
 class Inbox:

@@ -72,6 +72,7 @@ class Verbs:
         for unit, used in zip(self.space.units, dirty, strict=True):
             for source in range(self.space.sources if used else 0):
                 self.space.accumulator(me, unit, source).zero_()
+        self.space.heap.lanes.settle()
         self.epoch = epoch
         self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
 
@@ -137,6 +138,9 @@ class Verbs:
 
         Writes the push counts to every member (only if something was pushed), then DONE.
         """
+        lanes = self.space.heap.lanes
+        with lanes.lane("fetch"):
+            lanes.settle()  # own reads of peers' shards; pushes settled before their owners were told
         if not trained:
             self.board.store(Word.EVAL_CLOSED, self.epoch)
             self.board.store(Word.COMPLETE, self.epoch)

@@ -46,35 +46,38 @@ def least_bound(costs: Any, most: int, low: int, high: int, ends: Any) -> int:
 
 def mixed_runs(lengths: Any, sums: Any, alpha: float, beta: float, bound: float, most: int, ends: Any) -> int:
     """`runs` for runs that cost alpha * sum + beta * size * last^2; `sums[i]` is the sum of the first i lengths."""
-    n, number, begin = len(lengths), 0, 0
+    n, number, begin, size = len(lengths), 0, 0, len(lengths)
     while begin < n:
         if number == most:
             return most + 1
-        low, high = begin, n
+        low, high = begin, min(n, begin + 2 * size + 1)  # runs of rising lengths rarely grow
         while low < high:
             middle = (low + high + 1) // 2
             last = lengths[middle - 1]
             pairs = beta * float((middle - begin) * last * last)
             if alpha * float(sums[middle] - sums[begin]) + pairs <= bound:
                 low = middle
+                if low == high < n:
+                    high = min(n, 2 * high - begin)
             else:
                 high = middle - 1
         if low == begin:
             return most + 1
+        size = low - begin
         ends[number] = low
         begin = low
         number += 1
     return number
 
 
-def least_mixed_bound(
-    lengths: Any, sums: Any, alpha: float, beta: float, most: int, low: float, high: float, ends: Any
-) -> float:
-    """A bound that is enough, at most one part in 2**20 above the least; high must be enough."""
-    for _ in range(100):
+def least_mixed_bound(lengths: Any, sums: Any, alpha: float, beta: float, most: int, low: float, ends: Any) -> float:
+    """A bound that is enough for `mixed_runs`, at most one part in 2**16 above the least, which is not below `low`."""
+    high = low
+    while mixed_runs(lengths, sums, alpha, beta, high, most, ends) > most:
+        low = high
+        high = high * 1.25
+    while high - low > high * 1.52587890625e-05:
         middle = low + (high - low) * 0.5
-        if high - low <= high * 9.5367431640625e-07:
-            break
         if mixed_runs(lengths, sums, alpha, beta, middle, most, ends) <= most:
             high = middle
         else:

@@ -190,3 +190,40 @@ def seat(volume: Any, firsts: Any, node: Any, members: Any, taken: Any, places: 
                         most, batch, instance = volume[j * d + i], j, i
             places[batch] = instance
             taken[instance] = 1
+
+
+def stay(
+    order: Any, cuts: Any, homes: Any, owners: Any, per_node: int, heads: Any, links: Any, taken: Any, found: Any
+) -> None:
+    """Within each run of `order`, deal the runs' places (`owners`) out anew: own instance first, then own node.
+
+    Args:
+        order, cuts: examples that may trade places are order[cuts[g]] to order[cuts[g + 1] - 1].
+        homes, owners: [n] instance on which an example lies, and to which it was to go.
+        heads: [d] scratch, all -1; links: [n] scratch; taken: [n] scratch, zeros.
+        found: [n] in: all -1; out: the instance to which each example goes.
+    """
+    for g in range(len(cuts) - 1):
+        begin, end = cuts[g], cuts[g + 1]
+        for divisor in (1, per_node):
+            for at in range(end - 1, begin - 1, -1):
+                slot = order[at]
+                if taken[slot] == 0:
+                    links[slot] = heads[owners[slot] // divisor]
+                    heads[owners[slot] // divisor] = slot
+            for at in range(begin, end):
+                e = order[at]
+                slot = heads[homes[e] // divisor]
+                if found[e] < 0 and slot >= 0:
+                    heads[homes[e] // divisor] = links[slot]
+                    found[e] = owners[slot]
+                    taken[slot] = 1
+            for at in range(begin, end):
+                heads[owners[order[at]] // divisor] = -1
+        free = begin
+        for at in range(begin, end):
+            if found[order[at]] < 0:
+                while taken[order[free]] == 1:
+                    free += 1
+                found[order[at]] = owners[order[free]]
+                taken[order[free]] = 1

@@ -64,7 +64,7 @@ def node_wise(
     sizes: ArrayLike,
     per_node: int,
     *,
-    budget_s: float = 0.005,
+    budget_s: float = 0.004,
     method: Method = "auto",
     linear_bound: bool = False,
 ) -> NodeWise:

@@ -25,7 +25,7 @@ from odc.dispatch.exchange import BACK, Exchange, move
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.records import Records
 from odc.dispatch.route import Route
-from odc.dispatch.step import Phase, StepPlan, plan_step
+from odc.dispatch.step import Nodes, Phase, StepPlan, plan_step
 from odc.errors import PlanError
 
 RECORDS, PLAN, TEXT_CHANNEL = "records", "plan", "text"
@@ -82,8 +82,7 @@ class Orchestrator:
         encoders: phases, in the order in which records number them; the same on every rank.
         llm: the LLM phase.
         exchange: between the instances.
-        per_node: instances of a node, to place mini-batches node-wise; None does not.
-        budget_s: for each node-wise placement.
+        nodes: how instances stand on nodes, to let little cross them; None does not care.
     """
 
     def __init__(
@@ -92,11 +91,10 @@ class Orchestrator:
         llm: Phase,
         exchange: Exchange,
         *,
-        per_node: int | None = None,
-        budget_s: float = 0.005,
+        nodes: Nodes | None = None,
     ) -> None:
         self.encoders, self.llm, self.exchange = tuple(encoders), llm, exchange
-        self._per_node, self._budget_s = per_node, budget_s
+        self._nodes = nodes
         self._step = 0
 
     # planning ---------------------------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ class Orchestrator:
         gathered = self.exchange.gather(self._step, RECORDS, self._told(records))
         everyone = [self._understood(instance, told) for instance, told in enumerate(gathered)]
         try:
-            whole = plan_step(everyone, self.encoders, self.llm, per_node=self._per_node, budget_s=self._budget_s)
+            whole = plan_step(everyone, self.encoders, self.llm, nodes=self._nodes)
         except PlanError as error:
             raise PlanError(
                 f"step {self._step} is refused: {error}; instances are ranks {self.exchange.ranks}"
@@ -143,15 +141,16 @@ class Orchestrator:
         return Records.from_array(told)
 
     def _agree(self, whole: StepPlan) -> None:
-        """Raise PlanError on every rank unless all have made the same plan."""
-        mark = np.frombuffer(bytes.fromhex(whole.digest)[:8], np.int64)
+        """Raise PlanError on every rank unless all have the same phases and have made the same plan."""
+        said = repr((self.encoders, self.llm, self._nodes)) + whole.digest
+        mark = np.frombuffer(hashlib.sha256(said.encode()).digest()[:8], np.int64)
         marks = [int(found[0]) for found in self.exchange.gather(self._step, PLAN, mark)]
         common = max(set(marks), key=lambda one: (marks.count(one), -marks.index(one)))
         strangers = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]
         if strangers:
             raise PlanError(
                 f"step {self._step} is refused: rank {', '.join(map(str, strangers))} made another plan from the same "
-                "records; phases, policies and versions of odc must agree",
+                "records, or plans for other phases; phases, policies and versions of odc must agree",
                 culprit=strangers[0],
             )
 

@@ -26,7 +26,7 @@ from odc.balance.compiled import loops_of
 from odc.balance.partition import falling, to_ticks
 from odc.dispatch import loops as _loops
 from odc.dispatch.rearrangement import Ints
-from odc.dispatch.unpadded import onto, unpadded
+from odc.dispatch.unpadded import onto
 
 
 def padded(costs: ArrayLike, instances: int) -> Ints:
@@ -43,7 +43,7 @@ def padded(costs: ArrayLike, instances: int) -> Ints:
     n = len(ticks)
     if not n:
         return np.empty(0, np.int64)
-    order = falling(ticks, None)[::-1]
+    order = np.ascontiguousarray(falling(ticks, None)[::-1])
     rising = ticks[order]
     longest = int(rising[-1])
     low, high = max(longest, -(-int(rising.sum()) // instances)), longest * -(-n // instances)
@@ -62,43 +62,56 @@ def padded_attention(lengths: Ints, instances: int, alpha: float, beta: float) -
     n = len(lengths)
     if not n:
         return np.empty(0, np.int64)
-    order = falling(lengths, None)[::-1]
+    order = np.ascontiguousarray(falling(lengths, None)[::-1])
     rising = lengths[order]
-    listed, runs = _listing(rising, instances), _best_runs(rising, instances, alpha, beta)
-    best = min((listed, runs), key=lambda owners: _latest(rising, owners, instances, alpha, beta))
-    owners = np.empty(n, np.int64)
-    owners[order] = best
-    return owners
-
-
-def _best_runs(rising: Ints, instances: int, alpha: float, beta: float) -> Ints:
-    n, longest = len(rising), float(rising[-1])
-    loops, arrays = loops_of(_loops, n)
     sums = np.zeros(n + 1, np.int64)
     np.cumsum(rising, out=sums[1:])
-    low = alpha * longest + beta * longest * longest
-    high = low * -(-n // instances) * (1 + 1e-9)
+    cuts = _best_runs(rising, sums, instances, alpha, beta)
+    sizes, longest = np.diff(cuts), rising[cuts[1:] - 1].astype(np.float64)
+    cost = float((alpha * np.diff(sums[cuts]) + beta * (sizes * longest**2)).max())
+    listed = _listing(rising, sums, instances, alpha, beta, cost)
+    if listed is not None and _latest(rising, listed, instances, alpha, beta) < cost:
+        owners = np.empty(n, np.int64)
+        owners[order] = listed
+        return owners
+    return _owners(order, cuts[1:], len(sizes))
+
+
+def _best_runs(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float) -> Ints:
+    """Where the runs of the least bound begin, and n; `sums[i]` is the sum of the first i lengths."""
+    n, longest = len(rising), float(rising[-1])
+    loops, arrays = loops_of(_loops, n)
+    alone = alpha * float(sums[n]) + beta * float((rising.astype(np.float64) ** 2).sum())
+    low = max(alpha * longest + beta * longest * longest, alone / instances * (1 - 1e-9))
     ends = np.zeros(instances, np.int64)
     values, totals, cuts = (rising, sums, ends) if arrays else (rising.tolist(), sums.tolist(), ends.tolist())
-    bound = loops.least_mixed_bound(values, totals, alpha, beta, instances, low, high, cuts)
+    bound = loops.least_mixed_bound(values, totals, alpha, beta, instances, low, cuts)
     number = loops.mixed_runs(values, totals, alpha, beta, bound, instances, cuts)
-    return _owners(np.arange(n), cuts, number)
+    return np.array([0, *cuts[:number]], np.int64)
 
 
-def _listing(rising: Ints, instances: int) -> Ints:
-    """The published algorithm 5, for lengths in rising order."""
+def _listing(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float, worth: float) -> Ints | None:
+    """The published algorithm 5, for lengths in rising order; None where it is seen to cost `worth` or more."""
     n = len(rising)
-    bound = int(np.bincount(unpadded(rising, instances), weights=rising, minlength=instances).max())
+    falls = np.ascontiguousarray(rising[::-1])
+    bound = int(np.bincount(onto(falls, np.zeros(instances, np.int64)), weights=falls).max())  # of algorithm 1
     loops, arrays = loops_of(_loops, n)
     ends = np.zeros(instances, np.int64)
-    cuts, values = (ends, rising) if arrays else (ends.tolist(), rising.tolist())
-    number = min(loops.runs(values, bound, instances, cuts), instances)
-    done = int(cuts[number - 1])
+    filled, values = (ends, rising) if arrays else (ends.tolist(), rising.tolist())
+    number = min(loops.runs(values, bound, instances, filled), instances)
+    cuts = np.array([0, *filled[:number]], np.int64)
+    done = int(cuts[-1])
     owners = np.empty(n, np.int64)
-    owners[:done] = _owners(np.arange(done), cuts, number)
-    if done < n:
-        sums = np.bincount(owners[:done], weights=rising[:done], minlength=instances).astype(np.int64)
-        owners[done:] = onto(rising[done:][::-1].copy(), sums)[::-1]
+    owners[:done] = _owners(np.arange(done), cuts[1:], number)
+    if done == n:
+        return owners
+    loads = np.zeros(instances, np.int64)
+    loads[:number] = np.diff(sums[cuts])
+    first = int(loads.argmin())  # gets the longest of all, next to what it has
+    together = int(cuts[first + 1] - cuts[first]) + 1
+    if alpha * float(loads[first] + falls[0]) + beta * together * float(falls[0]) ** 2 >= worth:
+        return None
+    owners[done:] = onto(falls[: n - done], loads)[::-1]
     return owners
 
 

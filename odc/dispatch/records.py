@@ -101,7 +101,7 @@ class Records:
     def _refuse(self, instance: int, bad: np.ndarray, values: np.ndarray, why: str) -> None:
         for i in np.flatnonzero(bad).tolist():
             raise PlanError(
-                f"instance {instance}: part {i}, of example {self.example[i]}, has {values[i]} as its {why}"
+                f"instance {instance}: part {i}, of example {int(self.example[i])}, has {values[i].item()} as its {why}"
             )
 
     def sequence_lengths(self) -> Ints:

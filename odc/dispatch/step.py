@@ -21,7 +21,8 @@ from functools import cached_property
 
 import numpy as np
 
-from odc.dispatch.node_wise import place_batches
+from odc.dispatch.keep_local import keep_local
+from odc.dispatch.node_wise import Method, place_batches
 from odc.dispatch.policy import BalancePolicy, balance_flat
 from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.dispatch.records import Records
@@ -45,6 +46,23 @@ class Phase:
     longest: int | None = None
     bytes_in: int = 1
     bytes_out: int = 1
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """That instances stand on nodes, and how much planning that is worth.
+
+    Args:
+        size: instances of a node; node a has instances a * size and following.
+        budget_s: about how long each placement may take, see `node_wise`.
+        method: of the placement.
+        tolerance: lengths that differ by less than this share count as equal, see `keep_local`.
+    """
+
+    size: int
+    budget_s: float = 0.004
+    method: Method = "auto"
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +153,7 @@ def plan_step(
     encoders: Sequence[Phase],
     llm: Phase,
     *,
-    per_node: int | None = None,
-    budget_s: float = 0.005,
+    nodes: Nodes | None = None,
 ) -> StepPlan:
     """Plan all phases of one step.
 
@@ -144,8 +161,7 @@ def plan_step(
         records: of every instance's examples.
         encoders: in the order that the records number them.
         llm: its policy balances interleaved lengths.
-        per_node: instances of a node; with it mini-batches are placed node-wise (algorithm 3).
-        budget_s: for each node-wise placement.
+        nodes: with it mini-batches are placed node-wise (algorithm 3) and examples of equal length stay where they can.
 
     Raises PlanError, naming the instance, for records that no plan may hold. Pure: waits for nobody.
     """
@@ -160,11 +176,11 @@ def plan_step(
     for k, encoder in enumerate(encoders, 1):
         mine = joined.phase == k
         start = drawn.lift(np.bincount(joined.example[mine], minlength=joined.examples))
-        inbound[encoder.name] = _balanced(start, joined.length[mine], encoder, per_node, budget_s)
+        inbound[encoder.name] = _balanced(start, joined.length[mine], encoder, nodes)
     owners = drawn.owners if llm.policy is None else balance_flat(joined.sequences, d, llm.policy)
     move = Rearrangement.to(drawn.counts, owners)
-    if per_node is not None and llm.policy is not None:
-        move = _placed_llm(move, joined, inbound, encoders, llm, per_node, budget_s)
+    if nodes is not None and llm.policy is not None:
+        move = _placed_llm(move, joined, inbound, encoders, llm, nodes)
     plans = {}
     for k, encoder in enumerate(encoders, 1):
         mine, first = joined.phase == k, inbound[encoder.name]
@@ -211,18 +227,19 @@ class _Joined:
         return np.bincount(self.example, weights=values, minlength=self.examples).astype(np.int64)
 
 
-def _balanced(
-    start: Rearrangement, lengths: Ints, phase: Phase, per_node: int | None, budget_s: float
-) -> Rearrangement:
+def _balanced(start: Rearrangement, lengths: Ints, phase: Phase, nodes: Nodes | None) -> Rearrangement:
     """Pi_Ek."""
     if phase.policy is None:
         return start
     move = Rearrangement.to(start.counts, balance_flat(lengths, start.instances, phase.policy))
-    if per_node is None:
+    if nodes is None:
         return move
     sizes = lengths * phase.bytes_in
-    places, _ = place_batches(move.sources, move.owners, sizes, move.instances, per_node, budget_s=budget_s)
-    return move.relabel(places)
+    places, _ = place_batches(
+        move.sources, move.owners, sizes, move.instances, nodes.size, budget_s=nodes.budget_s, method=nodes.method
+    )
+    owners = keep_local(places[move.owners], move.sources, lengths, len(places), nodes.size, tolerance=nodes.tolerance)
+    return Rearrangement.to(start.counts, owners)
 
 
 def _placed_llm(
@@ -231,8 +248,7 @@ def _placed_llm(
     inbound: dict[str, Rearrangement],
     encoders: Sequence[Phase],
     llm: Phase,
-    per_node: int,
-    budget_s: float,
+    nodes: Nodes,
 ) -> Rearrangement:
     """Pi_M with its mini-batches placed by what each instance will send to them: text, and what it has encoded."""
     senders, batches, sizes = [move.sources], [move.owners], [joined.text * llm.bytes_in]
@@ -246,7 +262,17 @@ def _placed_llm(
         np.concatenate(batches),
         np.concatenate(sizes),
         move.instances,
-        per_node,
-        budget_s=budget_s,
+        nodes.size,
+        budget_s=nodes.budget_s,
+        method=nodes.method,
     )
-    return move.relabel(places)
+    example = np.concatenate(
+        [np.arange(joined.examples), *(joined.example[joined.phase == k] for k in range(1, 1 + len(encoders)))]
+    )
+    heaviest = np.lexsort((np.concatenate(senders), np.concatenate(sizes), example))
+    last = np.flatnonzero(np.diff(example[heaviest], append=joined.examples))
+    homes = np.concatenate(senders)[heaviest[last]]
+    owners = keep_local(
+        places[move.owners], homes, joined.sequences, len(places), nodes.size, tolerance=nodes.tolerance
+    )
+    return Rearrangement.to(move.counts, owners)

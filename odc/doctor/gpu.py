@@ -156,7 +156,7 @@ def _python_api(name: str) -> Finding:
     if version is None:
         return absent("nvshmem4py", "not installed", f"pip install {package}", "nvshmem")
     try:
-        import nvshmem.core  # type: ignore[import-not-found]  # noqa: F401
+        import nvshmem.core  # noqa: F401
     except Exception as error:
         said = f"{version} does not import: {type(error).__name__}: {error}"
         return broken("nvshmem4py", said, f"pip install --upgrade {package}", "nvshmem")

@@ -5,7 +5,7 @@ from odc.eval.pad import Padded, pad_requests
 from odc.eval.peers import Peers
 from odc.eval.plan import RequestPlan, plan_requests
 from odc.eval.run import run_requests
-from odc.eval.session import session
+from odc.eval.session import session, unsynced
 from odc.eval.stability import SampleStability, Stability, sample_stability, stability
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "sample_stability",
     "session",
     "stability",
+    "unsynced",
 ]

@@ -54,8 +54,10 @@ def run_requests(
     owners = [number % peers.world for number in range(len(requests))] if owners is None else owners
     if len(owners) != len(requests) or not all(0 <= owner < peers.world for owner in owners):
         raise PlanError(f"rank {peers.rank}: owners of {kind} are not one of {peers.world} members for each request")
-    seen = zlib.crc32(repr([key(request) for request in requests] if key else None).encode())
-    everyone = peers.exchange((len(requests), seen, zlib.crc32(repr(list(owners)).encode())), f"agreement on {kind}")
+    seen = zlib.crc32(repr(list(owners)).encode())
+    for request in requests if key else ():
+        seen = zlib.crc32(repr(key(request)).encode(), seen)  # type: ignore[misc]
+    everyone = peers.exchange((len(requests), seen), f"agreement on {kind}")
     if set(everyone) != {everyone[0]}:
         counts = ", ".join(f"rank {rank}: {one[0]}" for rank, one in zip(peers.ranks, everyone, strict=True))
         raise PlanError(f"ranks were given different {kind} or owners ({counts}); build them alike on every rank")

@@ -7,6 +7,8 @@ also none, and a rank that is done early goes on serving the shards its peers st
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,7 +32,8 @@ def session(
     Args:
         group: the ranks that evaluate together; None takes the world, or just this process where there is none.
         modules: the models that are evaluated. Those with a `publish()` (sharded by odc: pass the root) publish their
-            shards first, so that a rank without requests serves its peers, too; each forward counts as progress.
+            shards first, so that a rank without requests serves its peers, too, and generate `unsynced`. Each forward
+            counts as progress.
         timeout_s: seconds a rank may be waited for while it makes no progress: no forward of `modules`, nothing sent,
             no `peers.tick()`.
 
@@ -48,6 +51,7 @@ def session(
                 publish = getattr(module, "publish", None)
                 if publish is not None:
                     publish()
+                    hooks.enter_context(unsynced(module))
                 hooks.callback(module.register_forward_pre_hook(lambda *_: peers.tick()).remove)
             yield peers
             peers.leave("the end of the evaluation")
@@ -57,6 +61,24 @@ def session(
             if isinstance(error, Exception) and not isinstance(error, PeerLostError):
                 _blame(peers, error)
             raise
+
+
+@contextlib.contextmanager
+def unsynced(module: nn.Module) -> Iterator[None]:
+    """Inside, `module.generate` of transformers does not keep ranks in step; no-op for modules without one.
+
+    By default it all-reduces a flag for each token of every FSDP2 model, so that all ranks run as many forwards. Under
+    odc they need not, and a rank with no text left to generate would hang the others. A session does it by itself.
+    """
+    generate = getattr(module, "generate", None)
+    if generate is None or "synced_gpus" not in inspect.signature(generate).parameters or "generate" in vars(module):
+        yield
+        return
+    module.generate = functools.partial(generate, synced_gpus=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del module.generate
 
 
 def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:

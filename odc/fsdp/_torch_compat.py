@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
@@ -75,11 +76,11 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
 _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParamGroup, "__init__"): (
         "fsdp_params", "mesh_info", "comm_ctx", "reduce_grads", "gradient_divide_factor", "unshard_in_backward",
-        "_training_state", "_module_fqn", "modules",
+        "_training_state", "_module_fqn", "modules", "device",
     ),
     (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx"),
     (FSDPStateContext, "__init__"): ("all_states",),
-    (FSDPCommContext, "lazy_init"): ("post_forward_order",),
+    (FSDPCommContext, "lazy_init"): ("post_forward_order", "all_gather_stream", "reduce_scatter_stream"),
     (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size",),
     (FSDPParam, "__init__"): ("all_gather_outputs", "unsharded_accumulated_grad", "_param_fqn", "_module_info"),
     (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
@@ -159,6 +160,27 @@ def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
     if not isinstance(info, FSDPMeshInfo):
         return ranks, 1, False
     return ranks, int(info.shard_mesh_size), True
+
+
+def device_of(group: FSDPParamGroup) -> torch.device:
+    """Where the group's parameters are trained."""
+    return group.device
+
+
+def process_group_of(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+    """A process group of exactly the ranks of the group's mesh, in their order; None where there is none."""
+    mesh = group.mesh_info.mesh
+    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    candidates = [mesh.get_group()] if mesh.ndim == 1 else []
+    if dist.group.WORLD is not None:
+        candidates.append(dist.group.WORLD)
+    return next((one for one in candidates if dist.get_process_group_ranks(one) == ranks), None)
+
+
+def lane_streams(state: FSDPState) -> dict[str, Any]:
+    """The streams of an initialised root in which torch gathers and reduces, by odc's lane."""
+    context: Any = state._comm_ctx
+    return {"fetch": context.all_gather_stream, "push": context.reduce_scatter_stream}
 
 
 def unit_name(group: FSDPParamGroup) -> str:

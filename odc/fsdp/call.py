@@ -65,7 +65,7 @@ def fully_shard(
 
     Args:
         module: a module, or several to be one unit.
-        mesh: 1-D (sharded) or 2-D (replicated x sharded); None shards over the world.
+        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, where the parameters are.
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
         mp_policy: as torch.
@@ -79,7 +79,7 @@ def fully_shard(
     Raises:
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedError(f"{type(offload_policy).__name__}: offloading is not supported")
@@ -130,10 +130,14 @@ def shutdown() -> None:
     stop_daemon()
 
 
-def _default_mesh() -> DeviceMesh:
+def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:
+    """Over the world, on the device of the parameters; those on no device yet go where the process computes."""
     if not dist.is_initialized():
         raise UnsupportedError("fully_shard needs a process group: call torch.distributed.init_process_group first")
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    modules = module if isinstance(module, list) else [module]
+    kinds = {parameter.device.type for one in modules for parameter in one.parameters()}
+    cuda = "cuda" in kinds or ("cpu" not in kinds and torch.cuda.is_available())
+    return init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
 
 
 def _refuse_mesh(mesh: DeviceMesh) -> None:
@@ -141,8 +145,8 @@ def _refuse_mesh(mesh: DeviceMesh) -> None:
         raise UnsupportedError(f"a {mesh.ndim}-D mesh: fully_shard takes (shard,) or (replicate, shard); got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise UnsupportedError(f"a 2-D mesh needs dimension names, the shard dimension last; got {mesh}")
-    if mesh.device_type != "cpu":
-        raise UnsupportedError(f"device type {mesh.device_type!r}: this version runs on CPU only")
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device type {mesh.device_type!r}: odc runs on cpu and cuda")
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ fetched while A computes. A wrong guess costs one unit of memory until the minib
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from odc.comm import UnitSpec, Verbs
 from odc.fsdp._torch_compat import ShardedParam
 from odc.fsdp.worker import Job, Worker
-from odc.memory import advise_huge
+from odc.memory import HostLanes, Lanes, advise_huge
 from odc.trace import FETCH, recorder
 
 
@@ -26,15 +27,31 @@ class Unit(Protocol):
         """Get it under way, unless it is there."""
 
 
+_HOST = HostLanes()
+
+
+def _nothing() -> None:
+    return
+
+
 class Fetch:
     """A unit on its way into this rank."""
 
-    def __init__(self, job: Job, params: list[ShardedParam], by_shard: list[torch.Tensor], shards: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        params: list[ShardedParam],
+        by_shard: list[torch.Tensor],
+        shards: int,
+        follow: Callable[[], None] = _nothing,
+    ) -> None:
         self._job, self._params, self._by_shard, self._shards = job, params, by_shard, shards
+        self._follow = follow  # what comes next in this thread's lane waits for the copies
 
     def wait(self) -> None:
         """Return when the unsharded parameters hold the published values; fetches here if nobody has begun."""
         self._job.result()
+        self._follow()
         for param, values in zip(self._params, self._by_shard, strict=True):
             if param.shard_dim:
                 param.rearrange(values, self._shards)
@@ -43,6 +60,7 @@ class Fetch:
     def drop(self) -> None:
         """Give it up: nothing is copied after this returns, and the storage is freed."""
         self._job.cancel()
+        self._follow()
         for param in self._params:
             param.free()
 
@@ -53,10 +71,11 @@ class Fetcher:
     Args:
         verbs: of the root.
         ahead: units to fetch ahead of use; 0 starts no thread.
+        lanes: of the root's heap.
     """
 
-    def __init__(self, verbs: Verbs, ahead: int) -> None:
-        self._verbs, self._ahead = verbs, ahead
+    def __init__(self, verbs: Verbs, ahead: int, lanes: Lanes = _HOST) -> None:
+        self._verbs, self._ahead, self._lanes = verbs, ahead, lanes
         self._worker = Worker("odc-fetch", depth=ahead + 1) if ahead else None
         # Weak: a unit holds its root, and the root's end must not wait for its fetcher's.
         self._last: dict[str, weakref.ref[Unit] | None] = {}
@@ -70,20 +89,31 @@ class Fetcher:
         """
         shards = self._verbs.geometry.shards
         outputs = [param.allocate(shards) for param in params]
-        for output in outputs:
+        lanes = self._lanes
+        for output in outputs if not lanes.asynchronous else ():
             advise_huge(output)  # freshly allocated: most of a large fetch would be page faults
         by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
         lane = "main" if now or self._worker is None else "fetch"
+        allocated = lanes.mark()  # whoever had this memory before is done with it by then
+        copied: list[object] = []
 
         def copy() -> None:
             begin = recorder().now()
-            nbytes = self._verbs.fetch(unit, by_shard, lane=lane)
+            with lanes.lane("fetch"):
+                lanes.follow(allocated)
+                nbytes = self._verbs.fetch(unit, by_shard, lane=lane)
+                copied.append(lanes.mark())
             recorder().add(FETCH, begin, unit=unit.name, nbytes=nbytes, lane=lane)
 
         job = Job(copy)
         if lane == "fetch" and self._worker is not None:
             self._worker.submit(job)
-        return Fetch(job, params, by_shard, shards)
+
+        def follow() -> None:
+            for mark in copied:
+                lanes.follow(mark)
+
+        return Fetch(job, params, by_shard, shards, follow)
 
     def used(self, group: Unit, phase: str) -> None:
         """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time."""

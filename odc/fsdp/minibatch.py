@@ -110,8 +110,7 @@ class Minibatch:
             compat.to_sharded(group)
         self._forget_order()
         self._sender.flush()
-        for member in self._geometry.members:
-            self._space.board(member)  # attached before DONE: a peer may end right after it has seen DONE
+        self._space.attach_all()  # before DONE: a peer may end right after it has seen DONE
         self._verbs.done(trained=True)
         self._set(State.FINISHING)
 
@@ -137,6 +136,8 @@ class Minibatch:
             self._dirty[unit.index] = any(flags)
             divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
             write_gradients(space, unit, group.odc_params, flags, divide)
+        if hybrid:
+            space.heap.lanes.settle()  # own reads of replicas' accumulators
         verbs.board.store(Word.READ, self.epoch)
         self._set(State.CLOSED)
         if self._window is not None:

@@ -20,13 +20,13 @@ from odc.comm import Geometry, Gradient, Space, State, UnitSpec, Verbs, Waiter, 
 from odc.comm.wait import read_reason
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp.backend import open_heap
 from odc.fsdp.fetcher import Fetch, Fetcher
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.registry import Sharded, registered
 from odc.fsdp.sender import Sender
 from odc.fsdp.stale import refuse_stale
-from odc.memory import ShmHeap
 from odc.server import Rendezvous, Service, daemon, summary
 from odc.settings import Settings
 from odc.trace import recorder
@@ -61,9 +61,7 @@ class Root:
             self.settings.timeout_s,
             lambda doing: waiter[0].check(doing),
         )
-        heap = ShmHeap(
-            self.identity, self.geometry.ranks, self.geometry.me, rendezvous.connect, self.settings.timeout_s
-        )
+        heap = open_heap(self.identity, self.geometry, rendezvous, self.settings, self.groups, self.state)
         self.space = Space(heap, self.geometry, units, self.settings, "odc-heap-1")
         self.verbs = Verbs(self.space, rendezvous.ring)
         waiter.append(self.verbs.waiter)
@@ -72,8 +70,8 @@ class Root:
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
         server.serve(service)
-        self.fetcher = Fetcher(self.verbs, self.settings.prefetch)
-        self.sender = Sender(self.verbs, self.settings.push_overlap)
+        self.fetcher = Fetcher(self.verbs, self.settings.prefetch, heap.lanes)
+        self.sender = Sender(self.verbs, self.settings.push_overlap, heap.lanes)
         self.minibatch = Minibatch(self.verbs, self.sender, self.groups, lambda: compat.clear_forward_order(self.state))
         self.shards = self.geometry.shards
         for group, unit in zip(self.groups, units, strict=True):

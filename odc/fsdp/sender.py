@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 from odc.comm import Gradient, UnitSpec, Verbs
 from odc.fsdp.worker import Job, Worker
+from odc.memory import HostLanes, Lanes
 from odc.trace import PUSH, recorder
 
 _UNITS_WAITING = 2
+_HOST = HostLanes()
 
 
 class Sender:
@@ -21,10 +23,11 @@ class Sender:
     Args:
         verbs: of the root.
         overlap: send on a thread; else `send` returns when the push is posted.
+        lanes: of the root's heap.
     """
 
-    def __init__(self, verbs: Verbs, overlap: bool) -> None:
-        self._verbs = verbs
+    def __init__(self, verbs: Verbs, overlap: bool, lanes: Lanes = _HOST) -> None:
+        self._verbs, self._lanes = verbs, lanes
         self._worker = Worker("odc-send", _UNITS_WAITING) if overlap else None
         self._jobs: list[Job] = []
 
@@ -32,10 +35,14 @@ class Sender:
         """Push `gradients` of `unit`; raises what an earlier push raised."""
         begin = recorder().now()
         lane = "main" if self._worker is None else "push"
+        lanes = self._lanes
+        computed = lanes.mark()
 
         def push() -> None:
             start = recorder().now()
-            nbytes = self._verbs.push(unit, gradients)
+            with lanes.lane("push"):
+                lanes.follow(computed)
+                nbytes = self._verbs.push(unit, gradients)  # settled when it returns: the gradients may go
             recorder().add(PUSH, start, unit=unit.name, nbytes=nbytes, lane=lane)
 
         job = Job(push)  # never run by two threads: pushes keep their order, and a ring has one producer

@@ -4,6 +4,7 @@ from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plai
 from odc.memory.forks import close_after_fork
 from odc.memory.heap import SymmetricHeap
 from odc.memory.hugepages import advise_huge
+from odc.memory.lanes import HostLanes, Lanes
 from odc.memory.layout import Layout, Request
 from odc.memory.liveness import ProcessHandle
 from odc.memory.mutex import MUTEX_BYTES, RobustMutex
@@ -16,6 +17,8 @@ __all__ = [
     "Atomics",
     "Attachment",
     "FreeMemory",
+    "HostLanes",
+    "Lanes",
     "Layout",
     "ProcessHandle",
     "Request",

@@ -1,7 +1,8 @@
 """Every private name of torch's symmetric memory that odc touches.
 
 Chose one file, as `odc.fsdp._torch_compat` is for FSDP2: torch keeps its symmetric memory in a private module, and a
-release that moves it is met here, with a message that names what is missing, and nowhere else.
+release that moves it is met here, with a message that names what is missing, and nowhere else. Nothing of torch is
+loaded before it is used: there is no CUDA on most machines that import odc.
 """
 
 from __future__ import annotations
@@ -12,18 +13,78 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odc.errors import UnsupportedError
+
+
+def _module() -> Any:
+    try:
+        from torch.distributed import _symmetric_memory
+
+        if not hasattr(_symmetric_memory, "rendezvous"):
+            raise ImportError("torch.distributed._symmetric_memory.rendezvous")
+    except ImportError as error:
+        raise UnsupportedError(f"torch {torch.__version__} lacks {error}, which odc's CUDA heap builds on") from error
+    return _symmetric_memory
+
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] on `device` that peers can map; unfilled. Local: waits for nobody."""
+    _module()
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    # Not `empty()` of the module, which takes from a pool: a heap is given back whole.
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def map_peers(own: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
+    """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
+
+    Args:
+        own: as of `allocate`, equally large on every rank.
+        group: whose ranks call this.
+        me: own rank in it.
+
+    Raises:
+        RuntimeError: as torch does.
+    """
+    handle = _module().rendezvous(own, group.group_name)
+    return [own if peer == me else _view(handle, peer, own) for peer in range(group.size())]
+
+
+def _view(handle: Any, peer: int, own: torch.Tensor) -> torch.Tensor:
+    """A peer's memory as a tensor that keeps the mapping alive, which torch's own view of it does not."""
+    address = int(handle.buffer_ptrs[peer])
+    if not address:
+        raise RuntimeError(f"rank {peer} of the group has no pointer here: it is on another host")
+    view = torch.as_tensor(_Range(handle, address, own.numel()), device=own.device)
+    if view.data_ptr() == address:
+        return view
+    # This torch takes in another device's memory by copying it; its own view does not, but ends with the handle.
+    _kept.append(handle)
+    seen: torch.Tensor = handle.get_buffer(peer, (own.numel(),), torch.uint8)
+    return seen
+
+
+_kept: list[Any] = []  # mappings that last as long as the process
+
+
+class _Range:
+    """Device memory as torch takes it in without copying; the tensor holds this object, and it the mapping."""
+
+    def __init__(self, handle: Any, address: int, nbytes: int) -> None:
+        self._handle = handle
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:
     """One of torch's low-contention collectives over the world, with a workspace of `nbytes`; calls a collective."""
-    from torch.distributed import _symmetric_memory as symmetric  # registers the operators
-
+    symmetric = _module()  # registers the operators
     world: Any = dist.group.WORLD
     symmetric.get_symm_mem_workspace(world.group_name, nbytes)
     operator, wait = getattr(torch.ops.symm_mem, name), torch.ops._c10d_functional.wait_tensor

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from odc.memory.lanes import Lanes
 from odc.memory.layout import Layout
 from odc.memory.words import Words
 
@@ -29,11 +30,15 @@ class SymmetricHeap(Protocol):
         nbytes: of the own memory, 0 before `seal`.
         digest: of the layout, in hex.
         fd: descriptor to hand to peers, where the backend has one.
+        device: where data regions lie.
+        lanes: the order of work on that device.
     """
 
     identity: str
     ranks: tuple[int, ...]
     me: int
+    device: torch.device
+    lanes: Lanes
 
     @property
     def sealed(self) -> bool: ...
@@ -46,8 +51,15 @@ class SymmetricHeap(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def allocate(self, name: str, nbytes: int) -> None:
-        """Ask for region `name` of `nbytes`; before `seal`, in the same order on every rank. Waits for nobody."""
+    def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
+        """Ask for region `name` of `nbytes`; before `seal`, in the same order on every rank. Waits for nobody.
+
+        Args:
+            name: of the region.
+            nbytes: its size.
+            words: processors load and store it (flags, counters, locks), so it lies in their memory, whatever `device`
+                is; only such a region has `words`, and its tensors are on the CPU.
+        """
         ...
 
     def seal(self, fingerprint: str = "") -> None:
@@ -81,14 +93,17 @@ class SymmetricHeap(Protocol):
         ...
 
     def base_addresses(self) -> torch.Tensor:
-        """int64 [len(ranks)]: where each member's heap starts in this process; attaches all. Raises as `tensor` does.
+        """int64 [len(ranks)]: where each member's memory on `device` starts in this process; attaches all.
 
-        A region lies at base + `layout.offset(name)` in each of them.
+        A region of data lies at base + `layout.offset(name)` in each of them. Raises as `tensor` does.
         """
         ...
 
     def words(self, member: int, name: str) -> Words:
-        """Region `name` of `member` as 64-bit words; they stay valid after `close`. Raises as `tensor` does."""
+        """Region `name` (allocated with `words`) of `member` as 64-bit words; they stay valid after `close`.
+
+        Raises as `tensor` does.
+        """
         ...
 
     def attached(self, member: int) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory.forks import close_after_fork
+from odc.memory.lanes import HostLanes, Lanes
 from odc.memory.layout import Layout, Request, check, describe, difference
 from odc.memory.mapping import Mapping
 from odc.memory.probe import FreeMemory, free_memory
@@ -73,6 +74,8 @@ class ShmHeap:
         self.identity, self.ranks, self.me = identity, tuple(ranks), me
         if not 0 <= me < len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"member {me} of ranks {self.ranks}: ranks must differ and the member must be one of them")
+        self.device = torch.device("cpu")
+        self.lanes: Lanes = HostLanes()
         self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
         self._requests: dict[str, Request] = {}
         self._layout: Layout | None = None
@@ -84,7 +87,7 @@ class ShmHeap:
 
     # before seal -------------------------------------------------------------------------------------------------
 
-    def allocate(self, name: str, nbytes: int) -> None:
+    def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
         request = Request(name, int(nbytes))
         check(request)
         if self.sealed or self._closed:

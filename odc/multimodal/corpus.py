@@ -38,10 +38,10 @@ class CorpusConfig:
     """
 
     examples: int = 64
-    side: int = 200
-    seconds: float = 5.0
-    words: int = 60
-    spread: float = 0.5
+    side: int = 240
+    seconds: float = 6.0
+    words: int = 24
+    spread: float = 0.6
     most_seconds: float = 24.0
     seed: int = 0
 

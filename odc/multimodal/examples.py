@@ -120,10 +120,10 @@ def read_examples(path: Path, geometry: Geometry, *, max_tokens: int) -> list[Ex
                 raise DataError(f"{name}: {error}") from error
             raise DataError(f"{name} is not an example: {type(error).__name__}: {error}") from error
         example = Example(name, parts)
+        if not example.parts:
+            raise DataError(f"{name} has no assistant's turn to train on")
         if example.length > max_tokens:
             raise DataError(f"{name} is {example.length} positions long, over the cap of {max_tokens} (max_tokens)")
-        if not example.label_tokens:
-            raise DataError(f"{name} has no assistant's words to train on")
         examples.append(example)
     if not examples:
         raise DataError(f"{path} holds no examples")

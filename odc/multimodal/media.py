@@ -63,7 +63,11 @@ def patches(path: Path, size: tuple[int, int], *, patch: int, merge: int) -> Arr
 
 def audio_frames(path: Path) -> int:
     """Frames of the spectrogram of an audio file, 100 a second, at least 1; reads the header only."""
-    facts = _soundfile().info(str(path))
+    soundfile = _soundfile()
+    try:
+        facts = soundfile.info(str(path))
+    except soundfile.LibsndfileError as error:
+        raise DataError(f"audio {path}: {error}") from error
     if facts.samplerate != RATE:
         raise DataError(f"{path} has {facts.samplerate} samples a second; resample it to {RATE}")
     if not facts.frames:

@@ -43,13 +43,11 @@ class Planning:
         balance: see the module.
         costs: FLOPs of an item of each phase by its length.
         geometry: of the model, for what a token of each phase weighs.
-        per_node: ranks of a declared node; new mini-batches are placed so that little crosses nodes (algorithm 3).
     """
 
     balance: Balance
     costs: Mapping[Phase, QuadraticCost]
     geometry: Geometry
-    per_node: int
 
     def phases(self) -> tuple[list[dispatch.Phase], dispatch.Phase]:
         """The encoders and the language model, for an orchestrator."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from odc.dispatch import Nodes
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator
 from odc.multimodal.config import MultimodalConfig
@@ -46,9 +47,9 @@ class MultimodalRank:
         examples = read_examples(Path(job.data), model.geometry, max_tokens=job.max_tokens)
         costs = phase_costs(model)
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
-        planning = Planning(config.balance, costs, model.geometry, config.per_node)
+        planning = Planning(config.balance, costs, model.geometry)
         self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
-        orchestrator = Orchestrator(*planning.phases(), self.exchange, per_node=config.per_node)
+        orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=Nodes(config.per_node))
         batches = loaded_minibatches(
             examples, model.geometry, sampler, planning, self.rank, dist.get_world_size(), job.steps
         )

@@ -147,25 +147,52 @@ class Rendezvous:
                 ) from error
 
     def _await_announcement(self, member: int, rank: int, me: int) -> dict[str, Any]:
+        self._await_key(self._key(member), rank, me, "come up", self._raise_absent)
+        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
+        return said
+
+    def _await_key(self, key: str, rank: int, me: int, what: str, late: Callable[[int, int], None]) -> None:
+        """Return once `rank` has set `key` in the store; `what` it is waited for to do, `late` raises."""
         begin = time.monotonic()
         process = None
         try:
-            while not self._store.check([self._key(member)]):
-                self._aborted(f"waiting for rank {rank} to come up")
+            while not self._store.check([key]):
+                self._aborted(f"waiting for rank {rank} to {what}")
                 process = process or process_of(self._store, rank)
-                if process is not None and not process.alive() and not self._store.check([self._key(member)]):
+                if process is not None and not process.alive() and not self._store.check([key]):
                     raise PeerLostError(
-                        f"rank {me}, waiting for rank {rank} to come up: rank {rank} died before its first minibatch",
+                        f"rank {me}, waiting for rank {rank} to {what}: rank {rank} died before its first minibatch",
                         culprit=rank,
                     )
                 if time.monotonic() - begin > self._timeout_s:
-                    self._raise_absent(rank, me)
+                    late(rank, me)
                 time.sleep(_POLL_S)
         finally:
             if process is not None:
                 process.close()
-        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
-        return said
+
+    def meet(self) -> None:
+        """Return once every member has called it; once a root, before its device memory is mapped.
+
+        Raises as `connect` does.
+        """
+        me = self._geometry.ranks[self._geometry.me]
+        self._store.set(self._key(self._geometry.me) + "/met", "1")
+        try:
+            for member in self._geometry.others():
+                rank = self._geometry.ranks[member]
+                self._await_key(self._key(member) + "/met", rank, me, "map device memory", self._raise_unmapped)
+        except OdcError as error:
+            self.on_failure(str(error), me if error.culprit is None else error.culprit)
+            raise
+
+    def _raise_unmapped(self, rank: int, me: int) -> None:
+        raise WaitTimeoutError(
+            f"rank {me}, waiting for rank {rank} to map the device memory of heap {self._identity}: it has not in "
+            f"{self._timeout_s:g} s; on CUDA the ranks of a mesh meet when they first run a model, so with several "
+            "models they must run them in the same order",
+            culprit=rank,
+        )
 
     def _raise_absent(self, rank: int, me: int) -> None:
         raise WaitTimeoutError(

@@ -7,6 +7,7 @@ that training also writes: the service needs no lock against its own rank, which
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,8 @@ class Service:
                 continue
             unit, blocks = batch
             begin = recorder().now()
-            self._adder.add(self.space.geometry.me, unit, blocks)
+            with self.space.heap.lanes.lane("server"):
+                self._adder.add(self.space.geometry.me, unit, blocks)
             inbox.take(len(blocks))
             source = self.space.geometry.ranks[inbox.source]
             nbytes = sum(block.values.nbytes for block in blocks)
@@ -83,7 +85,7 @@ class Service:
         if not secrets.compare_digest(str(request.get("token", "")).encode(), wanted.encode()):
             return {"error": "wrong token"}
         heap = self.space.heap
-        return {"nbytes": heap.nbytes, "digest": heap.digest}
+        return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
 
     def answer_read(self, request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
         """Reply to a reader outside the job, and the heap's descriptor. Nobody watches the reader or waits for it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from odc.bench import PARTS, Effort, compare, fitting_ranks, run, show
+from odc.bench import PARTS, Effort, compare, fitting_ranks, parts_of, run, show
 from odc.bench import suite as module
 from odc.bench.suite import text_of
 from odc.errors import ConfigError
@@ -19,15 +19,15 @@ ONCE = Effort(nbytes=0, least=1, most=1, warm=0)
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     said: list[str] = []
-    found = run([part for part in PARTS if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
+    found = run([part for part in parts_of("cpu") if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
     assert said == [
-        f"{part}, 2 ranks" + ("" if part == "signal" else ", 64 KiB") for part in PARTS if part != "planners"
+        f"{part}, 2 ranks" + ("" if part == "signal" else ", 64 KiB") for part in parts_of("cpu") if part != "planners"
     ]
     return found
 
 
 def test_every_part_has_rows_with_rivals(result: dict[str, Any]) -> None:
-    assert {row["part"] for row in result["rows"]} == PARTS.keys() - {"planners"}
+    assert {row["part"] for row in result["rows"]} == {*parts_of("cpu")} - {"planners"}
     for row in result["rows"]:
         assert row["rivals"], row["what"]
         assert all(one["median"] > 0 for one in (row["seconds"], *row["rivals"].values())), row["what"]
@@ -97,3 +97,12 @@ def test_worlds_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_as_text() -> None:
     assert [text_of(size) for size in (4096, 64 << 10, 1 << 20, 256 << 20)] == ["4 KiB", "64 KiB", "1 MiB", "256 MiB"]
+
+
+def test_compiled_kernels_are_measured_on_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [name for name in parts_of("cpu") if PARTS[name].compiled]
+    with pytest.raises(ConfigError, match="gather-kernel needs a CUDA device"):
+        run(["gather-kernel"], [2], [4096], "cpu")
+    for here in (False, True):
+        monkeypatch.setattr(module.heaps, "triton_is_here", lambda here=here: here)
+        assert ("gather-kernel" in parts_of("cuda")) is here

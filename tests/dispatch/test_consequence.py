@@ -10,6 +10,7 @@ import torch.distributed as dist
 from _doubles import exchange_of
 from _toy import ENCODERS, POLICIES, Batch, Toy, draw, phases, step_as_drawn, step_rearranged
 
+from odc.dispatch import Nodes
 from odc.dispatch.orchestrator import Orchestrator, channels
 
 
@@ -38,7 +39,9 @@ def over_ranks(losses: list[float], totals: dict[str, torch.Tensor]) -> tuple[li
 def compare(rank: int, world: int, kind: str, policies: list[str], seeds: list[int], each: bool) -> None:
     for name in policies:
         with exchange_of(kind, rank, world, channels(ENCODERS)) as exchange:
-            orchestrator = Orchestrator(*phases(name), exchange, per_node=2 if name == "full" else None)
+            orchestrator = Orchestrator(
+                *phases(name), exchange, nodes=Nodes(2, tolerance=0.1) if name == "full" else None
+            )
             for seed in seeds:
                 model, batch = Toy(), draw(rank, seed)
                 into, totals = summed(model)

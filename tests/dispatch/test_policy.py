@@ -133,7 +133,7 @@ def test_attention_padding_is_never_worse_than_padding_everything(lengths: list[
     values = np.array(lengths, np.int64)
     policy, full = BalancePolicy("attention", beta=0.01), BalancePolicy("full", beta=0.01)
     found = latest(values, balance_flat(values, instances, policy), instances, policy)
-    assert found <= latest(values, balance_flat(values, instances, full), instances, full) * (1 + 1e-5)
+    assert found <= latest(values, balance_flat(values, instances, full), instances, full) * (1 + 2e-5)
 
 
 def lengths_of(kind: str) -> Iterator[np.ndarray]:

@@ -1,119 +1,89 @@
-"""A small run of Hugging Face's Trainer over odc on 2 ranks, against the same run in one process."""
+"""A small run of Hugging Face's Trainer against the same run of OdcTrainer, on two CPU ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _ranks import RankPool, RanksFailed
 
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: make test-integrations")
-
-STEPS, SAMPLES = 4, 32
-
-
-def build(lengths_differ: bool = True) -> tuple[Any, list[dict[str, torch.Tensor]]]:
-    """A Qwen2 of a few thousand parameters, and samples of 3 to 24 tokens."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=64, max_position_embeddings=64, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(1)
-    samples = []
-    for _ in range(SAMPLES):
-        length = int(torch.randint(3, 25, (), generator=generator)) if lengths_differ else 12
-        ids = torch.randint(64, (length,), generator=generator)
-        samples.append({"input_ids": ids, "labels": ids.clone()})
-    return model, samples
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs transformers and accelerate: make test-integrations",
+)
 
 
-def trainer(folder: str, base: tuple[type, ...], batch: int, **changes: Any) -> Any:
-    """A Trainer over them that steps over 8 samples at a time, in order."""
-    import transformers
-    from torch.utils.data import SequentialSampler
-
-    class Ordered(*base, transformers.Trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    model, samples = build()
-    arguments = {
-        "output_dir": folder, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 2,
-        "max_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "optim": "adamw_torch",
-        "adam_epsilon": 1e-4, "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return Ordered(
-        model=model,
-        args=transformers.TrainingArguments(**(arguments | changes)),
-        train_dataset=samples,
-        data_collator=pad,
-    )
+def samples() -> list[dict[str, list[int]]]:
+    draw = random.Random(0)
+    lengths = [min(60, int(draw.lognormvariate(2.5, 1)) + 2) for _ in range(32)]
+    return [{"input_ids": [(start + i * i) % 60 for i in range(length)]} for start, length in enumerate(lengths)]
 
 
-def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    pads = torch.nn.utils.rnn.pad_sequence
-    ids = pads([s["input_ids"] for s in samples], batch_first=True)
-    labels = pads([s["labels"] for s in samples], batch_first=True, padding_value=-100)
-    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        mask[i, : len(row["input_ids"])] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def history(done: Any) -> list[tuple[float, float]]:
-    return [(row["loss"], row["grad_norm"]) for row in done.state.log_history if "grad_norm" in row]
+def train(rank: int, world: int, ours: bool, folder: Path, resume: str | None = None) -> tuple[list[Any], float]:
+    """Logged losses and gradient norms, and the loss of a last evaluation."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = "1"
+    warnings.simplefilter("ignore")  # a pool rank is left as it is; none of these are ours
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
-
-def run_over_odc(rank: int, world: int, folder: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    from odc.fsdp import shutdown
     from odc.integrations.transformers import OdcTrainer
 
-    try:
-        made = trainer(folder, (OdcTrainer,), 2, **changes)
-        made.train()
-        assert isinstance(made.model, torch.distributed.fsdp.FSDPModule), "not sharded"
-        made.save_model(folder)
-        return history(made)
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state() if hasattr(state, "_reset_state") else state._shared_state.clear()
-        shutdown()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=60, num_attention_heads=2, num_key_value_heads=1, **sizes))
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    kind = OdcTrainer if ours else Trainer
+    trainer = kind(model=model, args=args, train_dataset=samples(), eval_dataset=samples(), data_collator=padded)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    logged = [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
+    return logged, trainer.evaluate()["eval_loss"]
 
 
-def test_two_ranks_train_as_one_process_does(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    alone = trainer(str(tmp_path / "alone"), (), 4)
-    alone.train()
-    expected, found = history(alone), ranks(2).run(run_over_odc, str(tmp_path / "odc"), {})
-    assert len(expected) == STEPS
-    for own in found:
-        assert own == [(pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-4)) for loss, norm in expected]
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "odc").state_dict()
-    for name, tensor in alone.model.state_dict().items():
-        assert torch.allclose(saved[name], tensor, atol=1e-5), name
+def alike(ours: tuple[list[Any], float], theirs: tuple[list[Any], float]) -> None:
+    assert len(ours[0]) == len(theirs[0]) == 8
+    for our_step, their_step in zip(ours[0], theirs[0], strict=True):
+        assert our_step == pytest.approx(their_step, rel=1e-3)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-3)
 
 
-def test_bf16_trains(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    for own in ranks(2).run(run_over_odc, str(tmp_path), {"bf16": True, "max_steps": 2}):
-        assert len(own) == 2 and all(loss < 10 for loss, _ in own)
+def test_a_run_is_that_of_the_stock_trainer_and_can_be_resumed(ranks, tmp_path) -> None:
+    theirs = ranks(2).run(train, False, tmp_path / "ddp", timeout=280)[0]
+    ours = ranks(2).run(train, True, tmp_path / "odc", timeout=280)[0]
+    alike(ours, theirs)
+    resumed = ranks(2).run(train, True, tmp_path / "rest", str(tmp_path / "odc" / "checkpoint-3"), timeout=280)[0]
+    alike(resumed, theirs)
 
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"save_strategy": "steps"}, "save_only_model=True"),
-    ({"resume_from_checkpoint": "there"}, "holds the model only"),
-])  # fmt: skip
-def test_what_it_refuses(ranks: Callable[[int], RankPool], tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(RanksFailed, match=says):
-        ranks(2).run(run_over_odc, str(tmp_path), changes)
+    assert AutoConfig.from_pretrained(tmp_path / "odc").architectures == ["Qwen2ForCausalLM"]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "odc").state_dict()
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "ddp").state_dict()
+    for name, weight in stock.items():
+        torch.testing.assert_close(whole[name], weight, rtol=1e-2, atol=1e-3)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import fsdp2_load_full_state_dict
@@ -25,8 +24,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from odc.balance import Cost, cost_from_config
-from odc.errors import ConfigError, PlanError, UnsupportedError
+from odc.errors import PlanError, UnsupportedError
 from odc.fsdp import fully_shard
+from odc.integrations.units import units_of
 from odc.integrations.verl.config import options_of
 from odc.integrations.verl.metrics import collapse
 from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long
@@ -68,7 +68,8 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
             "settings": self._options.settings,
         }
         weights = module.state_dict()
-        for unit in units_of(module, self.engine_config.wrap_policy):
+        blocks = (self.engine_config.wrap_policy or {}).get("transformer_layer_cls_to_wrap")
+        for unit in units_of(module, blocks):
             fully_shard(unit, **options)
         fully_shard(module, **options)
         fsdp2_load_full_state_dict(module, weights, self.device_mesh)
@@ -123,30 +124,6 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
             return cost_from_config(sizes, checkpointing=self.model_config.enable_gradient_checkpointing)
         except PlanError:
             return WORKLOAD
-
-
-def units_of(module: nn.Module, wrap_policy: Any) -> list[nn.Module]:
-    """Modules that become units below the root: blocks, and, unless their weights are tied, embedding and head.
-
-    Blocks are what `wrap_policy.transformer_layer_cls_to_wrap` names, else the model itself (`_no_split_modules`).
-    Raises ConfigError where neither names any.
-    """
-    named = (wrap_policy or {}).get("transformer_layer_cls_to_wrap") or getattr(module, "_no_split_modules", None)
-    blocks = {named} if isinstance(named, str) else set(named or ())
-    found = [one for one in module.modules() if type(one).__name__ in blocks]
-    if not found:
-        raise ConfigError(
-            f"no block to shard in {type(module).__name__} (looked for {', '.join(sorted(blocks)) or 'none'}): name "
-            "its classes in engine.wrap_policy.transformer_layer_cls_to_wrap"
-        )
-    if getattr(module.config, "tie_word_embeddings", False):
-        return found
-    ends = {"embed_tokens", "lm_head"}
-    return found + [
-        one
-        for name, one in module.named_modules()
-        if isinstance(one, nn.Embedding) or (name.rpartition(".")[2] in ends and hasattr(one, "weight"))
-    ]
 
 
 @EngineRegistry.register("language_model", "odc", device=_DEVICES)

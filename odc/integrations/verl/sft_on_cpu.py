@@ -14,7 +14,9 @@ import torch.distributed as dist
 from verl.trainer.sft_trainer import SFTTrainer
 
 
-@hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None)
+@hydra.main(  # type: ignore[untyped-decorator]
+    config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None
+)
 def main(config: Any) -> None:
     """Train as `config` says; every rank calls it."""
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Whether verl has loaded odc's plugin: `python -m odc.integrations.verl.status`.
+"""Whether verl has loaded odc's plugin, for `odc doctor`; by itself `python -m odc.integrations.verl.status`.
 
 Chose to import verl and look into its registries over looking at what is installed: verl goes on without a plugin that
 failed and says so at level DEBUG only. The price is the seconds that importing verl takes.
@@ -13,12 +13,15 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 _TESTED = "0.9"
 
 
-def plugin_status() -> tuple[bool, str]:
-    """Whether `strategy=odc` works in verl here, and one line on it: versions, or what is wrong and what to do."""
+def plugin_status() -> tuple[bool | None, str]:
+    """Whether `strategy=odc` works in verl here, and one line on it: versions, or what is wrong and what to do.
+
+    None where verl is not installed.
+    """
     try:
         found = version("verl")
     except PackageNotFoundError:
-        return False, "verl is not installed: pip install 'odc-fsdp[verl]'"
+        return None, "verl is not installed: pip install 'odc-fsdp[verl]'"
     if not any(point.name == "odc" for point in entry_points(group="verl.plugins")):
         return False, f"verl {found}: odc is on the path but not installed, so verl cannot find its plugin"
     try:

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(lengths: list[int], first: int, **settings: Any) -> Any:
+def rows(lengths: list[int], first: int, packed: bool = False, **settings: Any) -> Any:
     """Rows whose tokens follow from their number; the first two tokens are not predicted."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
@@ -35,11 +35,18 @@ def rows(lengths: list[int], first: int, **settings: Any) -> Any:
     columns = {"input_ids": ids, "loss_mask": masks, "position_ids": [torch.arange(length) for length in lengths]}
     nested = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
     data = TensorDict(nested, batch_size=[len(lengths)])
-    tu.assign_non_tensor(data, use_remove_padding=False, temperature=1.0, pad_token_id=0, **settings)
+    tu.assign_non_tensor(data, use_remove_padding=packed, temperature=1.0, pad_token_id=0, **settings)
     return data
 
 
-def build(model: Path, strategy: str, model_type: str = "language_model", odc: Any = None, **changes: Any) -> Any:
+def build(
+    model: Path,
+    strategy: str,
+    model_type: str = "language_model",
+    odc: Any = None,
+    of_model: Any = None,
+    **changes: Any,
+) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
@@ -55,14 +62,14 @@ def build(model: Path, strategy: str, model_type: str = "language_model", odc: A
             path=str(model),
             tokenizer_path=str(model / "tokenizer"),
             override_config={"attn_implementation": "sdpa"},
-            enable_gradient_checkpointing=False,
-            use_remove_padding=False,
+            **{"enable_gradient_checkpointing": False, "use_remove_padding": False, **(of_model or {})},
         ),
         engine_config=config or OdcEngineConfig(odc=odc or {}, **settings),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="constant", total_training_steps=9),
         checkpoint_config=CheckpointConfig(),
     )
     engine.model_config.model_type = model_type
+    torch.manual_seed(0)  # of what no checkpoint holds
     engine.initialize()
     engine.computed = []  # rows of each microbatch
     step = engine.forward_step
@@ -92,18 +99,26 @@ def loss_with_metrics(model_output: Any, data: Any, dp_group: Any = None) -> Any
 
 
 def trained(
-    rank: int, world: int, model: Path, strategy: str, lengths: list[list[int]], budget: int, odc: Any = None
+    rank: int,
+    world: int,
+    model: Path,
+    strategy: str,
+    lengths: list[list[int]],
+    budget: int,
+    odc: Any = None,
+    changes: Any = None,
 ) -> dict[str, Any]:
     """Three steps; the last one's outcome, with the metrics as verl merges them over ranks."""
     join_as_verl(rank, world)
     from verl.utils.metric import Metric
 
-    engine = build(model, strategy, odc=odc)
+    engine = build(model, strategy, odc=odc, **(changes or {}))
+    packed = engine.use_remove_padding
     first = sum(len(some) for some in lengths[:rank])
     losses, norms = [], []
     for _ in range(3):
         engine.computed.clear()
-        data = rows(lengths[rank], first, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+        data = rows(lengths[rank], first, packed, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
         with engine.train_mode():
             output = engine.train_batch(data, loss_with_metrics)
         loss = torch.tensor(sum(output["loss"]))
@@ -174,6 +189,17 @@ def test_rebalanced_rows_train_to_the_same_weights(ranks, model) -> None:
     alike(moved[0], ranks(2).run(trained, model, "fsdp2", lengths, 300)[0])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"of_model": {"use_remove_padding": True}}, {"of_model": {"lora_rank": 4}}, {"fsdp_size": 1}],
+    ids=["packed", "LoRA", "hybrid sharding"],
+)
+def test_other_ways_to_train(ranks, model, changes) -> None:
+    theirs = ranks(2).run(trained, model, "fsdp2", UNEVEN, 240, None, changes)
+    ours = ranks(2).run(trained, model, "odc", UNEVEN, 100, None, changes)
+    alike(ours[0], theirs[0])
+
+
 def inferred(rank: int, world: int, model: Path, strategy: str) -> tuple[list[list[float]], int]:
     """Log-probabilities of this rank's rows after one step of training, and how many microbatches that took."""
     join_as_verl(rank, world)
@@ -207,7 +233,6 @@ def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remo
     """As `verl.utils.model.load_valuehead_model`, which asks for FlashAttention whatever the configuration says."""
     from transformers import AutoModelForTokenClassification
 
-    torch.manual_seed(0)  # of the head, which the checkpoint lacks
     return AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa"
     )

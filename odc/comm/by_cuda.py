@@ -1,0 +1,73 @@
+"""Data moved on a CUDA device by torch and the driver's copies (see `odc.comm.moves`).
+
+Chose the copy engine for large pieces, which takes no multiprocessor from compute, and one kernel of torch's for all
+small ones together, which a copy each would drown in launches. The boundary between them is a guess until it is
+measured: `odc bench --only get` shows both sides of it (docs/gpu.md). Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from odc.errors import OdcError
+
+COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch
+
+
+@cache
+def _copy_function() -> ctypes._FuncPointer:
+    """cuMemcpyAsync: of any device's addresses that this process has mapped."""
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes between device addresses, in the current stream of the current device.
+
+    Raises:
+        OdcError: the driver refuses; the number is CUDA's.
+    """
+    code = _copy_function()(target, source, nbytes, torch.cuda.current_stream().cuda_stream)
+    if code:
+        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
+
+
+put = copy
+
+
+def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """See `Moves.publish`."""
+    torch._foreach_copy_(list(places), list(shards))
+
+
+def gather(
+    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, owners: Iterator[tuple[int, torch.Tensor]]
+) -> None:
+    """See `Moves.gather`; once every owner can be read, all small pieces by one call."""
+    places: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for shard, memory in list(owners):
+        for out, offset in zip(outs, offsets, strict=True):
+            nbytes = out.nbytes // shards
+            if nbytes >= COPY_ENGINE_BYTES:
+                copy(out.data_ptr() + shard * nbytes, memory.data_ptr() + offset, nbytes)
+            elif nbytes:
+                numel = out.numel() // shards
+                places.append(out[shard * numel : (shard + 1) * numel])
+                values.append(memory[offset : offset + nbytes].view(out.dtype))
+    if places:
+        torch._foreach_copy_(places, values)
+
+
+def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """See `Moves.add`."""
+    torch._foreach_add_(list(places), list(values))
+
+
+accumulate = add

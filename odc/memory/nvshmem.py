@@ -1,0 +1,232 @@
+"""NVSHMEM: its start from the job's own store, and a heap in its symmetric memory.
+
+Chose nvshmem4py started with a unique id that travels through the job's key-value store over MPI or a broadcast: no
+launcher of its own, no collective of the process group. NVSHMEM is loaded when it is first used (extra `nvshmem`) and
+started once a process, for the whole job: its numbers of ranks ("PEs") are global ranks.
+
+Its memory is reserved at the start, in one piece, so the piece's size is computed here from the heaps that are to come
+(`needed_bytes`) instead of left to an environment variable that somebody has to know of. Allocation is a collective of
+all ranks, and memory is given back at the job's end alone.
+
+A peer whose memory has no pointer here (another host's) has 0 in the pointer table; kernels reach it by NVSHMEM's
+device calls (`NvshmemHeap.symmetric`). Words stay in shared memory, so for now a heap's ranks must share a host: the
+data could leave it, the status board cannot. Nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
+from odc.memory.cuda import CudaHeap
+
+_POLL_S = 0.01
+_SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # read by the library when it starts, and the only way to tell it
+_GRANULE = 2 << 20  # a heap's part starts on one of the driver's large pages
+_OWN = 64 << 20  # what NVSHMEM's teams, barriers and device state take for themselves
+_LIBRARY = "nvshmem"
+
+_kept: list[torch.Tensor] = []  # allocations; freeing one is a collective, so they last as long as the job
+_started: tuple[int, int] | None = None  # (rank, ranks)
+
+
+class Store(Protocol):
+    """What is needed of the job's key-value store."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def core() -> Any:
+    """nvshmem4py.
+
+    Raises:
+        UnsupportedError: it or NVSHMEM is not installed; names the extra.
+    """
+    try:
+        import nvshmem.core
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{error.name or 'nvshmem4py'} is not installed; NVSHMEM needs: pip install 'odc-fsdp[nvshmem]' "
+            "(`odc doctor --need nvshmem` says what fits)"
+        ) from error
+    return nvshmem.core
+
+
+def needed_bytes(heaps: Sequence[int]) -> int:
+    """What NVSHMEM must reserve on each rank for heaps of these sizes in bytes, and for itself."""
+    return sum(-(-nbytes // _GRANULE) * _GRANULE for nbytes in heaps) + _OWN
+
+
+def start(store: Store, rank: int, ranks: int, device: torch.device, nbytes: int, timeout_s: float) -> None:
+    """Start NVSHMEM in this process; every rank of the job calls it. A second call is a no-op.
+
+    Args:
+        store: of the job; rank 0 leaves the unique id there.
+        rank: own global rank.
+        ranks: of the job.
+        device: own CUDA device, current.
+        nbytes: to reserve, as `needed_bytes` says.
+        timeout_s: for rank 0's id. NVSHMEM's own meeting after that has no deadline of ours.
+
+    Raises:
+        UnsupportedError: NVSHMEM is not installed.
+        HeapMemoryError: the environment reserves less than is needed.
+        WaitTimeoutError: rank 0 has left no id in time.
+    """
+    global _started
+    if _started is not None:
+        return
+    library = core()
+    reserve(nbytes, rank)
+    uid = exchange_id(library, store, rank, timeout_s)
+    from cuda.core import Device
+
+    here = Device(device.index)
+    here.set_current()
+    library.init(device=here, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
+    _started = rank, ranks
+
+
+def reserve(nbytes: int, rank: int) -> None:
+    """Have NVSHMEM reserve `nbytes`; a larger size that the environment asks for already stays.
+
+    Raises:
+        HeapMemoryError: the environment asks for less.
+    """
+    asked = os.environ.get(_SIZE)
+    if asked is None:
+        os.environ[_SIZE] = str(nbytes)
+    elif bytes_of(asked) < nbytes:
+        raise HeapMemoryError(
+            f"rank {rank}: the environment sets {_SIZE}={asked}, but the heaps need {nbytes} bytes; unset it"
+        )
+
+
+def bytes_of(text: str) -> int:
+    """A size as NVSHMEM reads it: a number, and K, M, G or T for powers of 1024 (an "B" may follow)."""
+    word = text.strip().upper().removesuffix("B").removesuffix("I")
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(word[-1:], 1)
+    return int(float(word.rstrip("KMGT")) * scale)
+
+
+def exchange_id(library: Any, store: Store, rank: int, timeout_s: float) -> Any:
+    """NVSHMEM's unique id, made by rank 0 and left in the store under one key."""
+    import numpy as np
+
+    key = "odc/nvshmem/id"
+    if rank == 0:
+        uid = library.get_unique_id()
+        store.set(key, uid._data.tobytes())
+        return uid
+    begin = time.monotonic()
+    while not store.check([key]):
+        if time.monotonic() - begin > timeout_s:
+            raise WaitTimeoutError(
+                f"rank {rank}, waiting for rank 0 to start NVSHMEM: it has left no id in {timeout_s:g} s; every rank "
+                "must run the same model on the same kind of device",
+                culprit=0,
+            )
+        time.sleep(_POLL_S)
+    uid = library.get_unique_id(empty=True)
+    uid._data.view(np.uint8)[:] = np.frombuffer(store.get(key), np.uint8)
+    return uid
+
+
+def initialize_kernels() -> None:
+    """Have every Triton kernel that links NVSHMEM told where its state lies, once, when it is first loaded.
+
+    Triton has one hook for the whole process; one that is there already is called first.
+    """
+    import triton
+
+    before = triton.knobs.runtime.jit_post_compile_hook
+    if getattr(before, "odc_nvshmem", False):
+        return
+
+    def hook(**said: Any) -> Any:
+        answer = before(**said) if before is not None else None
+        if not said["is_manual_warmup"] and _LIBRARY in str(said["compile"]["extern_libs"]):
+            _initialize(said["fn"].jit_function, said["compile"]["device"], said["key"])
+        return answer
+
+    hook.odc_nvshmem = True  # type: ignore[attr-defined]
+    triton.knobs.runtime.jit_post_compile_hook = hook
+
+
+def _initialize(function: Any, device: int, key: Any) -> None:
+    from nvshmem import bindings
+
+    kernel = function.device_caches[device][0][key]
+    _ = kernel.run  # loads the module
+    bindings.cumodule_init(int(kernel.module))
+
+
+class NvshmemHeap(CudaHeap):
+    """A `CudaHeap` whose data lies in NVSHMEM's symmetric memory; `start` comes first.
+
+    `seal` is a collective of all ranks of the job here, since NVSHMEM's allocation is: its `group` is the world, and
+    `meet` is called before.
+    """
+
+    def seal(self, fingerprint: str = "") -> None:
+        if _started is None:
+            raise UnsupportedError(f"{self._who()}: NVSHMEM was not started in this process")
+        if self.ranks != tuple(range(_started[1])):
+            raise UnsupportedError(
+                f"{self._who()}: NVSHMEM's memory belongs to all {_started[1]} ranks of the job, in their order, and "
+                f"this heap to ranks {self.ranks}"
+            )
+        super().seal(fingerprint)
+
+    def _create(self, nbytes: int) -> torch.Tensor:
+        self._meet()
+        try:
+            own: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
+        except Exception as error:  # of nvshmem4py's own kinds
+            raise HeapMemoryError(
+                f"{self._who()}: NVSHMEM has no {nbytes} bytes left of what it reserved: {error}"
+            ) from error
+        _kept.append(own)
+        own.zero_()
+        torch.cuda.current_stream(self.device).synchronize()
+        return own
+
+    def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
+        empty = own[:0]
+        return [own if member == self.me else _peer(own, rank, empty) for member, rank in enumerate(self.ranks)]
+
+    def _base(self, member: int) -> torch.Tensor:
+        base = super()._base(member)
+        if not base.numel():
+            raise UnsupportedError(
+                f"{self._who()}: rank {self.ranks[member]} is on another host, its memory has no address here; only "
+                "kernels reach it"
+            )
+        return base
+
+    def base_addresses(self) -> torch.Tensor:
+        """As the protocol says, with 0 for members that no pointer reaches."""
+        bases = [super(NvshmemHeap, self)._base(member) for member in range(len(self.ranks))]
+        return torch.tensor([base.data_ptr() if base.numel() else 0 for base in bases], dtype=torch.int64)
+
+    def symmetric(self, make: Callable[[int, torch.Tensor], Any]) -> Any:
+        """`make(own address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
+        own = super()._base(self.me)
+        return make(own.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=own.device))
+
+
+def _peer(own: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
+    """A peer's copy of `own`, or `empty` where no pointer reaches it."""
+    from nvshmem import bindings
+
+    if not bindings.ptr(own.data_ptr(), rank):
+        return empty
+    view: torch.Tensor = core().get_peer_tensor(own, rank)
+    return view

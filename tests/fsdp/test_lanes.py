@@ -1,0 +1,73 @@
+"""The drop-in where copies happen late (see `_deferred`): fetches are followed, gradients outlive their push."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from _deferred import DeferredMoves, LateCopies
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import odc.comm.space
+from odc import Settings, fully_shard
+from odc.memory import shm
+
+
+@contextmanager
+def late() -> Iterator[list[LateCopies]]:
+    """Heaps made inside the block copy late; gives their lanes."""
+    made: list[LateCopies] = []
+
+    def lanes() -> LateCopies:
+        made.append(LateCopies())
+        return made[-1]
+
+    before = shm.HostLanes, odc.comm.space.moves_of
+    shm.HostLanes, odc.comm.space.moves_of = lanes, lambda settings, device: DeferredMoves(made[-1])  # type: ignore[misc,assignment]
+    try:
+        yield made
+    finally:
+        shm.HostLanes, odc.comm.space.moves_of = before  # type: ignore[misc]
+
+
+def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:
+    """Whole parameters after three steps; ranks have unequal numbers of microbatches, one of them none at first."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)))
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy, settings=settings)
+    fully_shard(model, mp_policy=policy, settings=settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(100 * step + rank)
+        with model.minibatch():
+            for _ in range((rank + step) % 3):
+                model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def both(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> int:
+    expected = trained(rank, world, settings, compute)
+    with late() as lanes:
+        found = trained(rank, world, settings, compute)
+    for number, (want, have) in enumerate(zip(expected, found, strict=True)):
+        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-7, msg=f"parameter {number}")
+    (only,) = lanes
+    return only.settled
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(), Settings(prefetch=0, push_overlap=False), Settings(accumulate="direct"), Settings(prefetch=2)],
+    ids=["default", "no overlap", "direct", "two ahead"],
+)
+def test_training_is_the_same_however_late_copies_are(ranks, settings: Settings, compute: torch.dtype | None) -> None:
+    assert all(settled > 6 for settled in ranks(2).run(both, settings, compute)), "the lanes were used"

@@ -1,0 +1,185 @@
+"""The drop-in on CUDA: equal to the unsharded model, in bounded memory, with few launches a fetch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _device import own_device
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from odc import Settings, fully_shard, shutdown
+from odc.fsdp import live_roots, root_of
+
+WIDTH, BLOCKS, STEPS = 64, 4, 3
+
+
+def block(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+
+
+def model_of(blocks: int, width: int, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(block(width) for _ in range(blocks))).to(device)
+
+
+def microbatches(step: int, rank: int, width: int, device: torch.device) -> list[torch.Tensor]:
+    """Unequal counts; in the first step rank 0 has none."""
+    torch.manual_seed(1000 + 100 * step + rank)
+    return [torch.randn(8, width, device=device) for _ in range((rank + step) % 3)]
+
+
+def leave() -> None:
+    for root in live_roots():
+        root.leave()
+
+
+def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool) -> float:
+    """How far three steps lead from where they lead the unsharded model, as a share of the way."""
+    device = own_device(rank)
+    whole, model = model_of(BLOCKS, WIDTH, device), model_of(BLOCKS, WIDTH, device)
+    start = [parameter.detach().clone() for parameter in whole.parameters()]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cuda", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, settings=settings)
+    fully_shard(model, mesh=mesh, mp_policy=policy, settings=settings)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (whole, model)]
+    for step in range(STEPS):
+        for other in range(world):
+            for x in microbatches(step, other, WIDTH, device):
+                with torch.autocast("cuda", torch.bfloat16, enabled=low):
+                    (whole(x).float().square().mean() / world).backward()
+        with model.minibatch():
+            for x in microbatches(step, rank, WIDTH, device):
+                model(x).float().square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    apart = way = 0.0
+    for before, after, shard in zip(start, whole.parameters(), model.parameters(), strict=True):
+        apart += float((after - shard.full_tensor()).square().sum().detach())
+        way += float((after - before).square().sum().detach())
+    leave()
+    assert way > 1e-6, "nothing was learnt"
+    return (apart / way) ** 0.5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(),
+        Settings(prefetch=0, push_overlap=False),
+        Settings(accumulate="direct"),
+        Settings(accumulate="per_source"),
+        Settings(reproducible=True),
+    ],
+    ids=["default", "no overlap", "direct", "per source", "reproducible"],
+)
+def test_fp32_equals_the_unsharded_model(ranks, world: int, settings: Settings) -> None:
+    assert max(ranks(world).run(equals_the_whole_model, settings, False, timeout=240)) < 1e-4
+
+
+def test_bf16_is_as_near_as_autocast(ranks) -> None:
+    assert max(ranks(2).run(equals_the_whole_model, Settings(), True, timeout=240)) < 0.1
+
+
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
+def test_kernels_equal_torch(ranks, accumulate: str) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+    settings = Settings(kernels="triton", accumulate=accumulate)
+    assert max(ranks(2).run(equals_the_whole_model, settings, False, timeout=280)) < 1e-4
+
+
+def peak(rank: int, world: int, blocks: int, width: int) -> tuple[int, int, int]:
+    """(peak of torch's allocator over a minibatch of two microbatches, bytes of a unit, bytes of all units), fp32."""
+    device = own_device(rank)
+    model = model_of(blocks, width, device)
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cuda", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cuda", (world,)))
+    unit = 4 * (2 * 2 * width * width + 3 * width)
+    for step in range(3):
+        if step == 1:
+            torch.cuda.reset_peak_memory_stats(device)
+        with model.minibatch():
+            for _ in range(2):
+                model(torch.randn(8, width, device=device)).square().sum().backward()
+        model.zero_grad()
+    ledger = root_of(model).space.ledger()
+    bound = blocks * unit // world
+    assert ledger["published"] <= bound * 1.01 and ledger["accumulator"] <= bound * 1.01, ledger
+    assert ledger["staging"] <= (world - 1) * 2 * unit * 1.01 / world + (1 << 20), ledger
+    leave()
+    return torch.cuda.max_memory_allocated(device), unit, blocks * unit
+
+
+def test_memory_is_bounded(ranks) -> None:
+    """Shards, their gradients, and a few units in transit; never a whole model. The heap is held to its own account."""
+    world, blocks = 2, 24
+    for used, unit, whole in ranks(world).run(peak, blocks, 512, timeout=240):
+        bound = 2 * whole // world + 8 * unit + (8 << 20)
+        assert used <= bound, f"{used / unit:.1f} units at the peak, {bound / unit:.1f} allowed"
+
+
+def launches(rank: int, world: int, width: int) -> list[str]:
+    """What the device was asked for by one fetch of a unit."""
+    device = own_device(rank)
+    model = fully_shard(block(width).to(device), mesh=init_device_mesh("cuda", (world,)), settings=Settings(prefetch=0))
+    model.unshard()
+    model.reshard()
+    torch.cuda.synchronize()
+    root = root_of(model)
+    (unit,) = root.space.units
+    into = [torch.empty(world * spec.numel, dtype=spec.dtype, device=device) for spec in unit.params]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        root.verbs.fetch(unit, into)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    leave()
+    return names
+
+
+@pytest.mark.parametrize("width", [256, 2048])
+def test_a_whole_unit_takes_few_launches(ranks, width: int) -> None:
+    for names in ranks(2).run(launches, width):
+        assert 1 <= len(names) <= 3, names
+
+
+def stale(rank: int, world: int) -> str:
+    from odc.errors import StaleParametersError
+
+    device = own_device(rank)
+    model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
+    with torch.no_grad():
+        model(torch.randn(2, 64, device=device))
+        for parameter in model.parameters():
+            parameter.to_local().add_(1.0)
+        with pytest.raises(StaleParametersError) as failure:
+            model(torch.randn(2, 64, device=device))
+        model.publish()
+        model(torch.randn(2, 64, device=device))
+    leave()
+    return str(failure.value)
+
+
+def test_weights_changed_inside_a_minibatch_are_refused(ranks) -> None:
+    for message in ranks(2).run(stale):
+        assert "0.weight" in message
+
+
+def leaves(rank: int, world: int) -> None:
+    device = own_device(rank)
+    model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
+    with model.minibatch():
+        model(torch.randn(2, 64, device=device)).sum().backward()
+    shutdown()
+
+
+def test_shutdown_leaves_in_good_order(ranks) -> None:
+    ranks(2).run(leaves)
+    ranks(2).run(leaves)

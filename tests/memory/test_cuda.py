@@ -1,0 +1,149 @@
+"""The CUDA heap's own logic (two memories behind one heap) without a device: memory files stand for device memory.
+
+What torch's symmetric memory and CUDA do is not tested here: tests/gpu does, where there is a device.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _groups import shm_group
+from conformance import DEADLINE_S, HeapConformance, sealed
+
+from odc.errors import HeapMemoryError, OdcError
+from odc.memory import cuda
+from odc.memory.cuda import CudaHeap
+from odc.memory.lanes import HostLanes
+from odc.memory.mapping import Mapping
+
+
+class MemoryFiles:
+    """Stands for `odc.memory._torch_symmetric`, for one member of one heap."""
+
+    def __init__(self, identity: str, me: int) -> None:
+        self._key, self._me = f"memory-files/{identity}/", me
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self._fd = os.memfd_create("device", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        self._store.set(f"{self._key}{self._me}", f"{os.getpid()} {self._fd} {nbytes}")
+        return Mapping(self._fd, nbytes).tensor(torch.uint8, 0, nbytes).fill_(7)  # a device's memory comes unfilled
+
+    def map_peers(self, own: torch.Tensor, group: Any, me: int) -> list[torch.Tensor]:
+        return [own if peer == me else self._map(peer) for peer in range(dist.get_world_size())]
+
+    def _map(self, peer: int) -> torch.Tensor:
+        pid, fd, nbytes = map(int, self._store.get(f"{self._key}{peer}").split())
+        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return Mapping(here, nbytes).tensor(torch.uint8, 0, nbytes)
+        finally:
+            os.close(here)
+
+
+@contextmanager
+def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[CudaHeap]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cuda, "symmetric", MemoryFiles(identity, me))
+    patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+    patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    try:
+        with shm_group(identity, ranks, me, deadline_s) as host:
+            heap = CudaHeap(host, torch.device("cpu"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
+            yield heap
+            heap.close()
+    finally:
+        patch.undo()
+
+
+class TestCudaHeapWithoutADevice(HeapConformance):
+    group = without_a_device
+
+
+def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
+    regions = (("flags", 128), ("large", 1 << 20))
+    with sealed(without_a_device, identity, rank, world, regions) as heap:
+        data, words = heap.address(rank, "large"), heap.address(rank, "flags")
+        start = int(heap.base_addresses()[rank])
+        assert start <= data < start + (1 << 20), "data lies in the device's memory"
+        assert not start <= words < start + (1 << 20), "words do not"
+        with pytest.raises(OdcError, match="'large' lies on cpu; ask for it with words=True"):
+            heap.words(rank, "large")
+        with pytest.raises(KeyError):
+            heap.words(rank, "nowhere")
+        assert heap.bytes_by_name().items() >= dict(regions).items(), heap.bytes_by_name()
+        assert heap.nbytes > os.fstat(heap.fd).st_size + (1 << 20) - 1, "both memories count"
+        dist.barrier()
+
+
+def test_words_and_data_lie_apart(ranks) -> None:
+    ranks(2).run(keeps_words_and_data_apart, uuid.uuid4().hex[:12])
+
+
+def meets_before_mapping(rank: int, world: int, identity: str) -> list[str]:
+    """Order of what happens at the first look at a peer's data, and that it happens once."""
+    order: list[str] = []
+    with without_a_device(identity, tuple(range(world)), rank, DEADLINE_S) as heap:
+        heap.allocate("flags", 64, words=True)
+        heap.allocate("data", 64)
+        heap.seal()
+        mapped = cuda.symmetric.map_peers
+        heap._meet = lambda: order.append("meet")
+        cuda.symmetric.map_peers = lambda *args: order.append("map") or mapped(*args)  # type: ignore[func-returns-value]
+        heap.tensor(rank, "data", torch.uint8)
+        heap.words(1 - rank, "flags")
+        order.append("first look")
+        assert not heap.attached(1 - rank), "words alone map nothing"
+        heap.tensor(1 - rank, "data", torch.uint8)
+        assert heap.attached(1 - rank)
+        heap.tensor(1 - rank, "data", torch.uint8)
+        dist.barrier()
+    return order
+
+
+def test_ranks_meet_once_before_device_memory_is_mapped(ranks) -> None:
+    assert ranks(2).run(meets_before_mapping, uuid.uuid4().hex[:12]) == [["first look", "meet", "map"]] * 2
+
+
+def refuses(rank: int, world: int, identity: str, where: str) -> str:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA driver error: out of memory\nstack of torch")
+
+    with without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+        setattr(cuda.symmetric, where, fail)
+        heap.allocate("flags", 64, words=True)
+        heap.allocate("data", 1 << 20)
+        try:
+            heap.seal()
+            heap.tensor(1 - rank, "data", torch.uint8)
+        except (HeapMemoryError, OdcError) as error:
+            dist.barrier()
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (
+            "allocate",
+            "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of cpu, which had 1024.0 MiB free: CUDA driver error",
+        ),
+        ("map_peers", "OdcError: rank 11, heap .*cannot map each other.*out of memory; see `odc doctor --need cuda`"),
+    ],
+)
+def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, said: str) -> None:
+    import re
+
+    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where)[1]
+    assert re.search(said, message), message
+    assert "stack of torch" not in message
