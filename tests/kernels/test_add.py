@@ -48,6 +48,31 @@ def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
             dist.barrier()
 
 
+def staged_push(rank: int, world: int) -> None:
+    """Put into a slot and signal; the owner waits, adds and returns the slot: by kernels alone, ranks out of step."""
+    from odc.kernels import Signal, add, put, signal, wait
+
+    draw, rounds, to = random.Random(rank), 6, (rank + 1) % world
+    source, arrived = (rank - 1) % world, torch.zeros(1, dtype=torch.int32)
+    total, expected = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    with shared("staged", rank, world, SLOT) as heaps:  # the last two words of the region: sent, and taken
+        sent, taken = SLOT - 16, SLOT - 8
+        dist.barrier()
+        for i in range(1, rounds + 1):
+            skew(draw)
+            wait(heaps.table, rank, taken, i - 1, f"rank {to} to free the slot", timeout_s=60, looks=20)
+            gradient = [numbers(10 * rank + i, 40, BF16), numbers(-10 * rank - i, 60, BF16)]
+            put(gradient, heaps.table, to, signal=Signal(sent, i, arrived), block=16)
+            skew(draw)
+            wait(heaps.table, rank, sent, i, f"rank {source} to push", timeout_s=60, looks=20)
+            add([total[50:150]], [heaps.memory(rank, BF16)[:100]])
+            signal(heaps.table, source, taken, i)
+            pushed = [numbers(10 * source + i, 40, BF16), numbers(-10 * source - i, 60, BF16)]
+            expected[50:150] += torch.cat(pushed).float()
+            assert same_bits(total, expected), f"round {i}"
+        dist.barrier()
+
+
 def refuses_half_accumulators(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels import add
@@ -62,6 +87,11 @@ def refuses_half_accumulators(rank: int, world: int) -> None:
 @pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
 def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -> None:
     interpreted(2).run(owner_adds, accumulator)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_staged_push_by_kernels_alone(interpreted: Pools, world: int) -> None:
+    interpreted(world).run(staged_push)
 
 
 def test_half_accumulators_are_refused(interpreted: Pools) -> None:

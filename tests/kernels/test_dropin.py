@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import torch
 from _compare import assert_same
 from _models import Case, train
 from _ranks import RankPool
 
-import odc.comm
 from odc import Settings, fully_shard
-from odc.comm.moves import moves_of
-from odc.errors import UnsupportedError
 
 Pools = Callable[[int], RankPool]
 LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs", "accumulate_pieces")
@@ -66,24 +60,3 @@ def test_fp64_accumulators_small_blocks_and_unequal_counts(interpreted: Pools) -
     settings = {"reproducible": True, "staging_block_bytes": 4096}
     launches = interpreted(2).run(same_as_torch, case, settings)
     assert launches[0]["put"] > 10 and not launches[1]["put"]
-
-
-def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:
-    """In this process, where nothing is interpreted."""
-    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
-    if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
-        pytest.skip("kernels are usable here")
-    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
-        moves_of(Settings(kernels="triton"))
-
-
-def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(odc.comm, "by_kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "odc.comm.by_kernels", None)  # as if an import in it had failed
-    with pytest.raises(UnsupportedError, match=r"odc-fsdp\[kernels\]"):
-        moves_of(Settings(kernels="triton"))
-
-
-def test_settings_refuse_other_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels must be one of torch, triton, not 'cuda'"):
-        Settings(kernels="cuda")  # type: ignore[arg-type]
