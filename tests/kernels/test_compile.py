@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,18 @@ Facts = dict[str, dict[str, Any]]
 
 
 @functools.cache
+def compiled() -> dict[int, Facts]:
+    """What was compiled, by target and kernel; all targets at the same time."""
+    with ThreadPoolExecutor(len(TARGETS)) as pool:
+        return dict(zip(TARGETS, pool.map(_compile, TARGETS), strict=True))
+
+
 def facts(target: int) -> Facts:
     """What was compiled for a target, by kernel; "no_library" says why nothing was linked."""
+    return compiled()[target]
+
+
+def _compile(target: int) -> Facts:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
         done = subprocess.run(
