@@ -66,7 +66,7 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
 
 
 class TestCudaHeapWithoutADevice(HeapConformance):
-    group = without_a_device
+    group = staticmethod(without_a_device)
 
 
 def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
