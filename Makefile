@@ -1,4 +1,5 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
+# test-integrations lays .venv-integrations over it, in the same way.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
@@ -14,14 +15,16 @@ RESULTS ?= runs/bench
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OVER := .venv-integrations
+INTEGRATIONS := transformers,verl
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench bench-gpu lint clean
+.PHONY: help demo test test-integrations test-gpu bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
@@ -29,9 +32,13 @@ demo: $(READY)  ## train a small model under each arm on this machine, compare t
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+test-integrations: $(OVER)/.ready  ## run the tests of odc/integrations with the real libraries
+	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --installed accelerate,$(INTEGRATIONS) $(ARGS)
+
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
 
@@ -48,8 +55,8 @@ lint: $(READY)  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:  ## remove .venv and everything that tools and runs left behind
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+clean:  ## remove both environments and everything that tools and runs left behind
+	rm -rf $(VENV) $(OVER) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -61,5 +68,16 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \
 	    "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e ".[$$($(BIN)/python -c \
+	    'import torch; print("dev" if torch.version.cuda else "dev,bitcode")')]"
+	@touch $@
+
+# Over .venv, not beside it: torch is there already. Its pip serves both, and leaves alone what it finds there.
+$(OVER)/.ready: $(READY) constraints-integrations.txt
+	@echo "Setting up $(OVER) (once; it downloads some hundred megabytes)"
+	@$(BIN)/python -m venv --without-pip $(OVER)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(OVER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(OVER)/bin/python -m pip --disable-pip-version-check install -c constraints-integrations.txt \
+	    "$$(grep '^torch==' constraints.txt)" -e '.[$(INTEGRATIONS)]'
 	@touch $@

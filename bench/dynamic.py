@@ -16,7 +16,6 @@ With real compute: `odc compare --demo --arms odc,odc-dynamic --slow 1:1.5 --rep
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.emulated import CAP, COST, MEAN, WIDTH, Model, draw_lengths
+from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
 from odc.balance import Plan
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 
 COMPARED = ("odc", "odc-dynamic")
@@ -121,11 +121,12 @@ def measure(crew: Crew, run: Run) -> dict[str, Any]:
 
 def rows_of(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each arm and slowdown; arms are run in turn."""
-    rng, world = random.Random(arguments.seed), arguments.ranks
-    minibatches = tuple(tuple(draw_lengths(world * arguments.samples, rng)) for _ in range(arguments.steps))
-    scale = arguments.seconds / COST(MEAN)
+    world = arguments.ranks
+    drawn, cap = draw_minibatches("longalign", world * arguments.samples, arguments.steps, arguments.seed)
+    minibatches = tuple(tuple(lengths) for lengths in drawn)
+    scale = arguments.seconds / COST(int(NAMED["longalign"].mean))
     plans = {
-        arm: tuple(ARMS[arm].plan(lengths, world, CAP, COST, 0) for lengths in minibatches)  # type: ignore[index]
+        arm: tuple(ARMS[arm].plan(lengths, world, cap, COST, 0) for lengths in minibatches)  # type: ignore[index]
         for arm in COMPARED
     }
     work = sum(COST(length) for lengths in minibatches for length in lengths) * scale

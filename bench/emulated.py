@@ -1,19 +1,22 @@
 """Eight ranks with emulated compute and real communication: what unequal samples cost each arm.
 
-Run as `OMP_NUM_THREADS=1 python -m bench.emulated --results bench/results`. Compute is *emulated*: each unit's forward
-and backward sleep for as long as a cost curve says (a third and two thirds), so eight ranks fit on a small machine. All
-communication is real: four units of 64 KiB are gathered or fetched, reduced or pushed for every microbatch.
+Run as `OMP_NUM_THREADS=1 python -m bench.emulated --results bench/results`, or with `--regime swe-smith`.
+
+Compute is *emulated*: each unit's forward and backward sleep for as long as a cost curve says (a third and two thirds),
+so eight ranks fit on a small machine. All communication is real: four units of 64 KiB are gathered or fetched, reduced
+or pushed for every microbatch.
 
 Sleeping is scaled up until, on a balanced control (equal samples, equal counts), `fsdp2` and `odc` are within 5%: then
-the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are LongAlign-like: a
-lognormal clipped at 64K tokens, with mean 16.5K; cost a*l + b*l^2 of a 7B model. A bubble's compute is the time slept.
+the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are those of
+`odc.simulate.lengths`; cost a*l + b*l^2 of a 7B model. A bubble's compute is the time slept.
+
+`bound / step` is what no plan can beat (the larger of the mean rank's cost and the longest sample's, slept) over what
+the arm took: 1 is the bound reached.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,11 +35,12 @@ from odc.balance import Plan, lb_micro, lb_mini, quadratic
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
-from odc.simulate.lengths import Lognormal
+from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 
-RANKS, UNITS, WIDTH, PER_RANK = 8, 4, 128, 4
-CAP, MEAN, SIGMA = 65536, 16500, 0.8
+RANKS, UNITS, WIDTH = 8, 4, 128
+#: name -> samples a rank and minibatch: where balancing has most to give, among 2, 4, 8 and 16, beside the paper's 4
+REGIMES: dict[str, int] = {"longalign": 4, "swe-smith": 8}
 COST = quadratic(8.768 / 32768, 4.348 / 32768**2)
 NEAR = 0.05  # how close the arms of the control have to be
 _TRIES = 4
@@ -52,10 +57,10 @@ TABLE: dict[str, tuple[Any, str]] = {
 BASE, BEST = "fsdp2, LB-Micro", "odc, LB-Mini"
 
 
-def draw_lengths(count: int, rng: random.Random) -> list[int]:
-    """Lognormal lengths clipped at CAP whose clipped mean is MEAN."""
-    location = Lognormal(MEAN, CAP, SIGMA).location
-    return [min(CAP, max(16, int(math.exp(location + SIGMA * rng.gauss(0, 1))))) for _ in range(count)]
+def draw_minibatches(regime: str, count: int, steps: int, seed: int) -> tuple[list[list[int]], int]:
+    """`count` lengths for each step, and the token cap of a microbatch: the longest sample there can be."""
+    named, generator = NAMED[regime], np.random.default_rng(seed)
+    return [named.draw(count, generator).tolist() for _ in range(steps)], named.longest
 
 
 class _Sleep(torch.autograd.Function):
@@ -158,19 +163,19 @@ def bubble(measured: dict[str, Any]) -> float:
     return 1 - sum(measured["compute"]) / sum(measured["steps"])
 
 
-def control_plan() -> Plan:
+def control_plan(regime: str) -> Plan:
     """Equal samples, two microbatches a rank: nothing to balance."""
-    cost = COST(MEAN) * PER_RANK / 2
+    cost = COST(int(NAMED[regime].mean)) * REGIMES[regime] / 2
     return Plan.of([[[2 * rank], [2 * rank + 1]] for rank in range(RANKS)], [cost] * (2 * RANKS))
 
 
-def find_scale(crew: Crew, scale: float, longest_s: float) -> tuple[float, list[dict[str, Any]]]:
-    """The seconds a unit of cost at which the control's arms are within NEAR, and the control's rows at each try."""
+def find_scale(crew: Crew, plan: Plan, scale: float, longest_s: float) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds a unit of cost at which the arms are within NEAR on the control `plan`, and the rows of each try."""
     rows: list[dict[str, Any]] = []
     for _ in range(_TRIES):
-        plans = (control_plan(),) * 3
+        plans = (plan,) * 3
         times = {arm: median(measure(crew, Run(arm, plans, scale))["steps"]) for arm in ("fsdp2", "odc")}
-        compute = plans[0].longest * scale
+        compute = plan.longest * scale
         apart = times["fsdp2"] / times["odc"] - 1
         rows.append({"slept_s": compute, "fsdp2_s": times["fsdp2"], "odc_s": times["odc"], "fsdp2/odc": 1 + apart})
         print(
@@ -179,21 +184,20 @@ def find_scale(crew: Crew, scale: float, longest_s: float) -> tuple[float, list[
         if abs(apart) <= NEAR:
             return scale, rows
         scale = max(scale * 1.2, scale * abs(times["fsdp2"] - times["odc"]) / (0.9 * NEAR * compute))
-        if plans[0].longest * scale > longest_s:
+        if plan.longest * scale > longest_s:
             break
     raise SystemExit(f"the control is not within {NEAR:.0%} below {longest_s:g} s a step on this machine: {rows}")
 
 
-def table(crew: Crew, scale: float, steps: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def table(crew: Crew, regime: str, scale: float, steps: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows, one an arm, and each arm's spans."""
-    rng = random.Random(seed)
-    minibatches = [draw_lengths(RANKS * PER_RANK, rng) for _ in range(steps)]
+    minibatches, cap = draw_minibatches(regime, RANKS * REGIMES[regime], steps, seed)
     results, plans = {}, {}
     for title, (planner, transport) in TABLE.items():
-        plans[title] = tuple(planner(lengths, RANKS, CAP, cost=COST) for lengths in minibatches)
+        plans[title] = tuple(planner(lengths, RANKS, cap, cost=COST) for lengths in minibatches)
         results[title] = measure(crew, Run(transport, plans[title], scale))
         print(f"{title}: {mean(results[title]['steps']):.2f} s a step", file=sys.stderr, flush=True)
-    base = sum(results[BASE]["steps"])
+    base, bound = sum(results[BASE]["steps"]), sum(p.bound for p in plans[BEST]) * scale
     rows = []
     for title, (_, transport) in TABLE.items():
         measured, arm = results[title], ARMS[transport]  # type: ignore[index]
@@ -205,6 +209,7 @@ def table(crew: Crew, scale: float, steps: int, seed: int) -> tuple[list[dict[st
                 "arm": title,
                 "step_s": mean(measured["steps"]),
                 "speed-up": base / sum(measured["steps"]),
+                "bound / step": bound / sum(measured["steps"]),
                 "bubble": bubble(measured),
                 "plan_step_s": predicted / steps,
                 "plan_bubble": 1 - slept / predicted,
@@ -219,6 +224,7 @@ def main() -> None:
     from odc.trace import draw
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=list(REGIMES), default="longalign", help="lengths and samples a rank")
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
     parser.add_argument("--steps", type=int, default=6, help="minibatches of each arm")
     parser.add_argument("--scale", type=float, default=0.1, help="first try: seconds slept for a second of the curve")
@@ -226,20 +232,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with Crew(RANKS, timeout_s=1800) as crew:
-        scale, control = find_scale(crew, arguments.scale, arguments.longest)
-        rows, spans = table(crew, scale, arguments.steps, arguments.seed)
+        scale, control = find_scale(crew, control_plan(arguments.regime), arguments.scale, arguments.longest)
+        rows, spans = table(crew, arguments.regime, scale, arguments.steps, arguments.seed)
+    named, name = NAMED[arguments.regime], f"emulated_{arguments.regime.replace('-', '_')}"
     store(
         arguments.results,
-        "emulated",
-        f"{RANKS} ranks, emulated (slept) compute, real communication, LongAlign-like lengths",
+        name,
+        f"{RANKS} ranks, emulated (slept) compute, real communication, {arguments.regime}-like lengths",
         [{key: value for key, value in row.items() if key != "steps_s"} for row in rows],
         control=control,
         scale=scale,
         seed=arguments.seed,
-        lengths=f"lognormal, sigma {SIGMA}, clipped at {CAP}, mean {MEAN}; {PER_RANK} samples a rank and minibatch",
+        lengths=f"lognormal, sigma {named.sigma}, clipped at {named.longest}, mean {named.mean:g}; "
+        f"{REGIMES[arguments.regime]} samples a rank and minibatch",
         steps_s={row["arm"]: row["steps_s"] for row in rows},
     )
-    picture = arguments.results / "emulated.png"
+    picture = arguments.results / f"{name}.png"
     draw(picture, [(title, spans[title]) for title in spans], source="emulated")
     print(f"picture: {picture}")
 

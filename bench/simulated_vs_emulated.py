@@ -4,6 +4,7 @@ Run as `OMP_NUM_THREADS=1 python -m bench.simulated_vs_emulated --results bench/
 else. As in `bench.emulated`, compute is *emulated* (slept) and all communication is real; lengths are LongAlign-like.
 The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep
 nothing: of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to what is compared.
+FSDP2's reductions block here, as gloo's do.
 
 One more run of each transport has a rank slowed 1.5 times, which the planner does not know.
 """
@@ -11,20 +12,20 @@ One more run of each transport has a rank slowed 1.5 times, which the planner do
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.emulated import CAP, COST, PER_RANK, TABLE, UNITS, Run, draw_lengths, measure
+from bench.emulated import COST, REGIMES, TABLE, UNITS, Run, draw_minibatches, measure
 from odc.balance import Plan
 from odc.bench.crew import Crew
 from odc.bench.report import store
 from odc.simulate import Cluster, Model, Step, Unit, simulate
 from odc.train.arms import ARMS, Transport
 
+REGIME = "longalign"
 NEAR = 0.10  # how close a simulated step has to be
 SLOW = 1.5
 _FEW, _MANY = 2, 8  # microbatches of the steps that sleep nothing
@@ -62,12 +63,11 @@ def slowed(plan: Plan, rank: int, factor: float) -> Plan:
 
 def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list[dict[str, Any]]:
     """One row for each arm, and one more with a slow rank."""
-    rng = random.Random(seed)
-    minibatches = [draw_lengths(ranks * PER_RANK, rng) for _ in range(steps)]
+    minibatches, cap = draw_minibatches(REGIME, ranks * REGIMES[REGIME], steps, seed)
     rows = []
     known: dict[str, tuple[float, float]] = {}
     for title, (planner, transport) in TABLE.items():
-        plans = tuple(planner(lengths, ranks, CAP, cost=COST) for lengths in minibatches)
+        plans = tuple(planner(lengths, ranks, cap, cost=COST) for lengths in minibatches)
         how = ARMS[transport].transport  # type: ignore[index]
         if how not in known:
             known[how] = overheads(crew, transport, ranks, 5)
@@ -75,7 +75,7 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
         for factor in (1.0, SLOW):
             run = Run(transport, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
             emulated = sum(measure(crew, run)["steps"])
-            cluster = Cluster(ranks, call_seconds=call, slow={ranks - 1: factor})
+            cluster = Cluster(ranks, call_seconds=call, reductions_in_flight=0, slow={ranks - 1: factor})
             simulated = sum(simulated_step(plan, how, cluster, units, scale) for plan in plans)
             rows.append(
                 {

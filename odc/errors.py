@@ -59,6 +59,10 @@ class PlanError(OdcError, ValueError):
     """A plan cannot be made or is not valid: empty data, a sample over the cap, a sample listed twice."""
 
 
+class ResultsError(OdcError, ValueError):
+    """Results of an evaluation do not make one whole: doubled, missing, or not one to each request."""
+
+
 class DataError(OdcError, ValueError):
     """Training data is missing, empty or unreadable; the message names the file or document."""
 

@@ -31,6 +31,8 @@ class Settings:
         staging_block_bytes: largest block of one staged push, in bytes.
         queue_bytes: room on each rank for the microbatches it offers in one minibatch (`model.claim`), in bytes of its
             heap; 0 has no queue. Needs libatomic.
+        second_buffer: keep the version before the newest published one, for readers outside the job (`odc.handover`),
+            who then have a whole step for a fetch whenever they begin. Doubles the memory of the published shard.
         stale_check: before each root forward in an open minibatch compare the own shards with what was published.
         trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
         kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, on CPU
@@ -44,6 +46,7 @@ class Settings:
     push_overlap: bool = True
     staging_block_bytes: int = 1 << 20
     queue_bytes: int = 0
+    second_buffer: bool = False
     stale_check: bool = True
     trace: bool = True
     kernels: Kernels = "torch"
@@ -70,4 +73,4 @@ class Settings:
         return ",".join(f"{key}={value}" for key, value in sorted(agreed.items()))
 
 
-_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes"})
+_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer"})

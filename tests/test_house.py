@@ -21,24 +21,29 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-ALL = frozenset(
-    {"balance", "bench", "cli", "comm", "doctor", "fsdp", "kernels", "memory", "server", "simulate", "trace", "train"}
-)
+ALL = frozenset(name.split(".")[1] for name in FILES if "." in name) - {"errors", "settings", "integrations"}
+TOOLS = frozenset({"bench", "cli", "doctor", "simulate"})  # nothing that trains may need them
 MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
     "balance": frozenset(),
+    "eval": frozenset(),
     "trace": frozenset(),
     "memory": frozenset(),
+    "microbatch": frozenset({"trace"}),
     "kernels": frozenset(),
     "comm": frozenset({"kernels", "memory", "trace"}),
     "server": frozenset({"comm", "memory", "trace"}),
     "fsdp": frozenset({"server", "comm", "memory", "trace"}),
+    "handover": frozenset({"fsdp", "server", "comm", "memory"}),
+    "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
     "simulate": frozenset({"balance", "trace"}),
-    "bench": ALL - {"cli", "doctor", "simulate", "train"},
+    "bench": ALL - {"cli", "doctor", "simulate", "train", "multimodal", "rl"},
     "doctor": frozenset({"fsdp", "memory", "server"}),
-    "train": ALL - {"bench", "cli", "doctor", "simulate"},
-    "integrations": ALL - {"bench", "cli", "doctor", "simulate", "train"},
+    "train": ALL - TOOLS - {"multimodal", "rl"},
+    "multimodal": ALL - TOOLS - {"rl"},
+    "rl": ALL - TOOLS - {"multimodal"},
+    "integrations": ALL - TOOLS - {"train", "multimodal", "rl"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }
@@ -131,7 +136,7 @@ def test_private_torch_names_live_in_one_file_a_seam() -> None:
 
 def test_extras_that_messages_name_exist() -> None:
     project = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z]+)\]", text)}
+    named = {extra for text in TEXTS.values() for extra in re.findall(r"odc-fsdp\[([a-z-]+)\]", text)}
     assert named
     assert named <= project["optional-dependencies"].keys()
 

@@ -8,11 +8,17 @@ from odc.kernels.add import add, add_reference
 from odc.kernels.gather import gather, gather_reference
 from odc.kernels.get import get, get_reference
 from odc.kernels.launch import refuse_compiled
+from odc.kernels.nvshmem import Symmetric
+from odc.kernels.pack import pack, pack_reference
 from odc.kernels.publish import publish, publish_reference
 from odc.kernels.put import Signal, put, put_reference
+from odc.kernels.signal import signal, signal_reference
+from odc.kernels.unpack import unpack, unpack_reference
+from odc.kernels.wait import poll, wait, wait_reference
 
 __all__ = [
     "Signal",
+    "Symmetric",
     "accumulate",
     "accumulate_reference",
     "add",
@@ -21,9 +27,18 @@ __all__ = [
     "gather_reference",
     "get",
     "get_reference",
+    "pack",
+    "pack_reference",
+    "poll",
     "publish",
     "publish_reference",
     "put",
     "put_reference",
     "refuse_compiled",
+    "signal",
+    "signal_reference",
+    "unpack",
+    "unpack_reference",
+    "wait",
+    "wait_reference",
 ]

@@ -42,7 +42,9 @@ def gather_kernel(
     shard = (tl.program_id(1) + first) % shards
     program = tl.program_id(0)
     row = row_of(rows, program, _COLUMNS)
-    block, blocks, n = program - tl.load(row), tl.load(row + 4), tl.load(row + 3)
+    block = program - tl.load(row)
+    n = tl.load(row + 3)
+    blocks = tl.load(row + 4)
     line = block // blocks
     at = (block % blocks) * BLOCK
     offset = tl.load(row + 1) + line * n * (FROM.primitive_bitwidth // 8)

@@ -52,7 +52,8 @@ def device_library() -> Path:
         if path.exists():
             return path
     raise UnsupportedError(
-        f"kernels for peers without a pointer need {LIBRARY}.bc: pip install 'nvidia-nvshmem-cu12==3.4.5' (or cu13)"
+        f"kernels for peers without a pointer need {LIBRARY}.bc, which CUDA builds of torch bring along "
+        "(nvidia-nvshmem 3.4.5); to compile without a GPU: pip install 'odc-fsdp[bitcode]'"
     )
 
 
@@ -66,8 +67,8 @@ def options_for(table: torch.Tensor, symmetric: Symmetric | None) -> tuple[tuple
     return (symmetric.own, symmetric.pes), {"NVSHMEM": True, "extern_libs": libraries}
 
 
-def _call(symbol: str, args: list[Any], types: tuple[str, ...], semantic: Any) -> Any:
-    signature = {tuple(core.dtype(one) for one in types): (symbol, core.dtype("int32"))}
+def _call(symbol: str, args: list[Any], types: tuple[str, ...], semantic: Any, returns: str = "int32") -> Any:
+    signature = {tuple(core.dtype(one) for one in types): (symbol, core.dtype(returns))}
     return core.extern_elementwise("", "", args, signature, is_pure=False, _semantic=semantic)
 
 
@@ -100,6 +101,18 @@ def signal_op(word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = N
     """SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`; orders nothing by itself."""
     types = ("int64", "int64", "int32", "int32")
     return _call("nvshmemx_signal_op", [word, value, operation, pe], types, _semantic)
+
+
+@core.extern
+def atomic_add(word: Any, value: Any, pe: Any, _semantic: Any = None) -> Any:
+    """Add `value` to the 64-bit `word` on `pe`."""
+    return _call("nvshmem_uint64_atomic_add", [word, value, pe], ("int64", "int64", "int32"), _semantic)
+
+
+@core.extern
+def atomic_fetch(word: Any, pe: Any, _semantic: Any = None) -> Any:
+    """The 64-bit `word` on `pe`."""
+    return _call("nvshmem_uint64_atomic_fetch", [word, pe], ("int64", "int32"), _semantic, returns="int64")
 
 
 @core.extern

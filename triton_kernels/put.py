@@ -18,6 +18,7 @@ from odc.kernels.dtypes import kernel_dtype, word_dtype
 from odc.kernels.launch import block_of, check_table, contiguous, launch
 from odc.kernels.nvshmem import SIGNAL_SET, Symmetric, options_for, putmem_block, putmem_signal_block, quiet, signal_op
 from odc.kernels.rows import row_of, row_table
+from odc.kernels.signal import refuse_unaligned, tell
 from odc.kernels.tile import copy_tile
 
 _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginning of the put, elements
@@ -36,12 +37,6 @@ class Signal:
     offset: int
     value: int
     arrived: torch.Tensor
-
-
-@triton.jit
-def _tell(base: tl.tensor, word_offset: tl.tensor, value: tl.tensor) -> None:
-    word = (base + word_offset).to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(word, value, sem="release", scope="sys")
 
 
 @triton.jit
@@ -77,7 +72,8 @@ def put_kernel(
     source = tl.load(row + 1) + at * size
     place = offset.to(tl.int64) + tl.load(row + 2) + at * size
     base = tl.load(table + peer)
-    word_offset, value = word_offset.to(tl.int64), value.to(tl.int64)
+    word_offset = word_offset.to(tl.int64)
+    value = value.to(tl.int64)
     if NVSHMEM:
         if base == 0:
             pe = tl.load(pes + peer)
@@ -97,13 +93,13 @@ def put_kernel(
             if SIGNAL:
                 if _count(arrived, tl.num_programs(0)):
                     tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                    _tell(base, word_offset, value)
+                    tell(base, word_offset, value, False)
     else:
         copy_tile(base + place, source, n - at, WORD, WORD, BLOCK)
         if SIGNAL:
             if _count(arrived, tl.num_programs(0)):
                 tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                _tell(base, word_offset, value)
+                tell(base, word_offset, value, False)
 
 
 def put(
@@ -141,8 +137,10 @@ def put(
     places = [sum(numels[:i]) * word.itemsize for i in range(len(numels))]
     programs = [triton.cdiv(n, size) for n in numels]
     columns = [(v.data_ptr(), at, n) for v, at, n in zip(values, places, numels, strict=True)]
-    if signal is not None and (signal.offset % 8 or signal.arrived.dtype != torch.int32):
-        raise ValueError("a signal's word is 8-byte aligned, and it counts arrivals in an int32")
+    if signal is not None:
+        refuse_unaligned(signal.offset)
+        if signal.arrived.dtype != torch.int32 or signal.arrived.device != device:
+            raise ValueError(f"arrivals are counted in an int32 on {device}, not in {signal.arrived}")
     told = (signal.arrived, signal.offset, signal.value) if signal is not None else (table, 0, 0)
     args, constants = options_for(table, symmetric)
     launch(

@@ -38,20 +38,22 @@ def refine(
         everywhere: when the costliest part cannot be improved, go on with the next one, and so even out all parts.
         worth: a trade must lower the larger of two costs by at least this share of it; larger values end sooner.
     """
-    samples = np.array([i for part in parts for i in part], np.int64)
+    listed = [i for part in parts for i in part]  # few of all samples, perhaps: only theirs are read
+    samples = np.array(listed, np.int64)
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    ticks = to_ticks(np.asarray(costs, np.float64)[samples], len(parts))
+    ticks = to_ticks(np.array([costs[i] for i in listed], np.float64), len(parts))
     order = falling(ticks, None)
     samples, owners = samples[order], owners[order]
     n, k = len(samples), len(parts)
-    capped = lengths is not None and max_tokens is not None
-    sizes = np.asarray(lengths, np.int64)[samples] if capped else np.zeros(n, np.int64)
+    sizes, reach, rooms = np.zeros(n, np.int64), 0, np.zeros(k, np.int64)
+    if lengths is not None and max_tokens is not None:
+        sizes, reach = np.array([lengths[i] for i in listed], np.int64)[order], _REACH
+        rooms[:] = max_tokens
     loops, arrays = loops_of(_loops, n)
     nothing = np.zeros(max(n, k), np.int64)
-    rooms = np.full(k, max_tokens if capped else 0, np.int64)
     state = new_state(ticks[order], nothing[:n], sizes, np.ones(k), nothing[:k], rooms, arrays=arrays)
     loops.put(state, owners if arrays else owners.tolist())
-    loops.solve(state, Rules(0.0, False, _REACH if capped else 0, worth, everywhere, _PARTNERS))
+    loops.solve(state, Rules(0.0, False, reach, worth, everywhere, _PARTNERS))
     out: Any = owners if arrays else owners.tolist()
     loops.get(state, out)
     result: list[list[int]] = [[] for _ in parts]

@@ -148,12 +148,20 @@ def meet() -> None:
     dist.all_reduce(torch.zeros(1))  # on the CPU: always gloo
 
 
+def let_go() -> None:
+    """Hold nothing any more. A heap of a case is closed: its descriptor outlives the object."""
+    heap = vars(held).pop("heap", None)
+    if heap is not None:
+        heap.close()
+    vars(held).clear()
+
+
 def _leave() -> None:
     """Leave odc while every peer still lives; the group is destroyed after that."""
     from odc.fsdp import shutdown
 
     meet()
-    vars(held).clear()
+    let_go()
     shutdown()
     meet()
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from odc.bench.crew import held
+from odc.bench.crew import held, let_go
 from odc.settings import Settings
 
 MIB = 1 << 20
@@ -95,5 +95,5 @@ def drop() -> None:
 
     for root in live_roots():
         root.leave()
-    vars(held).clear()
+    let_go()
     gc.collect()

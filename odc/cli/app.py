@@ -16,9 +16,11 @@ import typer
 from odc.cli.bench import bench
 from odc.cli.compare import compare
 from odc.cli.doctor import doctor
+from odc.cli.grpo import grpo
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
+from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
 
 app = typer.Typer(
@@ -29,7 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(train_mm)
 app.command()(compare)
+app.command()(grpo)
 app.command()(plan)
 app.command()(simulate)
 app.command()(bench)

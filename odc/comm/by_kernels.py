@@ -51,7 +51,8 @@ def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 
 def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `Moves.accumulate`; atomic adds, of which each place is a piece with one owner."""
-    for place, value in zip(places, values, strict=True):
-        table = torch.tensor([place.data_ptr()], device=place.device)
-        accumulate_pieces([value], [value.numel()], [0], table, dtype=place.dtype)
+    """See `Moves.accumulate`; atomic adds in one launch, the places being pieces of one owner's accumulator."""
+    first = places[0].data_ptr()
+    offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
+    numels = [value.numel() for value in values]
+    accumulate_pieces(values, numels, offsets, torch.tensor([first], device=places[0].device), dtype=places[0].dtype)

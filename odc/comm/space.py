@@ -3,9 +3,9 @@
 Chose to fix every size when the root is initialised, from the units alone, so that the memory odc takes can be said
 before training starts and never grows. `ledger()` is that account; the bound it is tested against:
 
-    one published shard (compute dtype) + one accumulator shard (fp32; fp64 when reproducible; W of them for
-    "per_source") + staging of at most 2 x the largest unit's chunk for each peer + the queue's inputs (none unless
-    `Settings.queue_bytes` asks for them) + words.
+    one published shard (compute dtype; two with `Settings.second_buffer`) + one accumulator shard (fp32; fp64 when
+    reproducible; W of them for "per_source") + staging of at most 2 x the largest unit's chunk for each peer + the
+    queue's inputs (none unless `Settings.queue_bytes` asks for them) + words.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Space:
         self._views: dict[tuple[str, int, int, int], torch.Tensor] = {}
         self._mutexes: dict[tuple[int, int], RobustMutex] = {}
         self.ring = Ring.fit(self.units, settings.staging_block_bytes)
+        self.buffers = 2 if settings.second_buffer else 1
         self.sources = geometry.shards if settings.accumulate == "per_source" else 1
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
@@ -87,7 +88,7 @@ class Space:
             ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
         ]
         for unit in self.units:
-            requests.append((f"published/{unit.index}", max(64, unit.published_bytes)))
+            requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
             requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
         if self.settings.accumulate == "server":
             for distance in range(1, self.geometry.shards):
@@ -114,20 +115,23 @@ class Space:
         count = self.param_base[-1]
         return self.heap.tensor(owner, "pushes", torch.int64, offset=source * count, numel=count)
 
-    def published(self, member: int, unit: UnitSpec, param: int) -> torch.Tensor:
-        """1-D [numel of a padded shard] in compute dtype."""
-        spec = unit.params[param]
-        name = f"published/{unit.index}"
-        return self.heap.tensor(
-            member, name, spec.dtype, offset=spec.published_offset // spec.dtype.itemsize, numel=spec.numel
-        )
+    def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
+        """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
+        return epoch % self.buffers * unit.published_bytes
 
-    def published_bytes(self, member: int, unit: UnitSpec) -> torch.Tensor:
+    def published(self, member: int, unit: UnitSpec, param: int, epoch: int = 0) -> torch.Tensor:
+        """1-D [numel of a padded shard] in compute dtype, as of `epoch`; which epoch matters with two buffers only."""
+        spec = unit.params[param]
+        at = (self.buffer_offset(unit, epoch) + spec.published_offset) // spec.dtype.itemsize
+        return self.heap.tensor(member, f"published/{unit.index}", spec.dtype, offset=at, numel=spec.numel)
+
+    def published_bytes(self, member: int, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the member's published shard of `unit`, parameter after parameter."""
-        key = ("published", member, unit.index, 0)
+        key = ("published", member, unit.index, epoch % self.buffers)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self.heap.tensor(member, f"published/{unit.index}", torch.uint8)
+            at = self.buffer_offset(unit, epoch)
+            view = self._views[key] = self.heap.tensor(member, f"published/{unit.index}", torch.uint8, offset=at)
         return view
 
     def accumulator(self, member: int, unit: UnitSpec, source: int = 0) -> torch.Tensor:

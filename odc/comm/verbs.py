@@ -63,15 +63,17 @@ class Verbs:
 
         Waits for nobody: the caller has made sure that no peer reads or pushes any more.
         """
-        me = self.geometry.me
+        me, epoch = self.geometry.me, self.epoch + 1
+        self.board.store(Word.PUBLISHING, epoch)
+        self.board.fence()  # a reader outside the job that sees any byte of this version sees the word above
         for unit, tensors in zip(self.space.units, shards, strict=True):
-            places = [self.space.published(me, unit, i) for i in range(len(unit.params))]
+            places = [self.space.published(me, unit, i, epoch) for i in range(len(unit.params))]
             self.space.moves.publish(places, tensors)
         for unit, used in zip(self.space.units, dirty, strict=True):
             for source in range(self.space.sources if used else 0):
                 self.space.accumulator(me, unit, source).zero_()
         self.space.heap.lanes.settle()
-        self.epoch += 1
+        self.epoch = epoch
         self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
 
     # fetch ------------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class Verbs:
             nonlocal fetched
             for owner in self.geometry.row_from_next():
                 self.await_published(owner, lane)
-                yield owner % self.geometry.shards, self.space.published_bytes(owner, unit)
+                yield owner % self.geometry.shards, self.space.published_bytes(owner, unit, self.epoch)
                 fetched += unit.published_bytes if owner != self.geometry.me else 0
 
         offsets = [spec.published_offset for spec in unit.params]

@@ -29,6 +29,7 @@ class Word(IntEnum):
     WAITING = 12  # rank: 0, or 1 + global rank it waits for
     WAITING_EPOCH = 13  # rank: the epoch it waits for
     OFFERED = 14  # rank: newest epoch for which its microbatches lie in the queue
+    PUBLISHING = 15  # rank: newest epoch that it has begun to publish; readers outside the job look at it
 
 
 BOARD_WORDS = 16

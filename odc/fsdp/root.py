@@ -54,7 +54,7 @@ class Root:
         self.identity = _identity(sharded.sequence, self.geometry)
         # Nothing that the daemon or `_leave` holds may hold this object: a deleted model gives its heap back.
         waiter: list[Waiter] = []
-        rendezvous = Rendezvous(
+        self.rendezvous = rendezvous = Rendezvous(
             compat.default_store(),
             self.identity,
             self.geometry,

@@ -51,7 +51,7 @@ def refuse_stale(space: Space, epoch: int, shards: Sequence[Sequence[torch.Tenso
     me = space.geometry.me
     if space.heap.lanes.asynchronous:
         pairs = [
-            (space.published(me, unit, i), shard.to(unit.params[i].dtype))
+            (space.published(me, unit, i, epoch), shard.to(unit.params[i].dtype))
             for unit, tensors in zip(space.units, shards, strict=True)
             for i, shard in enumerate(tensors)
         ]
@@ -59,7 +59,7 @@ def refuse_stale(space: Space, epoch: int, shards: Sequence[Sequence[torch.Tenso
             return
     for unit, tensors in zip(space.units, shards, strict=True):
         for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):
-            if not _same_bytes(space.published(me, unit, i).cpu(), shard.to(spec.dtype).cpu()):
+            if not _same_bytes(space.published(me, unit, i, epoch).cpu(), shard.to(spec.dtype).cpu()):
                 raise StaleParametersError(
                     f"rank {space.geometry.ranks[me]} (epoch {epoch}): {spec.name} changed inside an open minibatch, "
                     "after it was published; peers would still see the old values. Call model.publish() on every rank "

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from odc.errors import UnsupportedError
 
-_ACQUIRE, _RELEASE, _ACQ_REL = 2, 3, 4  # __ATOMIC_* of gcc and clang, part of libatomic's ABI
+_ACQUIRE, _RELEASE, _ACQ_REL, _SEQ_CST = 2, 3, 4, 5  # __ATOMIC_* of gcc and clang, part of libatomic's ABI
 _INSTALL = "install libatomic: `apt-get install libatomic1`, `dnf install libatomic` or `apk add libatomic`"
 
 
@@ -24,7 +25,8 @@ _INSTALL = "install libatomic: `apt-get install libatomic1`, `dnf install libato
 class Atomics:
     """Operations on an 8-byte aligned address that holds a signed 64-bit word.
 
-    `load` acquires, `store` releases, `add` (returns the old value) and `compare_exchange` do both.
+    `load` acquires, `store` releases, `add` (returns the old value) and `compare_exchange` do both. `fence` lets no
+    access before it, of any kind or size, change places with one after it.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Atomics:
     store: Callable[[int, int], None]
     add: Callable[[int, int], int]
     compare_exchange: Callable[[int, int, int], bool]
+    fence: Callable[[], None]
 
 
 def libatomic(library: str = "libatomic.so.1") -> Atomics:
@@ -51,6 +54,8 @@ def libatomic(library: str = "libatomic.so.1") -> Atomics:
     raw_exchange = loaded["__atomic_compare_exchange_8"]
     raw_exchange.argtypes = [address, ctypes.c_void_p, word, order, order]
     raw_exchange.restype = ctypes.c_bool
+    raw_fence = loaded["atomic_thread_fence"]
+    raw_fence.argtypes, raw_fence.restype = [order], None
 
     def compare_exchange(where: int, expected: int, desired: int) -> bool:
         seen = word(expected)
@@ -62,6 +67,7 @@ def libatomic(library: str = "libatomic.so.1") -> Atomics:
         lambda where, value: raw_store(where, value, _RELEASE),
         lambda where, delta: raw_add(where, delta, _ACQ_REL),
         compare_exchange,
+        lambda: raw_fence(_SEQ_CST),
     )
 
 
@@ -70,7 +76,8 @@ def plain_x86_64() -> Atomics:
 
     x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, loads are not reordered with loads,
     stores not with stores, and no store moves before an earlier load. So each load acquires and each store releases
-    without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes.
+    without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes. The fence
+    takes a lock: its atomic exchange is a full barrier on x86-64, also for the streaming stores of a large copy.
     """
     word = ctypes.c_int64
 
@@ -83,7 +90,13 @@ def plain_x86_64() -> Atomics:
     def refuse_exchange(where: int, expected: int, desired: int) -> bool:
         return bool(refuse(where, expected, desired))
 
-    return Atomics("plain x86-64", lambda where: word.from_address(where).value, store, refuse, refuse_exchange)
+    lock = threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    return Atomics("plain x86-64", lambda where: word.from_address(where).value, store, refuse, refuse_exchange, fence)
 
 
 def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomics:

@@ -71,7 +71,7 @@ class _Range:
 
 
 class Mapping:
-    """The first `nbytes` of `fd`, readable and writable; `fd` may be closed afterwards.
+    """The first `nbytes` of `fd`, readable and, unless told otherwise, writable; `fd` may be closed afterwards.
 
     It is unmapped when this object and every tensor made of it are gone. `address` is in this process.
 
@@ -79,8 +79,9 @@ class Mapping:
         OSError: the kernel refuses.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self.address, self.nbytes = _mmap(None, nbytes, mmap.MAP_SHARED, fd), nbytes
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+        protection = _READ_WRITE if writable else mmap.PROT_READ
+        self.address, self.nbytes = _mmap(None, nbytes, mmap.MAP_SHARED, fd, protection), nbytes
         # Every tensor holds the buffer, which need not hold this object.
         self._buffer = (ctypes.c_char * nbytes).from_address(self.address)
         held = _Range(self.address, nbytes)

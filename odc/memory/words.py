@@ -51,6 +51,10 @@ class Words:
         """Set word `i`; releases: what this thread wrote before is visible to whoever loads the new value."""
         self._atomics.store(self._at(i), _fits(value))
 
+    def fence(self) -> None:
+        """No access of this thread before it, to words or bulk memory, changes places with one after it."""
+        self._atomics.fence()
+
     def add(self, i: int, delta: int) -> int:
         """Add to word `i` atomically, wrapping around at 64 bits, and return what it held before.
 

@@ -3,6 +3,16 @@
 from odc.server.attach import Rendezvous, summary
 from odc.server.daemon import DOOR_PREFIX, Daemon, daemon, stop_daemon
 from odc.server.presence import announce_process
-from odc.server.service import Service
+from odc.server.service import Service, reading_token
 
-__all__ = ["DOOR_PREFIX", "Daemon", "Rendezvous", "Service", "announce_process", "daemon", "stop_daemon", "summary"]
+__all__ = [
+    "DOOR_PREFIX",
+    "Daemon",
+    "Rendezvous",
+    "Service",
+    "announce_process",
+    "daemon",
+    "reading_token",
+    "stop_daemon",
+    "summary",
+]

@@ -91,6 +91,10 @@ class Rendezvous:
                 raise told from error
             raise
 
+    def announced(self, member: int) -> dict[str, Any]:
+        """What the member has said by `announce`; waits for it like `connect`, with the same errors."""
+        return self._await_announcement(member, self._geometry.ranks[member], self._geometry.ranks[self._geometry.me])
+
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet; best effort, never raises."""
         with contextlib.suppress(RuntimeError, OSError):  # the store may have gone with the culprit

@@ -167,8 +167,10 @@ class Daemon:
             services = [service.status() for service in list(self._services.values())]
             return {"rank": self.rank, "pid": self.pid, "roots": services}, ()
         service = self._services.get(str(request.get("root")))
-        if request.get("op") != "attach" or service is None:
+        if request.get("op") not in ("attach", "read") or service is None:
             return {"error": f"no root {request.get('root')!r} here"}, ()
+        if request["op"] == "read":
+            return service.answer_read(request)
         reply = service.answer_attach(request)
         return reply, () if "error" in reply else (service.space.heap.fd, self.bell)
 

@@ -6,8 +6,10 @@ that training also writes: the service needs no lock against its own rank, which
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,11 @@ import torch
 from odc.comm import Adder, Inbox, Space, State, Word, abort
 from odc.errors import OdcError
 from odc.trace import PUSH, recorder
+
+
+def reading_token(token: str) -> str:
+    """What a reader outside the job shows instead of the peers' token, which cannot be had back from it."""
+    return hashlib.sha256(f"odc reads {token}".encode()).hexdigest()[:32]
 
 
 class Service:
@@ -72,12 +79,18 @@ class Service:
         heap, geometry = self.space.heap, self.space.geometry
         abort(self.space, reason, culprit, [m for m in geometry.others() if heap.attached(m)])
 
-    def answer_attach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Reply to a peer that wants the heap's descriptor; it must know the token."""
-        if not secrets.compare_digest(str(request.get("token", "")).encode(), self.token.encode()):
+    def answer_attach(self, request: dict[str, Any], token: str | None = None) -> dict[str, Any]:
+        """Reply to a visitor that wants the heap's descriptor; it must know `token` (default: the peers' own)."""
+        wanted = self.token if token is None else token
+        if not secrets.compare_digest(str(request.get("token", "")).encode(), wanted.encode()):
             return {"error": "wrong token"}
         heap = self.space.heap
         return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
+
+    def answer_read(self, request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
+        """Reply to a reader outside the job, and the heap's descriptor. Nobody watches the reader or waits for it."""
+        reply = self.answer_attach(request, reading_token(self.token))
+        return reply, () if "error" in reply else (self.space.heap.fd,)
 
     def status(self) -> dict[str, Any]:
         """For `odc status`: plain values. May be called from any thread."""

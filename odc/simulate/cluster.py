@@ -34,6 +34,8 @@ class Cluster:
         intra_latency, inter_latency: seconds before the first byte, per transfer or hop.
         accumulate_bandwidth: bytes/s at which one owner adds up pushed gradients, all sources together.
         collective: "ring" (ranks - 1 hops of latency) or "tree" (log2 of that).
+        reductions_in_flight: gradient reductions a rank may have under way while it computes on. 1: FSDP2 on a GPU,
+            which awaits the last unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
         call_seconds: fixed time of every collective and every transfer on demand (launch, rendezvous, bookkeeping).
         owner_skew: share of a unit that the fullest owner holds, over the mean share. 1: even shards, where striped
             transfers never queue at an owner; the number of ranks: one owner holds everything, a single server.
@@ -49,6 +51,7 @@ class Cluster:
     inter_latency: float = 0.0
     accumulate_bandwidth: float = math.inf
     collective: Algorithm = "ring"
+    reductions_in_flight: int = 1
     call_seconds: float = 0.0
     owner_skew: float = 1.0
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -67,6 +70,8 @@ class Cluster:
                 raise ConfigError(f"{name} must be finite, 0 or more, not {getattr(self, name)!r}")
         if self.collective not in ("ring", "tree"):
             raise ConfigError(f"collective must be ring or tree, not {self.collective!r}")
+        if self.reductions_in_flight < 0:
+            raise ConfigError(f"reductions_in_flight must be 0 or more, not {self.reductions_in_flight!r}")
         if not 1 <= self.owner_skew <= self.ranks:
             raise ConfigError(f"owner_skew must lie between 1 and the {self.ranks} ranks, not {self.owner_skew!r}")
         for rank, factor in self.slow.items():

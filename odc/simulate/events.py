@@ -5,8 +5,9 @@ rank. The price is 10 to 20 us for each use of a unit, so thousands of ranks tak
 
 The model:
 * A rank uses units in order. It may begin the fetch (or gather) of the next when it starts to compute this one, within
-  one pass. Pushes (or reductions) start after a unit's backward and hold up nothing but the end of the step.
-* Collectives of a group are done one after the other, each once its last rank has called it.
+  one pass. Pushes start after a unit's backward and hold up nothing but the end of the step.
+* Collectives of a group are done one after the other, each once its last rank has called it. Reductions start after a
+  unit's backward too; with more than `Cluster.reductions_in_flight` of its own not over, a rank waits.
 * Transfers on demand: one fetch and one push of a rank at a time. Where an owner holds more than its share, transfers
   queue at it in the order they began (it serves both directions at once).
 * The step ends when all ranks have computed and all gradients have arrived, and then `Step.ending_seconds` later.
@@ -61,6 +62,7 @@ class _Simulation:
         self.free: dict[tuple[str, int], float] = {}  # link, owner or group -> when it is free
         self.calls: dict[tuple[int, int], _Transfer] = {}  # (group, number) -> collective
         self.called = [0] * ranks
+        self.reductions: list[deque[_Transfer]] = [deque() for _ in range(ranks)]
         noise, jobs = step.noise(), step.jobs().tolist()
         self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
         costliest_first = sorted(range(len(jobs)), key=lambda i: -jobs[i])
@@ -110,7 +112,7 @@ class _Simulation:
             self.busy[rank] += seconds
             yield _Sleep(seconds)
             if use.push_bytes and (last or not resident):
-                self._push(rank, use)
+                yield from self._push(rank, use)
 
     def _wait(self, rank: int, unit: _Transfer) -> Iterator[_Transfer]:
         asked = self.now
@@ -132,12 +134,15 @@ class _Simulation:
             return self._send("fetch", rank, use.fetch_bytes)
         return self._collective(rank, self.cluster.gather_seconds(use.fetch_bytes, self.step.shards))
 
-    def _push(self, rank: int, use: Use) -> None:
+    def _push(self, rank: int, use: Use) -> Iterator[_Transfer]:
         if self.on_demand:
             done = self._send("push", rank, use.push_bytes).done or 0.0
             self.last_arrival = max(self.last_arrival, done)
-        else:
-            self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards))
+            return
+        own = self.reductions[rank]
+        own.append(self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards)))
+        if len(own) > self.cluster.reductions_in_flight:
+            yield from self._wait(rank, own.popleft())
 
     def _collective(self, rank: int, seconds: float) -> _Transfer:
         """The rank's next collective; its last caller starts it."""

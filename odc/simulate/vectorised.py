@@ -12,6 +12,7 @@ Uneven shards (`Cluster.owner_skew` above 1) make transfers queue at an owner, w
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ class _Lockstep:
         self.slow = np.array(step.cluster.slowness())
         self.now, self.start, self.busy, self.transfer = (np.zeros(ranks) for _ in range(4))
         self.link = np.zeros(ranks // step.shards)  # when each group's last collective is over
-        self.took = 0.0  # the last gather
+        self.reductions: deque[tuple[_Floats, float]] = deque()  # when each is over by rank, and what it takes
 
     def run(self) -> StepResult:
         if self.step.transport == "resident":
@@ -153,41 +154,42 @@ class _Lockstep:
         return _result(self.step, max(self.now.max(), self.link.max()), self.busy, self.transfer, self.counts)
 
     def _every_microbatch(self) -> None:
-        reduce: tuple[_Floats, float] | None = None  # when each rank called it, bytes
+        called = 0.0  # bytes of the reduction that each rank called at `now`, after its last use
         for m in range(int(self.counts.max())):
             for k, use in enumerate(self.uses):
                 ahead = self.step.prefetch and not use.first
-                if reduce and not ahead:  # called before this gather; one that runs ahead was called before it
-                    self._collective(*reduce)
-                fetched = self._gather(self.start if ahead else self.now, use.fetch_bytes)
-                if reduce and ahead:
-                    self._collective(*reduce)
-                self._use(m, k, fetched, slice(None))
-                reduce = (self.now, use.push_bytes) if use.push_bytes else None
-        if reduce:
-            self._collective(*reduce)
+                asked = self.start
+                if not ahead:  # a gather that does not run ahead is called after that reduction
+                    self._reduce(called)
+                    asked = self.now
+                fetched, took = self._gather(asked, use.fetch_bytes)
+                if ahead:
+                    self._reduce(called)
+                self._use(m, k, fetched, took, slice(None))
+                called = use.push_bytes
+        self._reduce(called)
 
     def _resident(self) -> None:
         """Gather in the first forward, reduce in each rank's last backward, nothing between."""
-        called = np.zeros((len(self.uses), len(self.now)))  # when each rank's last microbatch ends each use
         for m in range(int(self.counts.max())):
-            on = np.flatnonzero(self.counts > m)
             for k, use in enumerate(self.uses):
                 gathers = m == 0 and not use.backward
                 ahead = self.step.prefetch and not use.first
                 nbytes = use.fetch_bytes if gathers else 0.0
-                fetched = self._gather(self.start if gathers and ahead else self.now, nbytes)
-                self._use(m, k, fetched, on)
-                called[k, on] = self.now[on]
-        for use, when in zip(self.uses, called, strict=True):
-            if use.push_bytes:
-                self._collective(when, use.push_bytes)
+                fetched, took = self._gather(self.start if gathers and ahead else self.now, nbytes)
+                self._use(m, k, fetched, took, np.flatnonzero(self.counts > m + use.backward))
+        for k, use in enumerate(self.uses):
+            if use.backward:
+                self._use(self.counts - 1, k, self.now, 0.0, slice(None))
+                self._reduce(use.push_bytes)
 
-    def _use(self, m: int, k: int, fetched: _Floats, on: NDArray[np.intp] | slice) -> None:
-        """Wait and compute on some ranks."""
-        now, fetched = self.now[on], np.broadcast_to(fetched, self.now.shape)[on]
-        start = np.maximum(now, fetched)
-        self.transfer[on] += np.minimum(start - now, self.took)
+    def _use(
+        self, m: int | NDArray[np.intp], k: int, fetched: _Floats, took: float, on: NDArray[np.intp] | slice
+    ) -> None:
+        """Wait for a gather that takes `took`, and compute use k of (each rank's) microbatch m, on some ranks."""
+        now = self.now[on]
+        start = np.maximum(now, fetched[on])
+        self.transfer[on] += np.minimum(start - now, took)
         compute = self._seconds(m, k)[on]
         self.busy[on] += compute
         self.start = self.start.copy()
@@ -195,26 +197,40 @@ class _Lockstep:
         self.now = self.now.copy()
         self.now[on] = start + compute
 
-    def _seconds(self, m: int, k: int) -> _Floats:
+    def _seconds(self, m: int | NDArray[np.intp], k: int) -> _Floats:
         """Compute of use k in microbatch m by rank; a dummy takes only the fixed time."""
         real = np.flatnonzero(self.own > m)
-        at = self.begins[real] + m
+        at = (self.begins + m)[real]
         seconds, noise = np.zeros(len(self.own)), np.ones(len(self.own))
         seconds[real] = self.jobs[at]
         if self.noise is not None:
             noise[real] = self.noise[at, k]
         return _compute(self.step, self.uses[k].share, seconds, self.slow, noise)
 
-    def _gather(self, asked: _Floats, nbytes: float) -> _Floats:
-        """When each rank has the unit."""
-        self.took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
-        return np.repeat(self._collective(asked, nbytes), self.step.shards) if nbytes else asked
+    def _gather(self, asked: _Floats, nbytes: float) -> tuple[_Floats, float]:
+        """When each rank has the unit, and the seconds its gather takes."""
+        if not nbytes:
+            return asked, 0.0
+        took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
+        return self._collective(asked, took), took
 
-    def _collective(self, called: _Floats, nbytes: float) -> _Floats:
-        """When each group's collective is over, which its ranks called at `called`."""
+    def _reduce(self, nbytes: float) -> None:
+        """Each rank calls a reduction now, and goes on once few enough of its own are under way."""
+        if not nbytes:
+            return
+        took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
+        self.reductions.append((self._collective(self.now, took), took))
+        if len(self.reductions) > self.step.cluster.reductions_in_flight:
+            done, took = self.reductions.popleft()
+            gone_on = np.maximum(self.now, done)
+            self.transfer += np.minimum(gone_on - self.now, took)
+            self.now = gone_on
+
+    def _collective(self, called: _Floats, seconds: float) -> _Floats:
+        """When the collective is over on each rank, which the ranks called at `called`."""
         last = called.reshape(-1, self.step.shards).max(axis=1)
-        self.link = np.maximum(last, self.link) + self.step.cluster.gather_seconds(nbytes, self.step.shards)
-        return self.link
+        self.link = np.maximum(last, self.link) + seconds
+        return np.repeat(self.link, self.step.shards)
 
 
 def _result(step: Step, met: float, busy: _Floats, transfer: _Floats, counts: NDArray[np.intp]) -> StepResult:

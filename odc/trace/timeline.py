@@ -34,7 +34,7 @@ COLOURS: Final[Mapping[str, str]] = {
     WAIT: "#d8431f",
     IDLE: "#eceef0",
 }
-_SECOND_SHADE: Final = "#8db3d8"  # compute of every other microbatch
+_SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, by turns
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
 # Inches.
@@ -64,6 +64,7 @@ def draw(
     epochs: Iterable[int] | None = None,
     skip: int = 0,
     source: str = "measured",
+    passes: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Draw a PNG.
 
@@ -73,6 +74,8 @@ def draw(
         epochs: minibatches to draw, those of them that a panel has; None: the last two that all its ranks recorded.
         skip: leading epochs that the bubble printed over each panel leaves out; it counts all others, drawn or not.
         source: how the times came about: "measured", "emulated" or "simulated"; printed beside the bubble.
+        passes: (label, colour) of compute in microbatch 0, 1, ..., where a microbatch's index means something; without
+            them two shades alternate. A label stands in the legend once.
 
     Raises:
         TraceError: no panels, or a panel without a whole minibatch among `epochs`.
@@ -99,14 +102,14 @@ def draw(
         top -= _HEADER
         box = (_LEFT / _WIDTH, (top - rows) / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
-        _draw_rows(axes, panel, scale)
+        _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
         _draw_frame(axes, panel, scale, span_ns / scale, rows, source)
         last = panel is prepared[-1]
         axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
         if last:
             axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
         top -= rows + _GAP
-    _draw_legend(figure, prepared, height)
+    _draw_legend(figure, prepared, height, dict(passes) or {COMPUTE: COLOURS[COMPUTE]})
     figure.savefig(os.fspath(path), format="png")
 
 
@@ -154,7 +157,7 @@ def _row_height(ranks: int) -> float:
     return max(0.2, min(0.46, 4.2 / ranks))
 
 
-def _draw_rows(axes: Axes, panel: _Panel, scale: float) -> None:
+def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -> None:
     bars: dict[str, list[tuple[float, float, float, float]]] = {}  # colour -> left, top, width, height
 
     def add(colour: str, start: int, end: int, top: float, height: float) -> None:
@@ -166,9 +169,9 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float) -> None:
         for _, start, end in panel.steps:
             add(COLOURS[IDLE], start, end, row + top, height)
         for piece in panel.pieces[rank]:
-            colour = (
-                _SECOND_SHADE if piece.category == COMPUTE and piece.microbatch % 2 == 1 else COLOURS[piece.category]
-            )
+            # Compute outside of any microbatch (-1) has the first shade.
+            shade = shades[max(0, piece.microbatch) % len(shades)]
+            colour = shade if piece.category == COMPUTE else COLOURS[piece.category]
             add(colour, piece.start_ns, piece.end_ns, row + top, height)
         for span in panel.background[rank]:
             add(COLOURS[span.category], span.start_ns, span.end_ns, row + 0.26, 0.14)
@@ -234,10 +237,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float) -> None:
+def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, compute: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label=category) for category, colour in COLOURS.items()]
+    colours = {**compute, **{category: colour for category, colour in COLOURS.items() if category != COMPUTE}}
+    handles = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
         frameon=False, fontsize=11, labelcolor=_INK, handlelength=1.3, handleheight=1.0, columnspacing=1.8,

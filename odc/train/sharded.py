@@ -8,6 +8,7 @@ norm and head, which are small beside a block's activations and often share a we
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,12 +41,17 @@ def build_sharded(config: JobConfig, arm: Arm, vocab_size: int) -> tuple[Any, Ad
     if config.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     arm.shard(model, blocks, config.settings(), **options)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, adamw(model.parameters(), config)
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: JobConfig) -> AdamW:
+    """The job's optimizer; vectors get no weight decay."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return model, AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def plan_cost(config: JobConfig, vocab_size: int) -> Cost:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from odc.balance import Cost, queue_of
-from odc.errors import NonFiniteLossError
-from odc.trace import COLLECTIVE, OPTIMIZER, WAIT, recorder
+from odc.trace import OPTIMIZER, recorder
 from odc.train.arms import Arm
 from odc.train.config import JobConfig
 from odc.train.dataset import Dataset
+from odc.train.finish import agree, update
 from odc.train.loss import loss_scale
 from odc.train.packing import Microbatch, pack, padded_dummy
 from odc.train.results import StepRecord
@@ -75,10 +75,10 @@ class Step:
             loss_sum = self._minibatch(
                 step, mine, [cost for _, cost in loads], loss_scale(world, label_tokens), between
             )
-        total, counts = self._agree(step, loss_sum)
+        total, counts = agree(step, loss_sum, self.computed)
         loss = total / max(1, label_tokens)
         with recorder().span(OPTIMIZER):
-            norm = self._update(step)
+            norm = update(step, self.model.parameters(), self.optimizer, self.config.clip)
         return StepRecord(
             step=step + 1,
             loss=loss,
@@ -132,31 +132,6 @@ class Step:
         factor = self.config.slowed().get(dist.get_rank(), 1.0)
         if factor > 1:
             time.sleep((factor - 1) * computed_s)
-
-    def _agree(self, step: int, loss_sum: float) -> tuple[float, list[int]]:
-        """The loss summed over all ranks, in rank order, so that every rank gets the same bits; and their counts."""
-        mine = torch.tensor([loss_sum, self.computed], dtype=torch.float64)
-        rows = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        with recorder().span(WAIT, peer=COLLECTIVE):
-            dist.all_gather(rows, mine)
-        values, counts = [float(row[0]) for row in rows], [int(row[1]) for row in rows]
-        bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
-        if bad:
-            raise NonFiniteLossError(
-                f"step {step + 1}: the loss of rank {', '.join(map(str, bad))} is {values[bad[0]]}; nothing was "
-                "updated. Lower the learning rate, or look at the data of this step"
-            )
-        return math.fsum(values), counts
-
-    def _update(self, step: int) -> float:
-        limit = self.config.clip if self.config.clip > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(value):
-            raise NonFiniteLossError(f"step {step + 1}: the gradient norm is {value}; nothing was updated")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return value
 
     def _set_rate(self, step: int) -> float:
         config = self.config

@@ -159,3 +159,24 @@ def test_settings_that_may_differ_between_ranks_do_not_keep_them_apart() -> None
     with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=Settings(timeout_s=9.0, prefetch=3, trace=False)) as others:
         crew.spaces[1], others.spaces[1] = others.spaces[1], crew.spaces[1]
         assert crew.spaces[0].board(1).load(0) == 0
+
+
+def test_a_second_buffer_is_counted_and_kept_apart() -> None:
+    with Crew(LAYOUT, 2) as one, Crew(LAYOUT, 2, settings=Settings(second_buffer=True)) as two:
+        ledgers = [crew.spaces[0].ledger() for crew in (one, two)]
+        sizes = [sum(max(64, buffers * unit.published_bytes) for unit in one.units) for buffers in (1, 2)]
+        assert [ledger.pop("published") for ledger in ledgers] == sizes
+        assert ledgers[0] == ledgers[1]
+        space = two.spaces[0]
+        for epoch in (3, 4):
+            for unit in space.units:
+                for i in range(len(unit.params)):
+                    space.published(0, unit, i, epoch).fill_(epoch)
+        for unit in space.units:
+            for i, spec in enumerate(unit.params):
+                assert [space.published(0, unit, i, epoch).tolist() for epoch in (3, 4)] == [
+                    [3.0] * spec.numel,
+                    [4.0] * spec.numel,
+                ]
+                raw = space.published_bytes(0, unit, 3)[spec.published_offset :][: spec.nbytes]
+                assert torch.equal(raw, space.published(0, unit, i, 3).view(torch.uint8))

@@ -9,6 +9,7 @@ from odc.simulate import Cluster, Model, Step, Unit
 TRANSPORTS = ("collectives", "resident", "on demand", "dynamic")
 _positive = st.floats(0.5, 50.0)
 _short = st.floats(0.0, 0.1)
+_in_flight = st.sampled_from([0, 1, 2, 99])
 
 
 @st.composite
@@ -18,7 +19,7 @@ def clusters(draw: st.DrawFn, *, free: bool = False) -> Cluster:
     ranks = nodes * node
     slow = draw(st.dictionaries(st.integers(0, ranks - 1), st.floats(0.5, 3.0), max_size=3))
     if free:
-        return Cluster(ranks, node, slow=slow)
+        return Cluster(ranks, node, slow=slow, reductions_in_flight=draw(_in_flight))
     return Cluster(
         ranks,
         node,
@@ -29,6 +30,7 @@ def clusters(draw: st.DrawFn, *, free: bool = False) -> Cluster:
         accumulate_bandwidth=draw(_positive),
         call_seconds=draw(_short),
         collective=draw(st.sampled_from(["ring", "tree"])),
+        reductions_in_flight=draw(_in_flight),
         slow=slow,
         jitter=draw(st.sampled_from([0.0, 0.3])),
     )

@@ -33,6 +33,15 @@ def test_a_collective_waits_for_its_last_rank() -> None:
     assert result.busy == (pytest.approx(18.0), pytest.approx(6.0))
 
 
+def test_a_blocking_reduction_holds_up_the_last_backward() -> None:
+    # Parameters resident, links free. Units' backwards end after 12 and 18 s on rank 0, 20 + 4/3 and 22 s on rank 1.
+    step = [[18.0], [20.0, 2.0]]
+    overlapped = simulate_events(Step(Cluster(2, reductions_in_flight=1), TWO, step, "resident"))
+    assert overlapped.seconds == pytest.approx(22.0)
+    blocking = simulate_events(Step(Cluster(2, reductions_in_flight=0), TWO, step, "resident"))
+    assert blocking.seconds == pytest.approx(20 + 4 / 3 + 6)  # rank 0 begins its second unit's when both met
+
+
 def test_dummies_fill_up_counts_under_collectives_only() -> None:
     model = even_model(2, 8.0, unit_seconds=0.5)
     step = Step(Cluster(2), model, [[4.0, 4.0], [4.0]], "collectives")
@@ -81,6 +90,7 @@ def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
         ({"ranks": 2, "collective": "star"}, "ring or tree"),
         ({"ranks": 2, "owner_skew": 3.0}, "owner_skew"),
         ({"ranks": 2, "slow": {2: 1.5}}, "rank 2"),
+        ({"ranks": 2, "reductions_in_flight": -1}, "reductions_in_flight"),
     ],
 )
 def test_clusters_that_cannot_be(fields: dict[str, object], says: str) -> None:

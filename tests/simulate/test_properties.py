@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from _steps import TRANSPORTS, steps
@@ -60,11 +61,24 @@ def test_free_links_on_demand_take_the_longest_rank(step: Step) -> None:
 @given(steps(free=True, transport="resident"))
 def test_free_links_resident_take_the_longest_rank_after_the_first_forward(step: Step) -> None:
     step = replace(quiet(step), within_node=False)
+    step = replace(step, cluster=replace(step.cluster, reductions_in_flight=len(step.model.units)))
     forward, slow = step.model.forward, step.cluster.slowness()
     first = [own[0] * forward * slow[rank] if own else 0.0 for rank, own in enumerate(step.seconds)]
     result = simulate(step).seconds
     assert result >= max(on_ranks(step)) * (1 - 1e-9)
     assert result <= max(first) + max(on_ranks(step)) + 1e-9
+
+
+@pytest.mark.parametrize("transport", ["collectives", "resident"])
+@_few
+@given(data=st.data())
+def test_reductions_that_block_never_help(transport: str, data: st.DataObject) -> None:
+    step = data.draw(steps(transport=transport))
+    cluster = step.cluster
+    seconds = [
+        simulate(replace(step, cluster=replace(cluster, reductions_in_flight=most))).seconds for most in (0, 1, 2, 99)
+    ]
+    assert all(fewer >= more * (1 - 1e-9) for fewer, more in pairwise(seconds))
 
 
 @_few

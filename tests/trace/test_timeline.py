@@ -56,6 +56,16 @@ def test_waits_can_be_seen(tmp_path):
     assert share(tmp_path / "without.png", COMPUTE) > 1.8 * share(tmp_path / "with.png", COMPUTE)
 
 
+def test_passes_have_colours_of_their_own(tmp_path):
+    ink = {"first": "#123456", "second": "#65a321"}
+    draw(tmp_path / "passes.png", [("two", trace(2, waits=False))], passes=list(ink.items()))
+    pixels = np.round(imread(tmp_path / "passes.png")[..., :3] * 255).astype(int)
+    for colour in ink.values():
+        mine = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert float((pixels == mine).all(axis=-1).mean()) > 0.05
+    assert share(tmp_path / "passes.png", COMPUTE) == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 32])
 def test_every_number_of_ranks_fits(tmp_path, ranks):
     path = tmp_path / "t.png"

@@ -69,7 +69,7 @@ def rearrange_micro_batches(
     Returns the microbatches and the sample indices of each. Raises PlanError, a ValueError, naming what is over the cap
     or which count cannot be filled.
     """
-    lengths = _lengths(batch)
+    lengths = row_lengths(batch)
     size = force_group_size
     if len(lengths) % size:
         raise PlanError(f"a batch of {len(lengths)} samples is not made of groups of {size}")
@@ -114,7 +114,8 @@ def _none_empty(parts: list[list[int]]) -> list[list[int]]:
     return parts
 
 
-def _lengths(batch: Any) -> list[int]:
+def row_lengths(batch: Any) -> list[int]:
+    """Tokens of each sample of a verl batch, padding not counted."""
     ids = batch["input_ids"]
     lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return [int(length) for length in lengths.tolist()]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import heapq
-import importlib.util
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _verl import import_verl, needs_verl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,18 +16,8 @@ from odc.integrations.verl import get_seqlen_balanced_partitions, rearrange_micr
 from odc.integrations.verl.seqlen_balancing import WORKLOAD
 
 
-def verls_own() -> dict[str, Any]:
-    """Functions of verl that need nothing but the standard library, without importing verl and all it needs."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs verl's sources")
-    path = Path(next(iter(spec.submodule_search_locations))) / "utils" / "seqlen_balancing.py"
-    names = {"karmarkar_karp", "get_seqlen_balanced_partitions", "calculate_workload"}
-    found: dict[str, Any] = {"heapq": heapq, "torch": torch}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            exec(ast.unparse(node), found)
-    return found
+def verls_own() -> Any:
+    return import_verl("verl.utils.seqlen_balancing")
 
 
 def longest(costs: list[float], parts: list[list[int]]) -> float:
@@ -57,6 +44,7 @@ def test_equal_size_must_divide():
         get_seqlen_balanced_partitions([1, 2, 3, 4, 5], 2, True)
 
 
+@needs_verl
 @pytest.mark.parametrize("equal_size", [False, True])
 def test_as_even_as_verls(equal_size: bool):
     own = verls_own()
@@ -64,9 +52,9 @@ def test_as_even_as_verls(equal_size: bool):
     for _ in range(40):
         parts = draw.randint(1, 8)
         lengths = [min(9999, int(draw.lognormvariate(6, 1)) + 1) for _ in range(parts * draw.randint(1, 12))]
-        work = own["calculate_workload"](torch.tensor(lengths)).tolist()
+        work = own.calculate_workload(torch.tensor(lengths)).tolist()
         assert work == [int(WORKLOAD(length)) for length in lengths]
-        theirs = own["get_seqlen_balanced_partitions"](work, parts, equal_size)
+        theirs = own.get_seqlen_balanced_partitions(work, parts, equal_size)
         ours = get_seqlen_balanced_partitions(work, parts, equal_size)
         assert [len(part) > 0 for part in ours] == [len(part) > 0 for part in theirs]
         assert longest(work, ours) <= longest(work, theirs) * 1.001
@@ -145,3 +133,52 @@ def _agreed_count(rank: int, world: int) -> int:
 
 def test_ranks_have_the_count_of_the_fullest(ranks) -> None:
     assert ranks(2).run(_agreed_count) == [3, 3]
+
+
+def nested(lengths: list[int]) -> Any:
+    from tensordict import TensorDict
+
+    rows = [torch.full((length,), i) for i, length in enumerate(lengths)]
+    return TensorDict({"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [len(lengths)])
+
+
+@needs_verl
+@pytest.mark.parametrize("size", [1, 2])
+def test_microbatches_as_few_and_as_even_as_verls(size: int) -> None:
+    own = verls_own()
+    draw = random.Random(size)
+    for _ in range(20):
+        lengths = [min(500, int(draw.lognormvariate(4, 1)) + 1) for _ in range(size * draw.randint(2, 16))]
+        batch, cap = nested(lengths), 500 * size
+        _, theirs = own.rearrange_micro_batches(batch, cap, force_group_size=size)
+        micro, ours = rearrange_micro_batches(batch, cap, force_group_size=size)
+        assert len(ours) <= len(theirs)
+        for rows, some in zip(micro, ours, strict=True):
+            assert type(rows) is type(batch)
+            assert [row.tolist() for row in rows["input_ids"].unbind()] == [[i] * lengths[i] for i in some]
+        if len(ours) == len(theirs):
+            work = [WORKLOAD(length) for length in lengths]
+            assert longest(work, ours) <= longest(work, theirs) * 1.01
+
+
+def _counts(rank: int, world: int, lengths: list[list[int]]) -> list[int | str]:
+    """How many microbatches verl makes of a rank's samples, and how many we make; or the errors."""
+    own = verls_own()
+    found: list[int | str] = []
+    for function in (own.rearrange_micro_batches, rearrange_micro_batches):
+        try:
+            found.append(len(function(padded(lengths[rank]), 100, dp_group=torch.distributed.group.WORLD)[1]))
+        except ValueError as error:
+            found.append("ValueError, not PlanError" if type(error) is ValueError else type(error).__name__)
+    return found
+
+
+@needs_verl
+def test_ranks_agree_where_verls_do(ranks) -> None:
+    draw = random.Random(0)
+    for _ in range(4):
+        lengths = [[draw.randint(1, 60) for _ in range(12)] for _ in range(2)]
+        theirs, ours = zip(*ranks(2).run(_counts, lengths), strict=True)
+        assert len(set(ours)) == 1 and ours <= theirs
+    counts = ranks(2).run(_counts, [[60] * 4, [100, 10]])
+    assert counts == [["ValueError, not PlanError", "PlanError"]] * 2

@@ -1,0 +1,189 @@
+"""Evaluation on ranks: padded against unpadded under FSDP2 and odc, and gathering results in order.
+
+Run as `OMP_NUM_THREADS=1 python -m bench.evaluation --results bench/results` (about two minutes). Two tables:
+
+* *Forwards*: compute is *emulated*, a request sleeps for as long as its length says, LongAlign-like; parameters are
+  fetched or gathered for real. Documents have one to eight requests each, of one length, which stay on one rank.
+  `fsdp2, padded` deals documents out in turn and pads; so does `odc, padded`. `odc` does not pad; `odc, by length`
+  makes the ranks' work even besides, whatever the counts. Each arm runs the same requests, in turn, `--repeats` times.
+* *Gathering*: 10^5 small results, measured: in order into a function, in order into a list, and by
+  `dist.gather_object`, which leaves them rank by rank. Memory is what Python holds at most beyond the rank's own
+  results, in a run of its own, since tracing it takes time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tracemalloc
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench._crew import Crew, held
+from bench._report import store
+from bench._units import drop
+from bench.emulated import WIDTH, Model
+from odc import Settings
+from odc.balance import partition
+from odc.eval import RequestPlan, gather_results, run_requests, session
+from odc.simulate.lengths import NAMED
+from odc.train.arms import ARMS
+
+#: (transport, padded, dealt by length)
+WAYS: dict[str, tuple[str, bool, bool]] = {
+    "fsdp2, padded": ("fsdp2", True, False),
+    "odc, padded": ("odc", True, False),
+    "odc": ("odc", False, False),
+    "odc, by length": ("odc", False, True),
+}
+
+
+def documents(count: int, mean_s: float, seed: int) -> list[list[float]]:
+    """Seconds of every request, by document."""
+    generator = np.random.default_rng(seed)
+    sizes, lengths = generator.integers(1, 9, count), NAMED["longalign"].draw(count, generator)
+    unit = mean_s * sizes.sum() / (lengths * sizes).sum()
+    return [[float(length * unit)] * int(size) for size, length in zip(sizes, lengths, strict=True)]
+
+
+def owners(docs: list[list[float]], world: int, by_length: bool) -> list[int]:
+    """The rank of every request."""
+    of_document = partition([sum(doc) for doc in docs], world) if by_length else np.arange(len(docs)) % world
+    return [int(owner) for owner, doc in zip(of_document, docs, strict=True) for _ in doc]
+
+
+def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
+    """On every rank: seconds the evaluation took, and forwards of this rank."""
+    transport, pad, by_length = WAYS[way]
+    drop()
+    torch.manual_seed(0)
+    model, world = Model(), dist.get_world_size()
+    ARMS[transport].shard(model, list(model.layers), Settings())  # type: ignore[index]
+    ran = 0
+
+    @torch.no_grad()
+    def run(requests: list[float]) -> list[float]:
+        nonlocal ran
+        for request in requests:
+            model(torch.ones(1, WIDTH), 3 * request, 0)  # of which a forward sleeps one third
+            ran += 1
+        return requests
+
+    seconds = [one for doc in docs for one in doc]
+    with session(modules=[model]) as peers:
+        run_requests([0.0] * world, run, peers)  # builds heaps and buffers
+        ran = 0
+        dist.barrier()
+        begin = time.perf_counter()
+        answers = run_requests(seconds, run, peers, owners=owners(docs, world, by_length), pad=pad)
+        peers.meet("the end of the measurement")
+        took = time.perf_counter() - begin
+    assert answers in (None, seconds)
+    held.module = model
+    drop()
+    return took, ran
+
+
+def forward_rows(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a way; times against the first way's."""
+    docs = documents(arguments.documents, arguments.seconds, arguments.seed)
+    seconds = [one for doc in docs for one in doc]
+    runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
+    for _ in range(arguments.repeats):
+        for way in WAYS:
+            runs[way].append(crew.each(evaluate, way, docs))
+    took = {way: [max(one for one, _ in run) for run in some] for way, some in runs.items()}
+    dealt = owners(docs, crew.world, False)
+    waste = RequestPlan({"requests": tuple(dealt.count(rank) for rank in range(crew.world))}, 0).waste()
+    rows = []
+    for way, times in took.items():
+        counts = [count for _, count in runs[way][0]]
+        assert sum(counts) == len(seconds) + (waste if WAYS[way][1] else 0)
+        rows.append(
+            {
+                "way": way,
+                "forwards by rank": "+".join(map(str, counts)),
+                "forwards": sum(counts),
+                "s (median)": median(times),
+                "times as fast as the first": median(a / b for a, b in zip(took["fsdp2, padded"], times, strict=True)),
+                "bound": sum(seconds) / crew.world / median(times),
+            }
+        )
+    return rows
+
+
+def result(number: int) -> dict[str, Any]:
+    """About 300 bytes pickled."""
+    return {"doc_id": number, "answer": f"the answer to question {number}, " + "x" * 100, "scores": [0.5, number / 7]}
+
+
+def gather(way: str, count: int, trace: bool) -> tuple[float, int]:
+    """On every rank: seconds, and with `trace` bytes Python held at most."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, everyone = [result(number) for number in range(rank, count, world)], None
+    with session() as peers:
+        dist.barrier()
+        if trace:
+            tracemalloc.start()
+        begin, taken = time.perf_counter(), [0]
+        if way == "dist.gather_object":
+            everyone = [None] * world if rank == 0 else None
+            dist.gather_object(rows, everyone)
+        else:
+            into = (lambda row: taken.__setitem__(0, taken[0] + 1)) if way == "in order, into a function" else None
+            everyone = gather_results(rows, range(rank, count, world), peers, expected=count, into=into)
+        took = time.perf_counter() - begin
+        peak = tracemalloc.get_traced_memory()[1] if trace else 0
+        tracemalloc.stop()
+    assert rank or taken[0] == count or everyone
+    return took, peak
+
+
+def gather_rows(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a way; times and memory on rank 0."""
+    ways = ("dist.gather_object", "in order, into a list", "in order, into a function")
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(arguments.repeats):
+        for way in ways:
+            took[way].append(crew.each(gather, way, arguments.results_count, False)[0][0])
+    peaks = {way: crew.each(gather, way, arguments.results_count, True)[0][1] for way in ways}
+    return [
+        {
+            "way": way,
+            "s (median)": median(took[way]),
+            "times as long as gather_object": median(
+                a / b for a, b in zip(took[way], took["dist.gather_object"], strict=True)
+            ),
+            "MiB held on rank 0": round(peaks[way] / 2**20, 1),
+        }
+        for way in ways
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--documents", type=int, default=14, help="of one to eight requests")
+    parser.add_argument("--seconds", type=float, default=0.25, help="slept for a request of mean length")
+    parser.add_argument("--results-count", type=int, default=100_000, help="small results to gather")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with Crew(arguments.ranks, timeout_s=1800) as crew:
+        forwards, gathered = forward_rows(crew, arguments), gather_rows(crew, arguments)
+    title = f"{arguments.documents} documents on {arguments.ranks} ranks, emulated (slept) compute, real communication"
+    lengths = f"LongAlign-like; the mean request sleeps {arguments.seconds:g} s"
+    bound = "share of the best possible time: all work over the number of ranks"
+    store(arguments.results, "evaluation", title, forwards, seed=arguments.seed, lengths=lengths, bound=bound)
+    title = f"{arguments.results_count} small results of {arguments.ranks} ranks gathered on rank 0, measured"
+    store(arguments.results, "gather", title, gathered)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Reading all weights from outside the job: the rate against memcpy, and what a reader costs the job's steps.
+
+`python -m bench.handover` makes two tables. Two ranks hold the model; a third process, no rank, reads.
+
+The rate: a full `Reader.read` into tensors that are there ("kept") and into new ones ("fresh"), against a memcpy of the
+same bytes, tensor by tensor, from that process's own memory into the same kind of destination. Rounds alternate while
+the job stands still. Target: 0.5 of memcpy.
+
+The steps: the ranks run minibatches whose compute is emulated (slept) and whose communication is real, in rounds with
+and without a reader that fetches in a loop, in turn. Target: within 3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import multiprocessing
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench._crew import Crew, held
+from bench._report import store
+
+MIB = 1 << 20
+_WIDTH = 1024  # of a unit: one fp32 matrix of 4 MiB
+_SETTLE_S = 0.2  # after a reader is told to start or stop
+
+
+class Layer(nn.Module):
+    """A unit of 4 MiB and two vectors, whose time is slept: a third in forward, two thirds in backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH, bias=False)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds / 3)
+        y: torch.Tensor = self.norm(self.linear(x))
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(self.seconds * 2 / 3))
+        return y
+
+
+def build(units: int, seconds: float, second_buffer: bool) -> str:
+    """On every rank: the model, with a first version published; returns the ticket."""
+    from odc import Settings, fully_shard
+    from odc.fsdp import live_roots
+    from odc.handover import ticket
+
+    for root in live_roots():
+        root.leave()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Layer(seconds / units) for _ in range(units)))
+    settings = Settings(second_buffer=second_buffer)
+    for layer in model:
+        fully_shard(layer, settings=settings)
+    held.model = fully_shard(model, settings=settings)
+    held.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    held.model.publish()
+    return ticket(held.model)
+
+
+def steps(count: int) -> list[float]:
+    """Seconds of each of `count` minibatches of one microbatch, with their updates. On every rank."""
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        with held.model.minibatch():
+            held.model(torch.ones(1, _WIDTH)).sum().backward()
+        held.optimizer.step()
+        held.optimizer.zero_grad()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+# the process that reads ----------------------------------------------------------------------------------------------
+
+
+def follow(pipe: Connection, ticket: str) -> None:
+    """Do what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
+    from odc.errors import StaleVersionError
+    from odc.handover import Reader
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    with Reader(ticket) as reader:
+        into = reader.read().tensors
+        while (order := pipe.recv()) != "end":
+            if order != "start":
+                pipe.send(rates(reader, into, order[1]))
+                continue
+            reads = stale = 0
+            begin = time.perf_counter()
+            while not pipe.poll():
+                try:
+                    reader.read(into)
+                    reads += 1
+                except StaleVersionError:
+                    stale += 1
+            pipe.recv()
+            pipe.send({"reads": reads, "stale": stale, "seconds": time.perf_counter() - begin})
+
+
+def rates(reader: Any, into: dict[str, torch.Tensor], rounds: int) -> list[dict[str, Any]]:
+    """A row for kept and one for fresh destinations; fetch and memcpy alternate."""
+    sources = {name: tensor.clone() for name, tensor in into.items()}
+    nbytes = sum(tensor.nbytes for tensor in into.values())
+
+    def memcpy(kept: bool) -> None:
+        for name, source in sources.items():
+            destination = into[name] if kept else torch.empty_like(source)
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
+            if not kept:
+                fresh.append(destination)
+
+    rows, fresh = [], list[torch.Tensor]()
+    for pages in ("kept", "fresh"):
+        kept = pages == "kept"
+        fetches, copies = [], []
+        for _ in range(rounds + 1):
+            fetches.append(_seconds(functools.partial(reader.read, into if kept else None)))
+            copies.append(_seconds(functools.partial(memcpy, kept)))
+            fresh.clear()
+        fetch, copy = median(fetches[1:]), median(copies[1:])
+        rows.append({"pages": pages, "MiB": nbytes / MIB, "fetch_ms": fetch * 1e3, "memcpy_ms": copy * 1e3,
+                     "ratio": copy / fetch, "fetch_GBps": nbytes / fetch / 1e9, "rounds": rounds})  # fmt: skip
+    return rows
+
+
+def _seconds(work: Any) -> float:
+    begin = time.perf_counter()
+    kept = work()
+    took = time.perf_counter() - begin
+    del kept
+    return took
+
+
+# both ----------------------------------------------------------------------------------------------------------------
+
+
+class Outsider:
+    """The reading process."""
+
+    def __init__(self, ticket: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=follow, args=(theirs, ticket), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, order: Any, timeout_s: float = 600.0) -> Any:
+        self.pipe.send(order)
+        if not self.pipe.poll(timeout_s):
+            raise TimeoutError(f"the reader did not answer {order!r}")
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.pipe.send("end")
+        self.process.join(30)
+
+
+def rate_rows(crew: Crew, mibs: list[int], rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for mib in mibs:
+        outsider = Outsider(crew.each(build, mib // 4, 0.0, False)[0])
+        rows += outsider.ask(("rates", rounds))
+        outsider.end()
+        print(f"{mib} MiB: {[round(row['ratio'], 2) for row in rows[-2:]]} of memcpy", file=sys.stderr)
+    return rows
+
+
+def step_row(crew: Crew, mib: int, seconds: float, second_buffer: bool, pairs: int, count: int) -> dict[str, Any]:
+    """`pairs` rounds of `count` steps without and with a reader, in turn."""
+    outsider = Outsider(crew.each(build, mib // 4, seconds, second_buffer)[0])
+    crew.each(steps, 2)
+    alone, read, loops = [], [], []
+    for _ in range(pairs):
+        alone += crew.each(steps, count)[0]
+        outsider.pipe.send("start")
+        time.sleep(_SETTLE_S)
+        read += crew.each(steps, count)[0]
+        loops.append(outsider.ask("stop"))
+        time.sleep(_SETTLE_S)
+    outsider.end()
+    reads, spent = sum(loop["reads"] for loop in loops), sum(loop["seconds"] for loop in loops)
+    return {
+        "MiB": mib,
+        "buffers": 1 + second_buffer,
+        "slept_s": seconds,
+        "alone_s": median(alone),
+        "read_s": median(read),
+        "read/alone": median(read) / median(alone),
+        "reads a step": reads * median(read) / spent,
+        "given up": sum(loop["stale"] for loop in loops),
+        "steps": len(read),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[32, 128, 512], help="sizes of models whose rate is taken"
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5, help="slept in a step")
+    parser.add_argument("--pairs", type=int, default=6, help="rounds with and without a reader")
+    parser.add_argument("--steps", type=int, default=8, help="of one round")
+    given = parser.parse_args()
+    with Crew(2, timeout_s=1800) as crew:
+        rates_ = rate_rows(crew, given.mib, given.rounds)
+        loads = [
+            step_row(crew, min(given.mib), given.seconds, second, given.pairs, given.steps) for second in (False, True)
+        ]
+    store(given.results, "handover", "A full fetch from outside the job against memcpy of the same tensors", rates_)
+    store(
+        given.results, "handover_steps", "The job's steps with a reader that fetches in a loop, compute emulated", loads
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""A declared piece of every rank's heap in which ragged data lies until all who need it have copied it.
+
+Chose an arena with places found at run time, in a heap whose size is fixed before, over a heap that grows: memory is
+known when the job starts, and overflow says which size would have done. A place is given back when its readers have
+marked it read, so ranks may run apart by as much as the arena holds; the price is that in a small arena the fast wait
+for the slow.
+
+    owner    wait: the channel's last place is read | find room | write | (offset, bytes, signature) | STEP (release)
+    reader   wait: STEP >= its step | copy what is its own | READ[channel, reader] on the owner = step (release)
+
+Why it is right. STEP of a channel moves on only after everyone who was to read the step before has stored READ, so a
+reader that sees its own step finds the place as it was written; and it stores READ after its last copy. READ words have
+one writer each. A reader with nothing to read neither waits nor is waited for: nobody meets.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from odc.comm import Geometry, Space, Waiter, Word, abort
+from odc.comm.wait import read_reason
+from odc.errors import HeapMemoryError, OdcError
+from odc.memory import ShmHeap, Words
+from odc.server import Daemon, Rendezvous, Service, announce_process, daemon
+from odc.server.presence import Store
+from odc.settings import Settings
+
+_STEP, _OFFSET, _NBYTES, _SIGNATURE, _ROW = range(5)
+_ALIGN = 64
+
+
+class Lying(NamedTuple):
+    """What lies ready: uint8 [bytes] in the owner's heap, and the signature it was put with."""
+
+    raw: torch.Tensor
+    signature: int
+
+
+@dataclass
+class _Place:
+    """Of one channel, on its owner."""
+
+    step: int
+    offset: int
+    nbytes: int
+    readers: list[int]
+
+
+class Arena:
+    """One rank's arena and its view of the others'. Channels may be used from several threads, each from one at a time.
+
+    Construction waits for nobody; a peer is attached when it is first read from, or waited for.
+
+    Args:
+        store: of the job.
+        ranks: global ranks that share it, the same list on all.
+        rank: own global rank.
+        nbytes: of the arena, on every rank.
+        channels: names, the same on every rank.
+        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        name: unlike that of any other arena of these ranks.
+
+    Raises:
+        HeapMemoryError: the arena does not fit into memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        nbytes: int,
+        channels: Sequence[str],
+        timeout_s: float,
+        name: str,
+    ) -> None:
+        self.geometry = Geometry(tuple(ranks), len(ranks), list(ranks).index(rank))
+        self.channels = {channel: i for i, channel in enumerate(channels)}
+        self.nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        identity = f"{name}.{hashlib.sha256(repr(self.geometry.ranks).encode()).hexdigest()[:8]}"
+        waiter: list[Waiter] = []
+        meet = Rendezvous(store, identity, self.geometry, timeout_s, lambda doing: waiter[0].check(doing))
+        heap = ShmHeap(identity, self.geometry.ranks, self.geometry.me, meet.connect, timeout_s)
+        heap.allocate("arena", max(_ALIGN, self.nbytes))
+        heap.allocate("arena/table", 8 * _ROW * len(channels))
+        heap.allocate("arena/read", 8 * len(channels) * len(ranks))
+        self.space = Space(
+            heap,
+            self.geometry,
+            (),
+            Settings(accumulate="direct", timeout_s=timeout_s),
+            "|".join(["arena-1", *channels]),
+        )
+        self._board = self.space.board(self.geometry.me)
+        self.waiter = Waiter(self.space, functools.partial(self._board.load, Word.PUBLISHED))
+        waiter.append(self.waiter)
+        service = Service(identity, self.space)
+        server = daemon(rank)
+        meet.on_attach = lambda member, pid: server.watch(service, member, pid)
+        meet.on_failure = service.abort
+        server.serve(service)
+        self._lock = threading.Lock()
+        self._places: dict[int, _Place] = {}
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self.space, server, service, meet)
+        announce_process(store, rank)
+        meet.announce(
+            server.door_name, service.token, heap.digest, [], f"arena_bytes={self.nbytes}, channels={list(channels)}"
+        )
+
+    # owner ------------------------------------------------------------------------------------------------------
+
+    def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int]) -> torch.Tensor:
+        """Room for `nbytes` of `step`, uint8 [nbytes], to be written and then shown by `show`.
+
+        Waits until what lies in the channel is read, and until there is room.
+
+        Args:
+            channel: each is put at most once a step; steps rise.
+            readers: members that will read it; own reads need no place.
+
+        Raises:
+            HeapMemoryError: it is larger than the whole arena; names the size needed.
+            WaitTimeoutError, PeerLostError: a reader, which is named, has not read what lies here.
+        """
+        self.touch(f"putting {channel} of step {step}")
+        number = self._number(channel)
+        before = self._places.get(number)
+        if before is not None:
+            if step <= before.step:
+                raise OdcError(f"{self._who()}: {channel} was put for step {before.step} already, not only for {step}")
+            self._await_readers(number, before, channel)
+        offset = self._reserve(_Place(step, 0, nbytes, list(readers)), number, channel)
+        return self.space.heap.tensor(self.geometry.me, "arena", torch.uint8, offset=offset, numel=nbytes)
+
+    def show(self, channel: str, signature: int = 0) -> None:
+        """Let readers have what was put: everything was written before."""
+        number = self._number(channel)
+        place, table, base = self._places[number], self._table(self.geometry.me), _ROW * self._number(channel)
+        table.store(base + _OFFSET, place.offset)
+        table.store(base + _NBYTES, place.nbytes)
+        table.store(base + _SIGNATURE, signature)
+        self._board.store(Word.PUBLISHED, max(place.step, self._board.load(Word.PUBLISHED)))
+        table.store(base + _STEP, place.step)  # release: the bytes and the words above are visible before it
+
+    def _reserve(self, place: _Place, number: int, channel: str) -> int:
+        """Find room and note who has it; waits for readers while there is none."""
+        needed = _up(place.nbytes)
+        if needed > self.nbytes:
+            raise HeapMemoryError(
+                f"{self._who()}: {channel} of step {place.step} needs {needed} bytes, but the arena has {self.nbytes}; "
+                f"declare arena_bytes={needed} or more"
+            )
+        while True:
+            with self._lock:
+                held = [(n, one) for n, one in self._places.items() if n != number and self._unread(n, one)]
+                offset = _gap([(one.offset, _up(one.nbytes)) for _, one in held], needed, self.nbytes)
+                if offset is not None:
+                    place.offset = offset
+                    self._places[number] = place
+                    return offset
+            total = needed + sum(_up(one.nbytes) for _, one in held)
+            what = f"{channel} of step {place.step} (with arena_bytes={total} this would not wait)"
+            self._await_readers(*min(held, key=lambda one: one[0]), what)
+
+    def _await_readers(self, number: int, place: _Place, what: str) -> None:
+        read, name = self._read(self.geometry.me), list(self.channels)[number]
+        for member in place.readers:
+            word, rank = number * len(self.geometry.ranks) + member, self.geometry.ranks[member]
+
+            def done(word: int = word) -> bool:
+                return read.load(word) >= place.step
+
+            self.waiter.until(done, member, f"rank {rank} to read {name} of step {place.step}, to make room for {what}")
+
+    def _unread(self, number: int, place: _Place) -> bool:
+        read, members = self._read(self.geometry.me), len(self.geometry.ranks)
+        return any(read.load(number * members + reader) < place.step for reader in place.readers)
+
+    # reader -----------------------------------------------------------------------------------------------------
+
+    def get(self, channel: str, step: int, owner: int) -> Lying:
+        """What `owner` has put for this step; waits for it. Copy it, then call `done`.
+
+        Raises:
+            WaitTimeoutError, PeerLostError: the owner, which is named, did not put it.
+        """
+        number = self._number(channel)
+        self.touch(f"reading {channel} of step {step}")
+        table, base = self._table(owner), _ROW * number
+        rank = self.geometry.ranks[owner]
+        self.waiter.until(
+            lambda: table.load(base + _STEP) >= step, owner, f"rank {rank} to put {channel} of step {step}"
+        )
+        if table.load(base + _STEP) != step:
+            raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
+        offset, nbytes = table.load(base + _OFFSET), table.load(base + _NBYTES)
+        raw = self.space.heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes)
+        return Lying(raw, table.load(base + _SIGNATURE))
+
+    def done(self, channel: str, step: int, owner: int) -> None:
+        """This rank has copied what it needs of what `get` gave."""
+        word = self._number(channel) * len(self.geometry.ranks) + self.geometry.me
+        self._read(owner).store(word, step)  # release: the copies are over
+
+    # both -------------------------------------------------------------------------------------------------------
+
+    def touch(self, doing: str) -> None:
+        """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
+        with self._lock:
+            self._board.store(Word.PROGRESS, self._board.load(Word.PROGRESS) + 1)
+        self.waiter.check(doing)
+
+    def refuse(self, reason: str) -> None:
+        """End the exchange for everybody, naming this rank."""
+        abort(self.space, reason, self.geometry.ranks[self.geometry.me], self.geometry.others())
+
+    def close(self) -> None:
+        """Wait until all that was put is read, then leave. Idempotent; nothing can be put or read afterwards."""
+        if not self._leave.alive:
+            return
+        if not self._board.load(Word.ABORT):
+            for number, place in self._places.items():
+                self._await_readers(number, place, "the end of this exchange")
+        self._leave()
+
+    def _number(self, channel: str) -> int:
+        if channel not in self.channels:
+            raise OdcError(f"{self._who()}: no channel {channel!r}; declared are {', '.join(self.channels)}")
+        return self.channels[channel]
+
+    def _table(self, member: int) -> Words:
+        return self.space.heap.words(member, "arena/table")
+
+    def _read(self, member: int) -> Words:
+        return self.space.heap.words(member, "arena/read")
+
+    def _who(self) -> str:
+        return f"rank {self.geometry.ranks[self.geometry.me]} (step {self._board.load(Word.PUBLISHED)})"
+
+
+def _up(nbytes: int) -> int:
+    return -(-max(1, nbytes) // _ALIGN) * _ALIGN
+
+
+def _gap(held: list[tuple[int, int]], needed: int, room: int) -> int | None:
+    """The first offset with so many free bytes, among held (offset, bytes)."""
+    end = 0
+    for offset, nbytes in sorted(held):
+        if offset - end >= needed:
+            return end
+        end = max(end, offset + nbytes)
+    return end if room - end >= needed else None
+
+
+def _leave(pid: int, space: Space, server: Daemon, service: Service, meet: Rendezvous) -> None:
+    if os.getpid() != pid:
+        return
+    board = space.board(space.geometry.me)
+    if board.load(Word.ABORT):
+        meet.tell(read_reason(space, space.geometry.me), board.load(Word.ABORT) - 1)
+    board.store(Word.LEFT, 1)
+    server.dismiss(service)
+    meet.close()
+    space.close()

@@ -1,0 +1,142 @@
+"""Exchange by one all-to-all with exact sizes (paper section 5.2.1), and the all-gather strawman it replaces.
+
+Chose one all-to-all of bytes for all fields of a move: sizes follow from the plan, so nothing but the rows travels and
+a rank holds what it sends and what it gets, whatever the number of ranks. The price is that all ranks meet, and a
+16-byte head is gathered first so that ranks that planned differently refuse the step instead of moving garbage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from odc.dispatch.exchange.base import sent_bytes
+from odc.dispatch.exchange.meeting import Meeting
+from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, signature
+from odc.dispatch.rearrangement import Ints
+from odc.dispatch.route import FieldRoute, Route
+from odc.errors import OdcError
+from odc.server.presence import Store
+
+
+class CollectiveExchange:
+    """An `Exchange` by collectives of torch.distributed (gloo, NCCL); see there for the methods.
+
+    Made by all ranks of the group together: it makes process groups of its own (one for data, gloo ones for heads and
+    for planning), so that its deadlines are its own and planning may run on another thread.
+
+    Args:
+        store: of the job; `torch.distributed.TCPStore` for example.
+        group: whose ranks are the instances, in its order; None for all.
+        timeout_s: of every collective.
+        name: unlike that of any other exchange of these ranks.
+    """
+
+    def __init__(
+        self, store: Store, *, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0, name: str = "dispatch"
+    ) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.me = self.ranks.index(dist.get_rank())
+        self.moved: dict[str, int] = Counter()
+        backend = dist.get_backend(group)
+        self._data = Meeting(store, f"{name}/data", self.ranks, backend, timeout_s)
+        self._heads = Meeting(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
+        self._planning = Meeting(store, f"{name}/planning", self.ranks, "gloo", timeout_s)
+
+    def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
+        return self._planning.gather(f"gathering {channel} of step {step}", values)
+
+    @torch.no_grad()
+    def move(
+        self, step: int, channel: str, route: Route, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        who, what = f"rank {self.ranks[self.me]}", f"moving {channel} of step {step}"
+        kinds: dict[str, Kind] = {}
+        refusal, own = "", 0
+        try:
+            kinds = kinds_of(route, tensors, who)
+            own = signature(route, kinds)
+        except OdcError as error:
+            refusal = str(error)
+        self._heads.agree(what, refusal, own, step)
+        raw = {name: as_bytes(tensor) for name, tensor in tensors.items()}
+        sent = sent_bytes(route, {name: kind.row_bytes for name, kind in kinds.items()})
+        self.moved[channel] += self._traffic(sent)
+        got = self._data.run(what, lambda: self._exchange(route, raw, sent))
+        return {name: from_bytes(got[name], kind) for name, kind in kinds.items()}
+
+    def close(self) -> None:
+        for meeting in (self._data, self._heads, self._planning):
+            meeting.close()
+
+    def _traffic(self, sent: list[int]) -> int:
+        """Bytes that leave this rank."""
+        return sum(sent) - sent[self.me]
+
+    def _exchange(self, route: Route, raw: dict[str, torch.Tensor], sent: list[int]) -> dict[str, torch.Tensor]:
+        """Own rows as bytes by field, in; the rows that are to lie here, out."""
+        names = list(route.fields)
+        packed = {name: _rows(raw[name], route.fields[name].pack) for name in names}
+        parts = {name: _split(packed[name], route.fields[name].sent) for name in names}
+        widths = {name: raw[name].shape[1] for name in names}
+        outgoing = _joined([parts[name][i] for i in range(len(self.ranks)) for name in names])
+        received = [sum(int(route.fields[n].received[i]) * widths[n] for n in names) for i in range(len(self.ranks))]
+        incoming = torch.empty(sum(received), dtype=torch.uint8, device=outgoing.device)
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=self._data.group)
+        chunks: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        at = 0
+        for source in range(len(self.ranks)):
+            for name in names:
+                nbytes = int(route.fields[name].received[source]) * widths[name]
+                chunks[name].append(incoming[at : at + nbytes])
+                at += nbytes
+        return {name: _landed(chunks[name], widths[name], route.fields[name]) for name in names}
+
+
+class AllGatherExchange(CollectiveExchange):
+    """The strawman of the paper: every rank gathers all rows of all ranks and keeps what it needs. For comparison."""
+
+    def _traffic(self, sent: list[int]) -> int:
+        return sum(sent) * (len(self.ranks) - 1)
+
+    def _exchange(self, route: Route, raw: dict[str, torch.Tensor], sent: list[int]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, field in route.fields.items():
+            mine = _rows(raw[name], field.pack)
+            sizes = torch.from_numpy(field.sent).to(mine.device)
+            tables = [torch.empty_like(sizes) for _ in self.ranks]
+            dist.all_gather(tables, sizes, group=self._data.group)
+            rows = [int(table.sum()) for table in tables]
+            padded = torch.empty(max(rows), mine.shape[1], dtype=torch.uint8, device=mine.device)
+            padded[: len(mine)] = mine
+            everything = [torch.empty_like(padded) for _ in self.ranks]
+            dist.all_gather(everything, padded, group=self._data.group)
+            chunks = []
+            for table, all_rows in zip(tables, everything, strict=True):
+                begin = int(table[: self.me].sum())
+                chunks.append(all_rows[begin : begin + int(table[self.me])].reshape(-1))
+            found[name] = _landed(chunks, mine.shape[1], field)
+        return found
+
+
+def _rows(raw: torch.Tensor, rows: Ints) -> torch.Tensor:
+    """The rows listed, of uint8 [rows, bytes]."""
+    return raw.index_select(0, torch.from_numpy(rows).to(raw.device))
+
+
+def _split(raw: torch.Tensor, counts: Ints) -> list[torch.Tensor]:
+    return [part.reshape(-1) for part in raw.split(counts.tolist())]
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(filled) if filled else parts[0]
+
+
+def _landed(chunks: list[torch.Tensor], width: int, field: FieldRoute) -> torch.Tensor:
+    """Chunks in receive order as uint8 [rows, width] in the order in which rows lie here."""
+    rows = len(field.unpack)
+    return _rows(_joined(chunks).view(rows, width) if width else chunks[0].new_empty(rows, 0), field.unpack)

@@ -1,0 +1,133 @@
+"""Collectives with a deadline that name who is missing, and a head that refuses a step on all ranks alike.
+
+Chose a mark in the job's store before every collective (a message, no answer awaited) over torch's bare time-out, which
+says that somebody is late and not who. The price is one small message an exchange to the store's host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from odc.dispatch.rearrangement import Ints
+from odc.errors import OdcError, PlanError, WaitTimeoutError
+from odc.server.presence import Store
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """One process group of its own, with marks; used by one thread at a time. All ranks of `ranks` make it together.
+
+    Args:
+        store: of the job.
+        name: of this meeting, the same on every rank and unlike any other.
+        ranks: global ranks that meet.
+        backend: of torch.distributed.
+        timeout_s: of every collective.
+    """
+
+    def __init__(self, store: Store, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
+        self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
+        self.me = ranks.index(dist.get_rank())
+        self._number = 0
+        # torch names a locally synchronized group by its ranks alone and meets at that name: one that was destroyed
+        # leaves stale addresses to the next, so groups of some ranks are kept to the end.
+        self._whole = ranks == tuple(range(dist.get_world_size()))
+        self.group = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=not self._whole,
+        )
+
+    def run(self, what: str, collective: Callable[[], T]) -> T:
+        """Call a collective of this group; `what` it does, for messages.
+
+        Raises:
+            WaitTimeoutError: it failed or ran late; names the ranks that have not come to it.
+        """
+        self._number += 1
+        self._store.set(self._key(self.me), str(self._number))
+        try:
+            return collective()
+        except OdcError:
+            raise
+        except RuntimeError as error:
+            late = [rank for i, rank in enumerate(self.ranks) if self._reached(i) < self._number]
+            missing = f"rank {', '.join(map(str, late))} did not come" if late else "every rank came"
+            raise WaitTimeoutError(
+                f"rank {self.ranks[self.me]}, {what}: {missing} within {self._timeout_s:g} s, or the connection broke "
+                f"({str(error).splitlines()[0][:200]})",
+                culprit=late[0] if late else None,
+            ) from error
+
+    def agree(self, what: str, refusal: str, *values: int) -> None:
+        """Raise PlanError on every rank unless none has a refusal and all bring the same values.
+
+        Args:
+            what: is about to happen, for messages.
+            refusal: why this rank cannot go on; empty if it can.
+            values: 63 bits each.
+        """
+        head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64)
+        if refusal:
+            self._store.set(f"{self._key(self.me)}/refusal", refusal)
+        heads = [torch.empty_like(head) for _ in self.ranks]
+        self.run(what, lambda: dist.all_gather(heads, head, group=self.group))
+        told = [tuple(values) for values in torch.stack(heads).tolist()]
+        refused = [i for i, (flag, *_) in enumerate(told) if flag]
+        if refused:
+            why = [self._store.get(f"{self._key(i)}/refusal").decode() for i in refused]
+            raise PlanError(
+                f"rank {self.ranks[self.me]}, {what}: the step is refused: {'; '.join(why)}",
+                culprit=self.ranks[refused[0]],
+            )
+        refuse_strangers(told, self.ranks, self.me, what)
+
+    def gather(self, what: str, values: Ints) -> list[Ints]:
+        """The int64 arrays [any length] of all ranks."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+        mine = torch.tensor([len(values)])
+        self.run(what, lambda: dist.all_gather(sizes, mine, group=self.group))
+        counts = [int(size) for size in sizes]
+        own = torch.zeros(max(counts), dtype=torch.int64)
+        own[: len(values)] = torch.from_numpy(np.array(values, np.int64))
+        found = [torch.empty_like(own) for _ in self.ranks]
+        self.run(what, lambda: dist.all_gather(found, own, group=self.group))
+        return [array.numpy()[:count] for array, count in zip(found, counts, strict=True)]
+
+    def close(self) -> None:
+        """Give the group back; idempotent."""
+        group, self.group = self.group, None
+        if group is not None and self._whole and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _reached(self, instance: int) -> int:
+        key = self._key(instance)
+        try:
+            return int(self._store.get(key)) if self._store.check([key]) else 0
+        except (RuntimeError, OSError):  # the store went with its host
+            return self._number
+
+    def _key(self, instance: int) -> str:
+        return f"odc/meeting/{self._name}/{self.ranks[instance]}"
+
+
+def refuse_strangers(told: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:
+    """Raise PlanError, naming the ranks, unless all instances tell the same."""
+    common, _ = Counter(told).most_common(1)[0]
+    strangers = [ranks[i] for i, one in enumerate(told) if one != common]
+    if strangers:
+        others = [ranks[i] for i, one in enumerate(told) if one == common]
+        raise PlanError(
+            f"rank {ranks[me]}, {what}: the step is refused: rank {', '.join(map(str, strangers))} planned another "
+            f"exchange than rank {', '.join(map(str, others))}; lengths, policies, dtypes and features must agree",
+            culprit=strangers[0],
+        )

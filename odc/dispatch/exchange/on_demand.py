@@ -1,0 +1,170 @@
+"""Exchange without any collective: each rank lays its rows out and copies, one-sided, those that are for it.
+
+Chose one copy into the own arena and one out of the peer's over an all-to-all: a rank waits only for the ranks it gets
+rows from, and only at the moment it needs them, so ranks that run apart (no barrier a layer, unequal microbatches) stay
+apart. The price: ranks share a host's memory in this version, and an arena is declared ahead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from odc.dispatch.exchange.arena import Arena
+from odc.dispatch.exchange.meeting import refuse_strangers
+from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
+from odc.dispatch.rearrangement import Ints
+from odc.dispatch.route import Route, Run
+from odc.errors import OdcError, PlanError, UnsupportedError
+from odc.server.presence import Store
+from odc.trace import FETCH, recorder
+
+_HEAD = 8  # bytes for each destination: where its rows begin
+
+
+class OnDemandExchange:
+    """An `Exchange` over an arena in shared memory; see there for the methods. Needs no process group.
+
+    Args:
+        store: of the job; `torch.distributed.TCPStore` for example.
+        ranks: global ranks of the instances.
+        rank: own global rank.
+        channels: every name that is moved or gathered under; a backward's is the forward's with ".back".
+        arena_bytes: room on each rank for rows that others have yet to copy. All that a rank sends in one step is
+            enough for none to wait; a channel's own bytes are the least.
+        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        name: unlike that of any other exchange of these ranks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        channels: Sequence[str],
+        *,
+        arena_bytes: int = 64 << 20,
+        timeout_s: float = 600.0,
+        name: str = "dispatch",
+    ) -> None:
+        self._arena = Arena(store, ranks, rank, arena_bytes, channels, timeout_s, name)
+        self.ranks, self.me = self._arena.geometry.ranks, self._arena.geometry.me
+        self.moved: dict[str, int] = Counter()
+
+    def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
+        mine = np.array(values, np.int64)
+        others = self._arena.geometry.others()
+        raw = self._arena.put(channel, step, mine.nbytes, others)
+        raw.copy_(torch.from_numpy(mine.view(np.uint8)))
+        self._arena.show(channel)
+        found = [mine] * len(self.ranks)
+        for owner in others:
+            found[owner] = self._arena.get(channel, step, owner).raw.numpy().view(np.int64).copy()
+            self._arena.done(channel, step, owner)
+        return found
+
+    @torch.no_grad()
+    def move(
+        self, step: int, channel: str, route: Route, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        who, what = f"rank {self.ranks[self.me]}", f"moving {channel} of step {step}"
+        try:
+            kinds = kinds_of(route, tensors, who)
+            _refuse_devices(tensors, who)
+        except OdcError as error:
+            self._arena.refuse(f"{what}: the step is refused: {error}")
+            raise
+        raw = {name: as_bytes(tensor) for name, tensor in tensors.items()}
+        mark = signature(route, kinds)
+        widths = {name: kind.row_bytes for name, kind in kinds.items()}
+        self._lay_out(step, channel, route, raw, widths, mark)
+        got = {name: torch.empty(len(f.unpack), widths[name], dtype=torch.uint8) for name, f in route.fields.items()}
+        for name, field in route.fields.items():
+            _own_rows(raw[name], got[name], field.outgoing[self.me], field.incoming[self.me])
+        for owner in self._arena.geometry.others():
+            if any(field.received[owner] for field in route.fields.values()):
+                self._take(step, channel, route, owner, got, mark, what)
+        return {name: from_bytes(got[name], kind) for name, kind in kinds.items()}
+
+    def close(self) -> None:
+        self._arena.close()
+
+    def _lay_out(
+        self, step: int, channel: str, route: Route, raw: dict[str, torch.Tensor], widths: dict[str, int], mark: int
+    ) -> None:
+        """Put what is for others: a head that says where each one's rows begin, then theirs, field by field."""
+        heads, end = [0] * len(self.ranks), _HEAD * len(self.ranks)
+        for reader in range(len(self.ranks)):
+            heads[reader] = end
+            if reader != self.me:
+                end += sum(int(field.sent[reader]) * widths[name] for name, field in route.fields.items())
+        readers = [
+            reader
+            for reader in self._arena.geometry.others()
+            if any(field.sent[reader] for field in route.fields.values())
+        ]
+        if not readers:
+            return
+        place = self._arena.put(channel, step, end, readers)
+        place[: _HEAD * len(self.ranks)].copy_(torch.tensor(heads).view(torch.uint8))
+        base = place.data_ptr()
+        for reader in readers:
+            at = base + heads[reader]
+            for name, field in route.fields.items():
+                _copy(at, raw[name].data_ptr(), field.outgoing[reader], widths[name])
+                at += int(field.sent[reader]) * widths[name]
+        self.moved[channel] += end - _HEAD * len(self.ranks)
+        self._arena.show(channel, mark)
+
+    def _take(
+        self, step: int, channel: str, route: Route, owner: int, got: dict[str, torch.Tensor], mark: int, what: str
+    ) -> None:
+        """Copy the own rows out of the owner's arena."""
+        lying = self._arena.get(channel, step, owner)
+        begin = recorder().now()
+        try:
+            refuse_strangers([(mark,), (lying.signature,)], (self.ranks[self.me], self.ranks[owner]), 0, what)
+        except PlanError as error:
+            self._arena.refuse(str(error))
+            raise
+        base = lying.raw.data_ptr()  # `lying` holds the memory while it is copied
+        at = base + int(lying.raw[: _HEAD * len(self.ranks)].view(torch.int64)[self.me])
+        first = at
+        for name, field in route.fields.items():
+            width = got[name].shape[1]
+            _copy_out(got[name].data_ptr(), at, field.incoming[owner], width)
+            at += int(field.received[owner]) * width
+        self._arena.done(channel, step, owner)
+        recorder().add(FETCH, begin, unit=channel, peer=self.ranks[owner], nbytes=at - first)
+
+
+def _refuse_devices(tensors: Mapping[str, torch.Tensor], who: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(f"{who}: field {name!r} is on {tensor.device}; on demand only CPU tensors move yet")
+
+
+def _copy(to: int, source: int, runs: list[Run], width: int) -> None:
+    """Own rows to where they lie for a reader."""
+    memmove = ctypes.memmove
+    for there, here, rows in runs:
+        memmove(to + there * width, source + here * width, rows * width)
+
+
+def _copy_out(to: int, source: int, runs: list[Run], width: int) -> None:
+    """Rows that lie ready to where they are to lie here."""
+    memmove = ctypes.memmove
+    for there, here, rows in runs:
+        memmove(to + here * width, source + there * width, rows * width)
+
+
+def _own_rows(raw: torch.Tensor, got: torch.Tensor, outgoing: list[Run], incoming: list[Run]) -> None:
+    """Rows that stay: through the order in which they would have travelled."""
+    rows = sum(rows for _, _, rows in outgoing)
+    between = torch.empty(rows, raw.shape[1], dtype=torch.uint8)
+    _copy(between.data_ptr(), raw.data_ptr(), outgoing, raw.shape[1])
+    _copy_out(got.data_ptr(), between.data_ptr(), incoming, raw.shape[1])

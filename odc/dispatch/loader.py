@@ -1,0 +1,109 @@
+"""Planning while the step before computes: a loader's thread draws a batch, gathers its lengths and plans.
+
+Chose one thread and a short queue over planning between steps: lengths are known as soon as a batch is drawn (paper
+section 6), so only the exchange stays on the critical path. The price is that the thread competes for the interpreter
+lock and, without a spare core, for time; what it took off the critical path is therefore measured and not assumed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from odc.dispatch.orchestrator import Orchestrator, OwnPlan
+from odc.dispatch.records import Records
+
+B = TypeVar("B")
+T = TypeVar("T")
+_POLL_S = 0.1
+
+
+@dataclass
+class Overlap:
+    """What planning ahead was worth, in seconds on this rank.
+
+    Args:
+        steps: planned and handed out.
+        planning_s: gathering records and planning, on the loader's thread; waits for slower ranks included.
+        waited_s: that the training loop waited for a planned batch, drawing it included.
+    """
+
+    steps: int = 0
+    planning_s: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def hidden_s(self) -> float:
+        """At least so much planning went off the critical path: all but what the loop waited."""
+        return max(0.0, self.planning_s - self.waited_s)
+
+
+class PlannedLoader(Generic[B]):
+    """Iterates over (batch, plan), planned ahead. Every rank iterates over as many batches.
+
+    Args:
+        batches: own batches.
+        records_of: the records of a batch; raises to refuse it.
+        orchestrator: plans; it may not plan elsewhere meanwhile.
+        ahead: batches drawn and planned before they are asked for, >= 1.
+
+    What `batches`, `records_of` or planning raise is raised by the iteration, in its place. An iterator that is dropped
+    before its end stops its thread at the next batch.
+    """
+
+    def __init__(
+        self, batches: Iterable[B], records_of: Callable[[B], Records], orchestrator: Orchestrator, *, ahead: int = 1
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1 batch, not {ahead!r}")
+        self._batches, self._records_of, self._orchestrator, self._ahead = batches, records_of, orchestrator, ahead
+        self.overlap = Overlap()
+
+    def __iter__(self) -> Iterator[tuple[B, OwnPlan]]:
+        ready: queue.Queue[tuple[B, OwnPlan] | BaseException | None] = queue.Queue(self._ahead)
+        stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(ready, stop), name="odc-plan", daemon=True)
+        thread.start()
+        try:
+            while True:
+                began = perf_counter()
+                found = ready.get()
+                if found is None:
+                    return
+                if isinstance(found, BaseException):
+                    raise found
+                self.overlap.waited_s += perf_counter() - began
+                self.overlap.planning_s += found[1].planning_s
+                self.overlap.steps += 1
+                yield found
+        finally:
+            stop.set()
+
+    def _run(self, ready: queue.Queue[tuple[B, OwnPlan] | BaseException | None], stop: threading.Event) -> None:
+        try:
+            for batch in self._batches:
+                try:
+                    records = self._records_of(batch)
+                except Exception as error:
+                    self._orchestrator.refuse(f"{type(error).__name__}: {error}")
+                    raise
+                if not _put(ready, (batch, self._orchestrator.plan(records)), stop):
+                    return
+            _put(ready, None, stop)
+        except BaseException as error:  # whatever it was, the training loop raises it
+            _put(ready, error, stop)
+
+
+def _put(ready: queue.Queue[T], item: T, stop: threading.Event) -> bool:
+    """Wait for room; False once nobody asks any more."""
+    while not stop.is_set():
+        try:
+            ready.put(item, timeout=_POLL_S)
+            return True
+        except queue.Full:
+            continue
+    return False

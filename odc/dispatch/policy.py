@@ -1,0 +1,113 @@
+"""Post-balancing: which instance computes which examples of one phase, from their lengths alone.
+
+Chose one function with a small policy that states what the phase's batches cost (paper equation 2) over a class an
+algorithm: padding and cost model decide which of the paper's algorithms applies, and that is all there is to choose.
+The price is that a phase whose cost is neither linear nor quadratic in a length has no policy.
+
+Planning is a pure function of integers, the same on every machine, with numba and without: every instance plans for
+itself and all get the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from odc.dispatch.lengths import check_lengths
+from odc.dispatch.padded import padded, padded_attention
+from odc.dispatch.rearrangement import Ints, Rearrangement
+from odc.dispatch.unpadded import tolerant, unpadded
+from odc.errors import PlanError
+
+Padding = Literal["none", "full", "attention"]
+
+
+@dataclass(frozen=True)
+class BalancePolicy:
+    """What a batch of a phase costs, and with it how the phase is balanced.
+
+    Args:
+        padding: "none": examples are packed; "full": every example is padded to the batch's longest; "attention":
+            packed but for attention, which pads (a convolutional encoder, appendix A).
+        alpha: cost of a token, > 0.
+        beta: cost of a pair of tokens in attention, >= 0; 0 where it does not matter.
+        tolerance: balance sums of lengths, and within this many tokens of each other sums of squares (algorithm 4 as
+            published); None balances the cost itself. Only with padding "none" and beta > 0.
+        longest: the most tokens of one example; a longer one is refused.
+    """
+
+    padding: Padding = "none"
+    alpha: float = 1.0
+    beta: float = 0.0
+    tolerance: int | None = None
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.padding not in ("none", "full", "attention"):
+            raise PlanError(f"padding must be none, full or attention, not {self.padding!r}")
+        if not (0 < self.alpha < float("inf") and 0 <= self.beta < float("inf")):
+            raise PlanError(f"a token must cost alpha > 0 and a pair beta >= 0, not {self.alpha!r} and {self.beta!r}")
+        if self.tolerance is not None and (self.tolerance < 1 or self.algorithm != 4):
+            raise PlanError("a tolerance is a number of tokens >= 1, for packed examples with beta > 0")
+        if self.longest is not None and self.longest < 1:
+            raise PlanError(f"the longest example must have at least one token, not {self.longest!r}")
+
+    @property
+    def algorithm(self) -> int:
+        """Of the paper: 1 and 4 for packed examples, 2 for padded ones, 5 where only attention pads."""
+        if self.padding == "none":
+            return 4 if self.beta else 1
+        return 2 if self.padding == "full" or not self.beta else 5
+
+    def cost(self, lengths: ArrayLike) -> float:
+        """Predicted cost of one batch of examples of these lengths; 0 for none."""
+        known = np.asarray(lengths, np.float64)
+        if not len(known):
+            return 0.0
+        b, longest = len(known), float(known.max())
+        linear = b * longest if self.padding == "full" else float(known.sum())
+        pairs = float((known * known).sum()) if self.padding == "none" else b * longest * longest
+        return self.alpha * linear + self.beta * pairs
+
+    def costs(self, rearrangement: Rearrangement, lengths: ArrayLike) -> NDArray[np.float64]:
+        """[d] predicted cost of every destination instance, for lengths by flat source place."""
+        moved, at = rearrangement.take(lengths), rearrangement.new_starts
+        return np.array([self.cost(moved[at[i] : at[i + 1]]) for i in range(rearrangement.instances)])
+
+
+def post_balance(lengths: Sequence[ArrayLike], policy: BalancePolicy) -> Rearrangement:
+    """Rearrange the mini-batches of all instances so that the costliest new one costs little (section 5.1).
+
+    Args:
+        lengths: [d] one list of integers >= 1 an instance, the length of each of its examples; may be empty.
+        policy: what a batch costs.
+
+    Raises PlanError, naming instance and example, for a length that is no integer (NaN too), is below 1 or above the
+    policy's longest. New mini-batches may be empty. Pure: waits for nobody.
+    """
+    counts, flat = check_lengths(lengths, policy.longest)
+    return Rearrangement.to(counts, balance_flat(flat, len(counts), policy))
+
+
+def balance_flat(lengths: Ints, instances: int, policy: BalancePolicy) -> Ints:
+    """Destination instance of every example, int64 [n], for checked lengths [n]."""
+    if instances == 1:
+        return np.zeros(len(lengths), np.int64)
+    if policy.algorithm == 1:
+        return unpadded(lengths, instances)
+    if policy.algorithm == 2:
+        return padded(lengths if not policy.beta else _single(lengths, policy), instances)
+    if policy.algorithm == 5:
+        return padded_attention(lengths, instances, policy.alpha, policy.beta)
+    if policy.tolerance is not None:
+        return tolerant(lengths, instances, policy.tolerance)
+    return unpadded(_single(lengths, policy), instances)
+
+
+def _single(lengths: Ints, policy: BalancePolicy) -> NDArray[np.float64]:
+    """[n] cost of each example alone."""
+    return policy.alpha * lengths + policy.beta * (lengths * lengths)

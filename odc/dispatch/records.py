@@ -1,0 +1,122 @@
+"""What each example consists of: its subsequences, of which modality, how long, in which order (section 6).
+
+Chose one small integer table an instance over objects: it is what all instances gather, a few numbers a subsequence.
+The price is that modalities travel as numbers, which mean the same only where all ranks list the same encoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from odc.dispatch.rearrangement import Ints
+from odc.errors import PlanError
+
+TEXT = "text"
+_COLUMNS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The examples of one instance, p subsequences in all. Immutable.
+
+    Args:
+        examples: number of examples.
+        example: int64 [p] the slot of the example that a subsequence belongs to, never falling.
+        phase: int64 [p] 0 for text, else 1 + the encoder's place in the list of encoders.
+        length: int64 [p] tokens that enter the encoder; of text its tokens.
+        tokens: int64 [p] tokens that enter the LLM: length after the connector's downsampling; of text its tokens.
+
+    Subsequences of an example are listed in the order in which the LLM sees them.
+    """
+
+    examples: int
+    example: Ints
+    phase: Ints
+    length: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(
+        cls, examples: Sequence[Sequence[tuple[str, int] | tuple[str, int, int]]], encoders: Sequence[str]
+    ) -> Records:
+        """Records of examples given as lists of (TEXT, tokens) and (encoder, length, tokens), in order.
+
+        Raises PlanError for an encoder that is not listed.
+        """
+        place = {TEXT: 0, **{name: 1 + k for k, name in enumerate(encoders)}}
+        rows = []
+        for slot, parts in enumerate(examples):
+            for name, length, *tokens in parts:
+                if name not in place:
+                    raise PlanError(f"example {slot} has a part {name!r}; the phases are {', '.join(place)}")
+                rows.append((slot, place[name], length, tokens[0] if tokens else length))
+        table = np.array(rows).reshape(-1, _COLUMNS)
+        return cls(len(examples), *table.T)
+
+    def check(self, instance: int, longest: Sequence[int | None]) -> Records:
+        """The same as int64; raises PlanError, naming the instance and the example, for what no plan may hold.
+
+        Args:
+            instance: whose records these are.
+            longest: caps by phase: of the LLM's whole sequence, then of each encoder's subsequences.
+        """
+        columns = [np.asarray(column) for column in (self.example, self.phase, self.length, self.tokens)]
+        self._check_shape(instance, columns, len(longest))
+        _, phase, length, tokens = columns
+        for values, what, least in ((length, "length", 1), (tokens, "number of tokens", 0)):
+            whole = np.isfinite(values) & (values == np.floor(values)) if values.dtype.kind == "f" else np.True_
+            self._refuse(instance, ~(whole & (values >= least)), values, f"{what}; it is a whole number >= {least}")
+        for k, cap in enumerate(longest[1:], 1):
+            if cap is not None:
+                self._refuse(instance, (phase == k) & (length > cap), length, f"length, more than the cap of {cap}")
+        if (tokens != length)[phase == 0].any():
+            raise PlanError(f"instance {instance}: the length of text is its number of tokens")
+        known = Records(self.examples, *(column.astype(np.int64) for column in columns))
+        whole_lengths = known.sequence_lengths()
+        cap = longest[0]
+        for slot in np.flatnonzero((whole_lengths < 1) | (whole_lengths > (cap or np.iinfo(np.int64).max))).tolist():
+            said = f"more than the cap of {cap}" if whole_lengths[slot] else "every example needs at least one"
+            raise PlanError(f"instance {instance}: example {slot} has {whole_lengths[slot]} tokens; {said}")
+        return known
+
+    def _check_shape(self, instance: int, columns: list[np.ndarray], phases: int) -> None:
+        if len({column.shape for column in columns}) > 1 or columns[0].ndim != 1:
+            raise PlanError(f"instance {instance}: the columns of its records differ in length")
+        if any(column.size and column.dtype.kind not in "iuf" for column in columns):
+            raise PlanError(f"instance {instance}: records hold numbers, got {[str(c.dtype) for c in columns]}")
+        example, phase = columns[:2]
+        if not len(example):
+            if self.examples:
+                raise PlanError(f"instance {instance}: example 0 has no tokens at all")
+            return
+        if (np.diff(example) < 0).any() or not (example[0] >= 0 and example[-1] < self.examples):
+            raise PlanError(f"instance {instance}: the examples of its records must rise from 0 to {self.examples - 1}")
+        if not np.isin(phase, np.arange(phases)).all():
+            raise PlanError(f"instance {instance}: a phase of its records is none of 0 to {phases - 1}")
+
+    def _refuse(self, instance: int, bad: np.ndarray, values: np.ndarray, why: str) -> None:
+        for i in np.flatnonzero(bad).tolist():
+            raise PlanError(
+                f"instance {instance}: part {i}, of example {int(self.example[i])}, has {values[i].item()} as its {why}"
+            )
+
+    def sequence_lengths(self) -> Ints:
+        """[examples] tokens of each interleaved sequence: what the LLM phase is balanced on."""
+        return np.bincount(self.example, weights=self.tokens, minlength=self.examples).astype(np.int64)
+
+    def to_array(self) -> Ints:
+        """int64 [1 + 4 p]: what is gathered; `from_array` gives it back. Raises PlanError for what is no integer."""
+        columns = [np.asarray(column) for column in (self.example, self.phase, self.length, self.tokens)]
+        if any(c.dtype.kind == "f" and not (np.isfinite(c) & (c == np.floor(c))).all() for c in columns):
+            raise PlanError("records hold a length that is no integer")
+        return np.concatenate([[self.examples], *(column.astype(np.int64) for column in columns)])
+
+    @classmethod
+    def from_array(cls, values: ArrayLike) -> Records:
+        """Records from `to_array`."""
+        known = np.asarray(values, np.int64)
+        return cls(int(known[0]), *known[1:].reshape(_COLUMNS, -1))

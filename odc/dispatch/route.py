@@ -1,0 +1,145 @@
+"""What one instance sends and receives in one move: a rearrangement with rows, cut down to one rank's part.
+
+Chose to work all of it out from the plan, sizes included, so that nothing about sizes has to be exchanged and all of it
+can be done ahead, off the critical path. The price is that a plan which differs between ranks would move garbage:
+`digest` says whether two ranks mean the same move, and every exchange compares it.
+
+An example (or subsequence) is a run of rows of a field, [rows, features...]; a field's rows differ between examples, an
+example's between fields. In the *send order* rows go by destination instance, then destination slot; in the *receive
+order* by source instance, then destination slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from odc.dispatch.rearrangement import Ints, Rearrangement
+from odc.errors import PlanError
+
+Run = tuple[int, int, int]  # first row there, first row here, rows
+
+
+@dataclass(frozen=True, eq=False)
+class FieldRoute:
+    """One field's part of a route.
+
+    Args:
+        sent: int64 [d] rows for each destination, itself among them.
+        received: int64 [d] rows from each source.
+        pack: int64 [rows brought] own row at each place of the send order.
+        unpack: int64 [rows got] place in the receive order of each row as it is to lie here.
+    """
+
+    sent: Ints
+    received: Ints
+    pack: Ints
+    unpack: Ints
+
+    def inverse(self) -> FieldRoute:
+        """The way back, of gradients for example."""
+        return FieldRoute(self.received, self.sent, np.argsort(self.unpack), np.argsort(self.pack))
+
+    @cached_property
+    def outgoing(self) -> list[list[Run]]:
+        """[d] for each destination: runs of rows (place among what goes there, own row, rows)."""
+        return _runs(self.pack, self.sent)
+
+    @cached_property
+    def incoming(self) -> list[list[Run]]:
+        """[d] for each source: runs of rows (place among what comes from there, row to lie at, rows)."""
+        return _runs(np.argsort(self.unpack), self.received)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One instance's part of a move.
+
+    Args:
+        me: the instance.
+        fields: by name.
+        digest: of the whole move, the same on every instance.
+    """
+
+    me: int
+    fields: dict[str, FieldRoute]
+    digest: bytes
+
+    @classmethod
+    def of(cls, move: Rearrangement, rows: Mapping[str, ArrayLike], me: int) -> Route:
+        """The part of instance `me`.
+
+        Args:
+            move: of all instances.
+            rows: by field, int [n] >= 0: rows of the example at each flat source place.
+
+        Raises PlanError for rows of another number, below 0, or no field.
+        """
+        if not rows:
+            raise PlanError("a move needs at least one field")
+        found = hashlib.sha256()
+        for array in (move.counts, move.new_counts, move.order):
+            found.update(np.int64(array.size).tobytes() + array.tobytes())
+        fields = {}
+        for name, values in rows.items():
+            known = np.ascontiguousarray(values, np.int64)
+            if len(known) != len(move.order) or (len(known) and known.min() < 0):
+                raise PlanError(f"field {name!r} must list rows >= 0 for each of {len(move.order)} examples")
+            found.update(name.encode() + known.tobytes())
+            fields[name] = _field(move, known, me)
+        return cls(me, fields, found.digest())
+
+    @cached_property
+    def inverse(self) -> Route:
+        """The way back."""
+        fields = {name: field.inverse() for name, field in self.fields.items()}
+        return Route(self.me, fields, hashlib.sha256(b"back" + self.digest).digest())
+
+    def of_fields(self, names: Sequence[str]) -> Route:
+        """The part of some fields alone."""
+        chosen = {name: self.fields[name] for name in names}
+        return Route(self.me, chosen, hashlib.sha256(repr(sorted(names)).encode() + self.digest).digest())
+
+
+def _field(move: Rearrangement, rows: Ints, me: int) -> FieldRoute:
+    d = move.instances
+    own = np.arange(move.starts[me], move.starts[me + 1])
+    landing = np.empty(len(move.order), np.int64)
+    landing[move.order] = np.arange(len(move.order))
+    by_destination = own[np.argsort(landing[own])]
+    brought = rows[own]
+    first = np.cumsum(brought) - brought
+    pack = _ranges(first[by_destination - move.starts[me]], rows[by_destination])
+    sent = np.bincount(move.owners[own], weights=brought, minlength=d).astype(np.int64)
+    arriving = move.arriving(me)
+    origin, got = move.sources[arriving], rows[arriving]
+    by_source = np.argsort(origin, kind="stable")
+    place = np.empty(len(arriving), np.int64)
+    place[by_source] = np.cumsum(got[by_source]) - got[by_source]
+    received = np.bincount(origin, weights=got, minlength=d).astype(np.int64)
+    return FieldRoute(sent, received, pack, _ranges(place, got))
+
+
+def _ranges(first: Ints, counts: Ints) -> Ints:
+    """first[0], first[0] + 1, ... for counts[0] numbers, then from first[1] on, and so on."""
+    ends = np.cumsum(counts)
+    return np.repeat(first - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+
+
+def _runs(here: Ints, counts: Ints) -> list[list[Run]]:
+    """By peer: rows `here`, listed peer after peer, as runs of neighbours."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    breaks = np.zeros(len(here) + 1, bool)
+    breaks[1:-1] = np.diff(here) != 1
+    breaks[starts] = True
+    cuts = np.flatnonzero(breaks)
+    peers = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    runs: list[list[Run]] = [[] for _ in counts]
+    for peer, begin, end in zip(peers.tolist(), cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        runs[peer].append((begin - int(starts[peer]), int(here[begin]), end - begin))
+    return runs

@@ -1,0 +1,278 @@
+"""One step's plan: every phase balanced on its own, and the moves between phases composed (paper section 6).
+
+Chose to balance encoders over *subsequences* (one image, one audio clip) and the LLM over whole interleaved examples: a
+padded batch of clips has one row a clip, and an example without a modality has nothing to place. The price is that two
+images of one example may be encoded on two ranks.
+
+    raw data      source instance --Pi_Ek--> encoder k
+    its output    encoder k --Pi_M o Pi_Ek^-1--> LLM's instance      (one move; its backward is the inverse)
+    text          source instance --Pi_M--> LLM's instance
+
+All of it is arithmetic on gathered `Records`: pure, the same on all ranks, and needs nothing but lengths, so that it
+can run while the step before computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from odc.dispatch.keep_local import keep_local
+from odc.dispatch.node_wise import Method, place_batches
+from odc.dispatch.policy import BalancePolicy, balance_flat
+from odc.dispatch.rearrangement import Ints, Rearrangement
+from odc.dispatch.records import Records
+from odc.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Phase:
+    """An encoder, or the LLM.
+
+    Args:
+        name: of the phase; of an encoder as in `Records`.
+        policy: how it is balanced; None leaves everything where it was drawn.
+        longest: the most tokens of one subsequence (of an encoder) or of one interleaved example (of the LLM).
+        bytes_in: what one token of the input weighs in a move, for node-wise rearrangement. The LLM's are text tokens.
+        bytes_out: what one token of an encoder's output weighs.
+    """
+
+    name: str
+    policy: BalancePolicy | None
+    longest: int | None = None
+    bytes_in: int = 1
+    bytes_out: int = 1
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """That instances stand on nodes, and how much planning that is worth.
+
+    Args:
+        size: instances of a node; node a has instances a * size and following.
+        budget_s: about how long each placement may take, see `node_wise`.
+        method: of the placement.
+        tolerance: lengths that differ by less than this share count as equal, see `keep_local`.
+    """
+
+    size: int
+    budget_s: float = 0.004
+    method: Method = "auto"
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderPlan:
+    """Where one encoder's subsequences go. "Flat" places count them as `inbound` does.
+
+    Args:
+        name: of the encoder.
+        inbound: Pi_Ek, from the source to the encoder's instance.
+        outbound: Pi_M o Pi_Ek^-1, from the encoder's to the LLM's instance.
+        lengths: int64 [n_k] tokens that enter the encoder, by flat source place.
+        tokens: int64 [n_k] tokens that enter the LLM, by flat source place.
+        policy: as given.
+    """
+
+    name: str
+    inbound: Rearrangement
+    outbound: Rearrangement
+    lengths: Ints
+    tokens: Ints
+    policy: BalancePolicy | None
+
+    def lengths_at(self, instance: int) -> Ints:
+        """Lengths of the subsequences that `instance` encodes, in order."""
+        return self.lengths[self.inbound.arriving(instance)]
+
+    def tokens_at(self, instance: int) -> Ints:
+        """How many tokens for the LLM each of them becomes."""
+        return self.tokens[self.inbound.arriving(instance)]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """The plan of one step, the same on every rank.
+
+    Args:
+        encoders: by name, in the order they were listed.
+        llm: Pi_M, over examples.
+        lengths: int64 [n] interleaved length of each example, by flat source place.
+        text: int64 [n] text tokens of each example, by flat source place.
+        parts: phase (0 text, else 1 + encoder) and tokens of every subsequence in interleaving order, int64 [2, p].
+        counts: int64 [n] subsequences of each example, by flat source place.
+        policy: of the LLM phase.
+    """
+
+    encoders: dict[str, EncoderPlan]
+    llm: Rearrangement
+    lengths: Ints
+    text: Ints
+    parts: Ints
+    counts: Ints
+    policy: BalancePolicy | None
+
+    def lengths_at(self, instance: int) -> Ints:
+        """Interleaved lengths of the examples that the LLM sees on `instance`, in order."""
+        return self.lengths[self.llm.arriving(instance)]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything in the plan, in hex: two ranks with the same digest have the same plan."""
+        found = hashlib.sha256()
+        moves = [self.llm, *(move for e in self.encoders.values() for move in (e.inbound, e.outbound))]
+        arrays = [array for move in moves for array in (move.counts, move.new_counts, move.order)]
+        arrays += [self.lengths, self.text, self.parts, self.counts]
+        arrays += [array for e in self.encoders.values() for array in (e.lengths, e.tokens)]
+        for array in arrays:
+            found.update(np.int64(array.size).tobytes() + np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
+
+    def interleaving(self, instance: int) -> Ints:
+        """Row of each token of `instance`'s sequences, int64 [sum of lengths], in the rows that arrive there.
+
+        Those are its text's rows, then those of each encoder's outputs, one after the other as they arrive: with them
+        concatenated, this index assembles the interleaved sequences (section 6).
+        """
+        move = self.llm.lift(self.counts)
+        phase, tokens = self.parts[:, move.arriving(instance)]
+        order = np.argsort(phase, kind="stable")
+        starts = np.empty(len(tokens), np.int64)
+        starts[order] = np.cumsum(tokens[order]) - tokens[order]
+        ends = np.cumsum(tokens)
+        total = int(ends[-1]) if len(ends) else 0
+        return np.repeat(starts - (ends - tokens), tokens) + np.arange(total)
+
+
+def plan_step(
+    records: Sequence[Records],
+    encoders: Sequence[Phase],
+    llm: Phase,
+    *,
+    nodes: Nodes | None = None,
+) -> StepPlan:
+    """Plan all phases of one step.
+
+    Args:
+        records: of every instance's examples.
+        encoders: in the order that the records number them.
+        llm: its policy balances interleaved lengths.
+        nodes: with it mini-batches are placed node-wise (algorithm 3) and examples of equal length stay where they can.
+
+    Raises PlanError, naming the instance, for records that no plan may hold. Pure: waits for nobody.
+    """
+    if not records:
+        raise PlanError("there are no instances to plan for")
+    caps = [llm.longest, *(encoder.longest for encoder in encoders)]
+    known = [record.check(instance, caps) for instance, record in enumerate(records)]
+    joined = _Joined.of(known)
+    d = len(known)
+    drawn = Rearrangement.identity([record.examples for record in known])
+    inbound = {}
+    for k, encoder in enumerate(encoders, 1):
+        mine = joined.phase == k
+        start = drawn.lift(np.bincount(joined.example[mine], minlength=joined.examples))
+        inbound[encoder.name] = _balanced(start, joined.length[mine], encoder, nodes)
+    owners = drawn.owners if llm.policy is None else balance_flat(joined.sequences, d, llm.policy)
+    move = Rearrangement.to(drawn.counts, owners)
+    if nodes is not None and llm.policy is not None:
+        move = _placed_llm(move, joined, inbound, encoders, llm, nodes)
+    plans = {}
+    for k, encoder in enumerate(encoders, 1):
+        mine, first = joined.phase == k, inbound[encoder.name]
+        last = move.lift(np.bincount(joined.example[mine], minlength=joined.examples))
+        plans[encoder.name] = EncoderPlan(
+            encoder.name,
+            first,
+            last.compose(first.inverse()),
+            joined.length[mine],
+            joined.tokens[mine],
+            encoder.policy,
+        )
+    parts = np.stack([joined.phase, joined.tokens])
+    counts = np.bincount(joined.example, minlength=joined.examples)
+    return StepPlan(plans, move, joined.sequences, joined.text, parts, counts, llm.policy)
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Records of all instances as one table; examples counted through."""
+
+    examples: int
+    example: Ints
+    phase: Ints
+    length: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(cls, records: Sequence[Records]) -> _Joined:
+        starts = np.cumsum([0, *(record.examples for record in records)])
+        example = np.concatenate([record.example + at for record, at in zip(records, starts, strict=False)])
+        columns = [np.concatenate([getattr(r, name) for r in records]) for name in ("phase", "length", "tokens")]
+        return cls(int(starts[-1]), example, *columns)
+
+    @cached_property
+    def sequences(self) -> Ints:
+        return self._sum(self.tokens)
+
+    @cached_property
+    def text(self) -> Ints:
+        return self._sum(np.where(self.phase == 0, self.tokens, 0))
+
+    def _sum(self, values: Ints) -> Ints:
+        return np.bincount(self.example, weights=values, minlength=self.examples).astype(np.int64)
+
+
+def _balanced(start: Rearrangement, lengths: Ints, phase: Phase, nodes: Nodes | None) -> Rearrangement:
+    """Pi_Ek."""
+    if phase.policy is None:
+        return start
+    move = Rearrangement.to(start.counts, balance_flat(lengths, start.instances, phase.policy))
+    if nodes is None:
+        return move
+    sizes = lengths * phase.bytes_in
+    places, _ = place_batches(
+        move.sources, move.owners, sizes, move.instances, nodes.size, budget_s=nodes.budget_s, method=nodes.method
+    )
+    owners = keep_local(places[move.owners], move.sources, lengths, len(places), nodes.size, tolerance=nodes.tolerance)
+    return Rearrangement.to(start.counts, owners)
+
+
+def _placed_llm(
+    move: Rearrangement,
+    joined: _Joined,
+    inbound: dict[str, Rearrangement],
+    encoders: Sequence[Phase],
+    llm: Phase,
+    nodes: Nodes,
+) -> Rearrangement:
+    """Pi_M with its mini-batches placed by what each instance will send to them: text, and what it has encoded."""
+    senders, batches, sizes = [move.sources], [move.owners], [joined.text * llm.bytes_in]
+    for k, encoder in enumerate(encoders, 1):
+        mine = joined.phase == k
+        senders.append(inbound[encoder.name].owners)
+        batches.append(move.owners[joined.example[mine]])
+        sizes.append(joined.tokens[mine] * encoder.bytes_out)
+    places, _ = place_batches(
+        np.concatenate(senders),
+        np.concatenate(batches),
+        np.concatenate(sizes),
+        move.instances,
+        nodes.size,
+        budget_s=nodes.budget_s,
+        method=nodes.method,
+    )
+    example = np.concatenate(
+        [np.arange(joined.examples), *(joined.example[joined.phase == k] for k in range(1, 1 + len(encoders)))]
+    )
+    heaviest = np.lexsort((np.concatenate(senders), np.concatenate(sizes), example))
+    last = np.flatnonzero(np.diff(example[heaviest], append=joined.examples))
+    homes = np.concatenate(senders)[heaviest[last]]
+    owners = keep_local(
+        places[move.owners], homes, joined.sequences, len(places), nodes.size, tolerance=nodes.tolerance
+    )
+    return Rearrangement.to(move.counts, owners)

@@ -1,0 +1,170 @@
+"""`gather_results` and `gather_metrics`: every rank's results on the first rank, in their original order.
+
+Chose a merge of sorted streams over collecting everything and sorting: each rank sends its rows sorted, in chunks, and
+the first rank holds one chunk of each while it hands rows on in order, so its memory is bounded by ranks x chunk beyond
+what the caller keeps, and doubled or missing results turn up where they belong. `dist.gather_object` moves one pickle a
+rank, all at once, and gives rows rank by rank: 7 samples dealt to 3 ranks arrive as 0, 3, 6, 1, 4, 2, 5.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from odc.errors import ResultsError
+from odc.eval.peers import Peers
+
+T = TypeVar("T")
+_NAMED = 10  # doubled or missing indices that a message lists
+_END: Any = object()
+
+
+def gather_results(
+    rows: Sequence[T],
+    index: Sequence[Any],
+    peers: Peers,
+    *,
+    expected: int | Iterable[Any] | None = None,
+    allow_missing: bool = False,
+    into: Callable[[T], object] | None = None,
+    chunk_bytes: int = 256 << 10,
+    what: str = "results",
+) -> list[T] | None:
+    """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; returns on all together.
+
+    Args:
+        rows: this rank's, picklable, any number, any type.
+        index: of each row; numbers, strings or tuples of them that compare with each other. To tell apart what belongs
+            to one document use tuples: (task, doc_id, filter, repeat).
+        expected: all indices there should be; n stands for 0 to n - 1. None checks for doubled ones only. Counts on the
+            first rank.
+        allow_missing: what is expected may be missing (a budget ran out).
+        into: takes the rows one by one, in order, on the first rank (a file's writer, say); then no list is made and
+            None is returned. With an error at the end it has been given the rows that are right.
+        chunk_bytes: rows are sent in messages of about this size, at least one row each.
+        what: for messages.
+
+    Returns:
+        The rows in order on the first rank (None with `into`), None on the others.
+
+    Raises:
+        ResultsError: indices are doubled, missing or not expected; the message names the first of them and, where
+            doubled, the ranks they came from. Inside a session it reaches the other ranks as a PeerLostError.
+    """
+    if len(rows) != len(index):
+        raise ResultsError(f"rank {peers.rank}: {len(rows)} {what}, but {len(index)} indices")
+    own = ((index[i], peers.me, rows[i]) for i in sorted(range(len(rows)), key=index.__getitem__))
+    if peers.me:
+        _send(own, peers, chunk_bytes, what)
+        peers.meet(f"the end of gathering {what}")
+        return None
+    streams = [own, *(_received(peers, member, what) for member in range(1, peers.world))]
+    report = _Report(what, peers.ranks)
+    everything: list[T] = []
+    take = everything.append if into is None else into
+    wanted = None if expected is None else iter(range(expected) if isinstance(expected, int) else sorted(expected))
+    for _, _, row in report.checked(heapq.merge(*streams, key=lambda entry: entry[0]), wanted):
+        take(row)
+    report.raise_if_wrong(allow_missing)
+    peers.meet(f"the end of gathering {what}")
+    return everything if into is None else None
+
+
+def gather_metrics(
+    scores: Mapping[Hashable, Iterable[tuple[Any, Any]]], peers: Peers, *, what: str = "scores"
+) -> dict[Any, list[tuple[Any, Any]]] | None:
+    """Scores by metric, from ranks that may have other metrics and other numbers of scores. Every rank calls it.
+
+    Args:
+        scores: by metric (a string, or a tuple such as (task, metric, filter)): (index, score) of each document.
+        what: for messages.
+
+    Returns:
+        On the first rank every metric that any rank has, sorted by its `repr`, with all its (index, score) in order of
+        index; None on the others. Raises ResultsError where a metric has two scores of one index.
+    """
+    metrics = sorted({key for keys in peers.exchange(list(scores), f"metrics of {what}") for key in keys}, key=repr)
+    place = {metric: number for number, metric in enumerate(metrics)}
+    rows = [(metric, (at, score)) for metric, pairs in scores.items() for at, score in pairs]
+    gathered = gather_results(rows, [(place[metric], pair[0]) for metric, pair in rows], peers, what=what)
+    if gathered is None:
+        return None
+    result: dict[Any, list[tuple[Any, Any]]] = {metric: [] for metric in metrics}
+    for metric, pair in gathered:
+        result[metric].append(pair)
+    return result
+
+
+def _send(entries: Iterable[tuple[Any, int, Any]], peers: Peers, chunk_bytes: int, what: str) -> None:
+    """Entries one pickle after another, in messages of about `chunk_bytes`; an empty message ends them."""
+    chunk = io.BytesIO()
+    for entry in entries:
+        pickle.dump(entry, chunk)
+        if chunk.tell() >= chunk_bytes:
+            peers.send(0, chunk.getvalue(), what)
+            chunk = io.BytesIO()
+            peers.tick()
+    if chunk.tell():
+        peers.send(0, chunk.getvalue(), what)
+    peers.send(0, b"", what)
+
+
+def _received(peers: Peers, member: int, what: str) -> Iterator[tuple[Any, int, Any]]:
+    while message := peers.receive(member, f"{what} of rank {peers.ranks[member]}"):
+        peers.tick()
+        chunk = io.BytesIO(message)
+        while chunk.tell() < len(message):
+            yield pickle.load(chunk)
+
+
+class _Report:
+    """Counts what is wrong with a sorted stream of entries, and remembers the first of each kind."""
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        self._what, self._ranks = what, ranks
+        self._counts = {"doubled": 0, "missing": 0, "not expected": 0}
+        self._named: dict[str, list[str]] = {kind: [] for kind in self._counts}
+
+    def checked(
+        self, entries: Iterable[tuple[Any, int, Any]], wanted: Iterator[Any] | None
+    ) -> Iterator[tuple[Any, int, Any]]:
+        """The entries that are right, against the sorted indices that are wanted, if any."""
+        last, want = _END, _END if wanted is None else next(wanted, _END)
+        source = -1
+        for entry in entries:
+            at, member, _ = entry
+            if last is not _END and at == last:
+                self._note("doubled", f"{at!r} from ranks {self._ranks[source]} and {self._ranks[member]}")
+                continue
+            last, source = at, member
+            while wanted is not None and want is not _END and want < at:
+                self._note("missing", repr(want))
+                want = next(wanted, _END)
+            if wanted is not None and want != at:
+                self._note("not expected", f"{at!r} from rank {self._ranks[member]}")
+                continue
+            if wanted is not None:
+                want = next(wanted, _END)
+            yield entry
+        while wanted is not None and want is not _END:
+            self._note("missing", repr(want))
+            want = next(wanted, _END)
+
+    def raise_if_wrong(self, allow_missing: bool) -> None:
+        counts = {kind: n for kind, n in self._counts.items() if n and not (allow_missing and kind == "missing")}
+        if counts:
+            parts = [
+                f"{n} {kind}: {', '.join(self._named[kind])}{', ...' if n > _NAMED else ''}"
+                for kind, n in counts.items()
+            ]
+            raise ResultsError(
+                f"{self._what} of ranks {', '.join(map(str, self._ranks))} do not fit: " + "; ".join(parts)
+            )
+
+    def _note(self, kind: str, text: str) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] <= _NAMED:
+            self._named[kind].append(text)

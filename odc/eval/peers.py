@@ -1,0 +1,179 @@
+"""The ranks of one evaluation and what they tell each other, through the job's key-value store.
+
+Chose the store the process group was made with over a gloo side group: it needs no further group (making one is a
+collective of the whole job), works beside any backend, and can be polled, so one rank's failure ends every wait of the
+others within a fraction of a second; a gloo wait that runs out closes every connection of its group. The price is that
+results pass through the store's server in pieces of 256 KiB, a few hundred MB/s on one host: right for scores and
+texts, not for images. Nothing grows: each piece is deleted when it is read, and the rest when the session ends.
+
+Within a session ranks are *members*: indices into the group's ranks; member 0 coordinates. Messages name global ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from odc.errors import PeerLostError, WaitTimeoutError
+
+_PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
+_AHEAD = 4  # unread pieces between two members
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 2e-4, 2e-2
+_TICK_S = 0.2
+_LOOKS = 20  # at a peer's progress, in one timeout
+
+
+class Peers:
+    """What a session hands out. Use it from one thread; its rank's other waits go on meanwhile.
+
+    Args:
+        store: of the job, with a prefix of this session's own.
+        ranks: global ranks of the members.
+        me: own index in `ranks`.
+        timeout_s: seconds a member may be waited for while it makes no progress.
+    """
+
+    def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float) -> None:
+        self._store, self.ranks, self.me, self.timeout_s = store, tuple(ranks), me, timeout_s
+        self._met = 0
+        self._sent = [0] * len(ranks)
+        self._received = [0] * len(ranks)
+        self._ticked = float("-inf")
+
+    @property
+    def rank(self) -> int:
+        """Own global rank."""
+        return self.ranks[self.me]
+
+    @property
+    def world(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def tick(self) -> None:
+        """Say that this rank makes progress, and raise if another has failed. Cheap: looks five times a second at most.
+
+        A session calls it before each forward of its modules; call it in a long computation without forwards.
+
+        Raises:
+            PeerLostError: another rank failed.
+        """
+        now = time.monotonic()
+        if now - self._ticked >= min(_TICK_S, self.timeout_s / _LOOKS):
+            self._ticked = now
+            self._store.add(f"steps/{self.me}", 1)
+            self.check("computing")
+
+    def check(self, doing: str) -> None:
+        """Raise PeerLostError if a rank has failed; `doing` says what this one was about."""
+        if self._store.check(["failed"]):
+            culprit, reason = json.loads(self._store.get("failed"))
+            raise PeerLostError(
+                f"rank {self.rank}, {doing}: rank {culprit} failed in the evaluation: {reason}", culprit=culprit
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Let every wait of the other ranks end, and name this rank. Of several failures the first stays."""
+        if self._store.add("failures", 1) == 1:
+            culprit = getattr(error, "culprit", None)
+            whom = self.rank if culprit is None else culprit
+            self._store.set("failed", json.dumps([whom, f"{type(error).__name__}: {error}"]))
+
+    def meet(self, what: str) -> None:
+        """Wait until every member is here; `what` says where, for messages. Called by every member."""
+        self._met += 1
+        met = self._met
+        self._store.add(f"met/{self.me}", 1)
+        if self.me:
+            self._wait(lambda: self._store.add("released", 0) >= met, 0, what)
+            return
+        for member in range(1, self.world):
+            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= met, member, what)  # type: ignore[misc]
+        self._store.add("released", 1)
+
+    def leave(self, what: str) -> None:
+        """The last meeting. Afterwards the store holds nothing of this session. Called by every member."""
+        self.meet(what)
+        self._met += 1
+        self._store.add(f"met/{self.me}", 1)
+        if self.me:
+            return
+        # The store's server may live in this very process: stay until nobody asks it any more.
+        for member in range(1, self.world):
+            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
+        names = [f"{kind}/{member}" for kind in ("met", "steps", "waits") for member in range(self.world)]
+        for name in [*names, "released"]:
+            self._store.delete_key(name)
+
+    def send(self, member: int, message: bytes, what: str) -> None:
+        """Give `member` a message; waits while it has not read the last megabyte before it."""
+        for at in range(0, max(len(message), 1), _PIECE):
+            number, more = self._sent[member], at + _PIECE < len(message)
+            if number >= _AHEAD:
+                old = f"data/{self.me}-{member}/{number - _AHEAD}"
+                self._wait(lambda old=old: not self._store.check([old]), member, f"to take {what}")  # type: ignore[misc]
+            piece = (b"+" if more else b".") + message[at : at + _PIECE]
+            self._store.set(f"data/{self.me}-{member}/{number}", piece)
+            self._sent[member] += 1
+
+    def receive(self, member: int, what: str) -> bytes:
+        """The next message of `member`, waited for; `what` says what it holds, for messages."""
+        message = bytearray()
+        while True:
+            key = f"data/{member}-{self.me}/{self._received[member]}"
+            self._wait(lambda key=key: self._store.check([key]), member, what)  # type: ignore[misc]
+            piece = self._store.get(key)
+            self._store.delete_key(key)
+            self._received[member] += 1
+            message += memoryview(piece)[1:]
+            if piece[:1] == b".":
+                return bytes(message)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Every member's `value`, by member. For small picklable values. Called by every member."""
+        if self.me:
+            self.send(0, pickle.dumps(value), what)
+            everyone: list[Any] = pickle.loads(self.receive(0, what))
+            return everyone
+        everyone = [value, *(pickle.loads(self.receive(member, what)) for member in range(1, self.world))]
+        message = pickle.dumps(everyone)
+        for member in range(1, self.world):
+            self.send(member, message, what)
+        return everyone
+
+    def _wait(self, ready: Callable[[], bool], member: int, what: str) -> None:
+        """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
+        pause, looked, moved, steps = _FIRST_SLEEP_S, time.monotonic(), time.monotonic(), -1
+        while not ready():
+            self.check(f"waiting for {what}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
+            now = time.monotonic()
+            if now - looked < self.timeout_s / _LOOKS:
+                continue
+            looked = now
+            self._store.set(f"waits/{self.me}", str(member))
+            seen = self._store.add(f"steps/{member}", 0)
+            if seen != steps:
+                steps, moved = seen, now
+                self._store.add(f"steps/{self.me}", 1)  # who waits for this rank waits for that progress
+            elif now - moved > self.timeout_s:
+                self._run_out(member, what)
+        self._ticked = float("-inf")  # the next tick() counts at once
+
+    def _run_out(self, member: int, what: str) -> NoReturn:
+        """Several deadlines may run out for one rank's sake: blame the last of the chain of who waits for whom."""
+        culprit, seen = member, {self.me}
+        while culprit not in seen and self._store.check([f"waits/{culprit}"]):
+            seen.add(culprit)
+            culprit = int(self._store.get(f"waits/{culprit}"))
+        culprit = member if culprit in seen else culprit
+        chain = f"; it waits for rank {self.ranks[culprit]} itself" if culprit != member else ""
+        raise WaitTimeoutError(
+            f"rank {self.rank}, waiting for {what}: rank {self.ranks[member]} has made no progress for "
+            f"{self.timeout_s:g} s{chain}; raise timeout_s if it is only slow",
+            culprit=self.ranks[culprit],
+        )

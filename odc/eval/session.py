@@ -1,0 +1,107 @@
+"""`session`: the span of an evaluation, in which any rank's failure reaches all, and which all leave together.
+
+Chose one barrier, at the exit, over one after each kind of request: ranks may have any number of requests of any kind,
+also none, and a rank that is done early goes on serving the shards its peers still fetch (odc) until all are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from odc.errors import OdcError, PeerLostError
+from odc.eval.peers import Peers
+
+
+@contextlib.contextmanager
+def session(
+    group: dist.ProcessGroup | None = None, *, modules: Iterable[nn.Module] = (), timeout_s: float = 600.0
+) -> Iterator[Peers]:
+    """Evaluate inside: `with odc.eval.session(modules=[model]) as peers: ...`. On every rank of the group.
+
+    Calls no collective. An exception that leaves the block ends every wait of the other ranks in this session, and
+    their next forward of one of `modules`, with a PeerLostError that names the first rank that failed and why. Without
+    one, the block ends for all ranks together.
+
+    Args:
+        group: the ranks that evaluate together; None takes the world, or just this process where there is none.
+        modules: the models that are evaluated. Those with a `publish()` (sharded by odc: pass the root) publish their
+            shards first, so that a rank without requests serves its peers, too, and generate `unsynced`. Each forward
+            counts as progress.
+        timeout_s: seconds a rank may be waited for while it makes no progress: no forward of `modules`, nothing sent,
+            no `peers.tick()`.
+
+    Raises:
+        PeerLostError: another rank failed.
+        WaitTimeoutError: another rank did not come to the end, a gathering or an exchange in time; names it.
+        OdcError: this process is not in the group.
+    """
+    peers = _join(group, timeout_s)
+    hooks = contextlib.ExitStack()
+    held = list(modules)  # a shard is served while its module lives
+    with hooks:
+        try:
+            for module in held:
+                publish = getattr(module, "publish", None)
+                if publish is not None:
+                    publish()
+                    hooks.enter_context(unsynced(module))
+                hooks.callback(module.register_forward_pre_hook(lambda *_: peers.tick()).remove)
+            yield peers
+            peers.leave("the end of the evaluation")
+        except BaseException as error:
+            with contextlib.suppress(dist.DistError):  # the store is gone, and so are the others
+                peers.fail(error)
+            if isinstance(error, Exception) and not isinstance(error, PeerLostError):
+                _blame(peers, error)
+            raise
+
+
+@contextlib.contextmanager
+def unsynced(module: nn.Module) -> Iterator[None]:
+    """Inside, `module.generate` of transformers does not keep ranks in step; no-op for modules without one.
+
+    By default it all-reduces a flag for each token of every FSDP2 model, so that all ranks run as many forwards. Under
+    odc they need not, and a rank with no text left to generate would hang the others. A session does it by itself.
+    """
+    generate = getattr(module, "generate", None)
+    if generate is None or "synced_gpus" not in inspect.signature(generate).parameters or "generate" in vars(module):
+        yield
+        return
+    module.generate = functools.partial(generate, synced_gpus=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del module.generate
+
+
+def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive seconds, not {timeout_s!r}")
+    if group is None and not dist.is_initialized():
+        return Peers(dist.HashStore(), (0,), 0, timeout_s)  # type: ignore[attr-defined]
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise OdcError(f"rank {dist.get_rank()} evaluates in a group of other ranks: {ranks}")
+    me = ranks.index(dist.get_rank())
+    owner: Any = dist.group.WORLD if group is None else group
+    store = owner.get_group_store()
+    number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: sessions of a group come in one order
+    own = dist.PrefixStore(f"odc.eval/{number}/", store)  # type: ignore[attr-defined]
+    return Peers(own, ranks, me, timeout_s)
+
+
+def _blame(peers: Peers, error: Exception) -> None:
+    """Raise PeerLostError from `error` if another rank failed first: a collective broken off is no cause."""
+    try:
+        with contextlib.suppress(dist.DistError):
+            peers.check(f"ended by {type(error).__name__}")
+    except PeerLostError as lost:
+        if lost.culprit != peers.rank and lost.culprit != getattr(error, "culprit", None):
+            raise lost from error

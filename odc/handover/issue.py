@@ -1,0 +1,103 @@
+"""The job's side of a handover: write the ticket, tell the version.
+
+Chose to let any one rank write the ticket, from what every rank has said about itself in the job's store, over asking
+each rank: no meeting, and the reader may be started by whoever is convenient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from odc.comm import Space
+from odc.errors import UnsupportedError
+from odc.handover.ticket import Owner, Parameter, Ticket
+from odc.server import reading_token
+
+if TYPE_CHECKING:
+    from odc.fsdp import Root
+
+
+def ticket(model: Any) -> str:
+    """Text with which a process of this host and user reads the weights of `model` (`odc.handover.Reader`).
+
+    Args:
+        model: a root of `odc.fully_shard`, not inside a forward or backward.
+
+    On any rank, or on several; calls no collective. Waits until every rank that owns a shard has run the model once or
+    entered `minibatch()`, so do not call it where the other ranks wait for this one. The text is a password for the
+    weights: keep a file with it private.
+
+    Raises:
+        UnsupportedError: a parameter is sharded by tensor parallelism as well.
+        WaitTimeoutError, PeerLostError: a rank did not come up.
+    """
+    from odc.fsdp import root_of  # not needed by readers, and slow to load
+
+    root = root_of(model)
+    space, geometry = root.space, root.geometry
+    names = _state_names(model, root)
+    layout = space.heap.layout
+    owners = []
+    for member in range(geometry.shards):  # the first replica; under hybrid sharding all publish the same
+        said = root.rendezvous.announced(member)
+        owners.append(Owner(geometry.ranks[member], said["door"], reading_token(said["token"])))
+    parameters = tuple(_parameters(root, space, names))
+    handed = {name for parameter in parameters for name in parameter.names}
+    return Ticket(
+        root=root.identity,
+        owners=tuple(owners),
+        parameters=parameters,
+        board=layout.offset("board"),
+        reason=layout.offset("reason"),
+        buffers=space.buffers,
+        nbytes=space.heap.nbytes,
+        digest=space.heap.digest,
+        left_out=tuple(name for name in model.state_dict() if name not in handed),
+    ).to_json()
+
+
+def version(model: Any) -> int:
+    """The newest version that this rank has published; a reader gets it once every rank has published it.
+
+    Versions count minibatches (and evaluations, and calls of `publish()`), from 1. A version is published when a
+    minibatch begins, or at once by `model.publish()`.
+    """
+    from odc.fsdp import root_of
+
+    return root_of(model).minibatch.epoch
+
+
+def _state_names(model: Any, root: Root) -> dict[int, list[str]]:
+    """Names in the state dict by `id` of the sharded parameter."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    missing = root.parameter_ids() - names.keys()
+    if missing:
+        raise UnsupportedError(f"{len(missing)} sharded parameters are not in the model's state dict under any name")
+    return names
+
+
+def _parameters(root: Root, space: Space, names: dict[int, list[str]]) -> list[Parameter]:
+    found = []
+    for group, unit in zip(root.groups, space.units, strict=True):
+        region = space.heap.layout.offset(f"published/{unit.index}")
+        for param, spec in zip(group.odc_params, unit.params, strict=True):
+            if param.shape != param.parameter.shape:
+                raise UnsupportedError(
+                    f"{spec.name} is sharded by tensor parallelism too; a handover reads whole parameters only"
+                )
+            found.append(
+                Parameter(
+                    names=tuple(names[id(param.parameter)]),
+                    shape=tuple(torch.Size(param.shape)),
+                    dtype=str(spec.dtype).removeprefix("torch."),
+                    shard_dim=param.shard_dim,
+                    shard_numel=spec.numel,
+                    offset=region + spec.published_offset,
+                    buffer_bytes=space.buffer_offset(unit, 1),
+                )
+            )
+    return found

@@ -1,0 +1,107 @@
+"""What the adapters of evaluation harnesses share: a model's request methods, shared out over the ranks.
+
+Chose to let each harness believe that it is alone, and to share out the requests below it, over its own way for many
+ranks. Both lm-eval and lmms-eval deal documents to ranks, pad, and put each rank's results one behind the other; here
+the first rank sees every request and every answer in order, as one process would, and computes the metrics once. The
+price is that all ranks build all requests, and that metrics are computed by one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from odc.balance import partition
+from odc.errors import UnsupportedError
+from odc.eval import Peers, run_requests
+
+Cost = Callable[[Any], float]
+
+
+class Done(BaseException):
+    """Unwinds a harness on a rank that has answered all its requests; what follows is the first rank's work."""
+
+
+@contextlib.contextmanager
+def shared_out(
+    lm: Any, kinds: Sequence[str], peers: Peers, *, pad: bool, cost: Cost | None, after: Callable[[str], None]
+) -> Iterator[None]:
+    """Inside, `lm`'s methods named `kinds` run each request on one rank and give answers on the first.
+
+    Args:
+        pad: see `run_requests`; documents are then dealt out in turn, not by cost, and requests run one by one: a model
+            that batches or merges them (lm-eval's runs equal ones once, copies too) has unequal forwards all the same.
+        cost: of a request; None takes the characters of its texts.
+        after: called with the kind, on the other ranks, when one is done; they are given None for each answer.
+
+    Raises UnsupportedError when a kind is asked for twice: the harness makes requests of answers, which all ranks need.
+    """
+    asked: set[str] = set()
+
+    def answer(
+        kind: str, method: Callable[[list[Any]], Sequence[Any]], requests: list[Any], **options: Any
+    ) -> Sequence[Any]:
+        if kind in asked:
+            raise UnsupportedError(
+                f"{kind} was asked for twice: requests made from answers (agentic tasks) need one rank"
+            )
+        asked.add(kind)
+        owners = document_owners(requests, peers.world, None if pad else cost or characters)
+        run = functools.partial(method, **options)
+        if pad:
+            run = functools.partial(_one_by_one, run)
+        answers = run_requests(requests, run, peers, owners=owners, pad=pad, key=_key, kind=f"{kind} requests")
+        if answers is not None:
+            return answers
+        after(kind)
+        return [None] * len(requests)
+
+    for kind in kinds:
+        setattr(lm, kind, functools.partial(answer, kind, getattr(lm, kind)))
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            delattr(lm, kind)
+
+
+def _one_by_one(method: Callable[[list[Any]], Sequence[Any]], requests: list[Any]) -> Sequence[Any]:
+    return [method([request])[0] for request in requests]
+
+
+def document_owners(requests: Sequence[Any], world: int, cost: Cost | None) -> list[int]:
+    """The member that runs each request; those of one document stay together, for they share a context.
+
+    With a cost, the sums of cost are made nearly equal and counts differ; without, documents are dealt out in turn.
+    """
+    documents = [list(some) for _, some in groupby(requests, key=lambda request: (request.task_name, request.doc_id))]
+    if cost is None:
+        owners: Sequence[int] = [number % world for number in range(len(documents))]
+    elif documents:
+        owners = partition([sum(map(cost, some)) for some in documents], world).tolist()
+    else:
+        owners = []
+    return [owner for owner, some in zip(owners, documents, strict=True) for _ in some]
+
+
+def characters(request: Any) -> float:
+    """Of a request's texts: what stands for its cost where nothing better is known."""
+    return float(sum(len(text) for text in _texts(request)))
+
+
+def refuse(library: str, options: dict[str, Any], why: dict[str, str]) -> None:
+    """Raise UnsupportedError for an option that is set and named in `why`."""
+    for name, reason in why.items():
+        if options.get(name):
+            raise UnsupportedError(f"{library} on ranks: {name}={options[name]!r} is not supported: {reason}")
+
+
+def _key(request: Any) -> Any:
+    return request.task_name, request.doc_id, request.idx, _texts(request)
+
+
+def _texts(request: Any) -> tuple[str, ...]:
+    return tuple(text for text in request.args if isinstance(text, str))

@@ -1,0 +1,78 @@
+"""lm-eval-harness on the ranks of a sharded model: `lm_eval.simple_evaluate`, its requests shared out.
+
+Chose one call on every rank over a subclass of lm-eval's models: any `LM` works as it is. Nothing is padded unless
+asked for, results and logged samples are those of one process, in its order, and documents may be fewer than ranks,
+which lm-eval's own way does not survive. See `odc.integrations._harness` for what that costs.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from odc.errors import ConfigError
+from odc.eval import Peers
+from odc.integrations._harness import Cost, Done, refuse, shared_out
+
+_KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+_REFUSED = {
+    "use_cache": "ranks would ask for different requests",
+    "cache_requests": "ranks would write one file",
+    "rewrite_requests_cache": "ranks would write one file",
+    "delete_requests_cache": "ranks would delete one folder",
+}
+
+
+def evaluate(
+    lm: Any, tasks: list[Any], peers: Peers, *, pad: bool = False, cost: Cost | None = None, **options: Any
+) -> Any:
+    """`lm_eval.simple_evaluate(model=lm, tasks=tasks, **options)` with each request run by one rank.
+
+    Every rank calls it alike, inside `odc.eval.session(modules=[model])`; waits for all at each kind of request.
+
+    Args:
+        lm: an `lm_eval.api.model.LM` that takes itself for alone (rank 0 of 1), as `HFLM(pretrained=model)` does.
+        tasks: names, configs or task objects, the same on every rank.
+        pad: for a model with collectives in its forward (FSDP2): as many requests on every rank. Not a whole remedy:
+            see docs/evaluation.md.
+        cost: of a request; work is made even by it. None takes the characters of its texts.
+        options: of `simple_evaluate`. Those that keep a cache are refused.
+
+    Returns:
+        What `simple_evaluate` returns, on the session's first rank; None on the others.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or `lm` deals requests out itself.
+        UnsupportedError: an option that cannot work on several ranks.
+        PlanError: ranks have built different requests.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError("evaluating with lm-eval needs it: pip install 'odc-fsdp[lm-eval]'") from error
+    refuse("lm-eval", options, _REFUSED)
+    if lm.world_size != 1:
+        raise ConfigError(f"lm: it shares requests over {lm.world_size} ranks itself; build it from the sharded model")
+    manager = options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata"))
+    loaded = manager.load(tasks)
+    manager = copy.copy(manager)
+    manager.load = lambda _: loaded  # so that the tasks are at hand below; their requests are built by simple_evaluate
+    if peers.me:
+        options["evaluation_tracker"] = None  # writes files
+    left = None
+
+    def after(kind: str) -> None:
+        nonlocal left
+        if left is None:
+            left = {request.request_type for task in loaded["tasks"].values() for request in task.instances}
+        left.discard(kind)
+        if not left:
+            raise Done
+
+    try:
+        with shared_out(lm, _KINDS, peers, pad=pad, cost=cost, after=after):
+            results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, **options)
+    except Done:
+        return None
+    return None if peers.me else results

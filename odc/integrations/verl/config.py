@@ -1,0 +1,63 @@
+"""The engine's configuration: verl's FSDP one with the strategy `odc` and odc's own options.
+
+Chose a subclass named by `_target_` over a patch of verl's list of strategies. In RL it is not needed:
+`actor_rollout_ref.actor.strategy=odc` goes past that list with verl's own configuration, and options are the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.config.engine import EngineConfig
+
+from odc.errors import ConfigError
+from odc.settings import Settings
+
+
+@dataclass
+class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
+    """As verl's `FSDPEngineConfig`; `odc` holds `rebalance` and any field of `odc.Settings`.
+
+    Args:
+        strategy: "odc"; "fsdp" and "fsdp2" too, since verl sets it only after construction in RL.
+        odc: options, read by `options_of`.
+    """
+
+    strategy: str = "odc"
+    odc: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)  # not FSDPEngineConfig's, which knows verl's strategies only
+        if self.strategy not in ("odc", "fsdp", "fsdp2"):
+            raise ConfigError(f"strategy {self.strategy!r}: {type(self).__name__} is for odc")
+        options_of(self)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one engine.
+
+    Args:
+        rebalance: spread the rows of each training minibatch over the data-parallel ranks by LB-Mini. False trains on
+            the rows that verl's trainer gave to each rank.
+        settings: of the runtime.
+    """
+
+    rebalance: bool
+    settings: Settings
+
+
+def options_of(config: Any) -> Options:
+    """What an engine configuration says under `odc`; the defaults for one of verl's own. Raises ConfigError."""
+    given: Mapping[str, Any] = dict(getattr(config, "odc", None) or {})
+    known = {"rebalance", *(one.name for one in fields(Settings))}
+    if unknown := given.keys() - known:
+        raise ConfigError(f"odc has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    try:
+        settings = Settings(**{key: value for key, value in given.items() if key != "rebalance"})
+    except ValueError as error:
+        raise ConfigError(f"engine.odc: {error}") from error
+    return Options(bool(given.get("rebalance", True)), settings)

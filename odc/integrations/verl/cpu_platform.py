@@ -1,0 +1,109 @@
+"""The platform "cpu" of verl: its engines and trainers run where no accelerator is, when VERL_PLATFORM=cpu.
+
+Chose a whole platform under its own name over pretending to be CUDA: verl asks the platform for all it does to a
+device, so nothing of verl is patched. It is never detected by itself: a driver without an accelerator of its own must
+still find the cluster's. Memory figures are 0; there is nothing to profile and no IPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+# What verl calls on `torch.<device>`, which torch.cpu has only half of.
+_DEVICE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+    **dict.fromkeys(
+        ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_per_process_memory_fraction"), _nothing
+    ),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), _zero),
+    mem_get_info=lambda *unused: (0, 0),
+    get_device_name=lambda *unused: "cpu",
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+)
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):  # type: ignore[misc]
+    """Every process has one device, "cpu"; process groups are gloo's."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _DEVICE
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False
+
+    def current_device(self) -> str:
+        return "cpu"  # verl moves tensors `.to(current_device())`; an index would mean CUDA
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """There is one."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """The allocator is the system's."""
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "ODC_VISIBLE_CPUS"  # verl sets it for its workers; nothing reads it
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        """None to start."""
+
+    def profiler_stop(self) -> None:
+        """None to stop."""
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None

@@ -1,0 +1,135 @@
+"""LB-Mini inside a verl engine: rows of a minibatch move to the rank that shall compute them.
+
+verl's trainers give every rank as many samples. Chose to move samples between ranks inside the engine over a change of
+the trainer: any trainer gains, and none must know. Ranks exchange lengths, each makes the same plan, and only rows that
+change rank travel, in one all-to-all over the data-parallel group's CPU backend. The price is two small collectives a
+minibatch, beside the one in which verl counts tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import NonTensorData
+from verl.utils import tensordict_utils as tu
+
+from odc.balance import Cost
+from odc.errors import PlanError
+from odc.integrations.verl.seqlen_balancing import get_seqlen_balanced_partitions
+
+_WORTH = 0.01  # share of the longest rank's cost that a move of rows must save
+
+Lengths = Sequence[Sequence[int]]
+
+
+def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
+    """Raise PlanError, on every rank alike, if rows that stay together do not fit into one microbatch.
+
+    Args:
+        lengths: tokens of each row on each data-parallel rank.
+        max_tokens: cap of a microbatch.
+        group_size: consecutive rows that stay together.
+    """
+    for rank, rows in enumerate(lengths):
+        if len(rows) % group_size:
+            raise PlanError(f"data-parallel rank {rank} has {len(rows)} samples, which are not made of {group_size}s")
+        for at in range(0, len(rows), group_size):
+            if (tokens := sum(rows[at : at + group_size])) > max_tokens:
+                raise PlanError(
+                    f"data-parallel rank {rank}: sample {at} ({group_size} together) has {tokens} tokens, more than a "
+                    f"microbatch may have ({max_tokens}: max_token_len_per_gpu x sequence-parallel ranks)"
+                )
+
+
+def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[int]]:
+    """Which rank shall compute each row, by the rank that has it; no rank gets none. A pure function.
+
+    Parts of nearly equal cost go to ranks so that many tokens stay where they are. Rows stay altogether where moving
+    them would save less than 1% of the longest rank.
+
+    Args:
+        lengths: tokens of each row on each rank; every rank has one at least.
+        cost: of a row by its length.
+        group_size: consecutive rows that stay together; each rank's number of rows is a multiple.
+    """
+    ranks = len(lengths)
+    homes = [rank for rank, rows in enumerate(lengths) for _ in range(len(rows) // group_size)]
+    chunks = [rows[at : at + group_size] for rows in lengths for at in range(0, len(rows), group_size)]
+    costs = [sum(cost(length) for length in chunk) for chunk in chunks]
+    parts = get_seqlen_balanced_partitions(costs, ranks, equal_size=False)  # type: ignore[arg-type]
+    now = [0.0] * ranks
+    for home, own in zip(homes, costs, strict=True):
+        now[home] += own
+    if max(now) * (1 - _WORTH) <= max(sum(costs[i] for i in part) for part in parts):
+        return [[rank] * len(rows) for rank, rows in enumerate(lengths)]
+    stay: Counter[tuple[int, int]] = Counter()
+    for p, part in enumerate(parts):
+        for i in part:
+            stay[p, homes[i]] += sum(chunks[i])
+    owner_of_part = _most_stays(stay, ranks)
+    owner = {i: owner_of_part[p] for p, part in enumerate(parts) for i in part}
+    by_row = iter([owner[i] for i, chunk in enumerate(chunks) for _ in chunk])
+    return [list(itertools.islice(by_row, len(rows))) for rows in lengths]
+
+
+def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
+    """A rank for each part, the largest overlaps first: at least half as much stays as could.
+
+    Args:
+        stay: tokens of a part that are on a rank, by (part, rank), where there are any.
+        ranks: number of ranks, and of parts.
+    """
+    taken: dict[int, int] = {}
+    free = set(range(ranks))
+    for part, rank in sorted(stay, key=lambda pair: (-stay[pair], pair)):
+        if part not in taken and rank in free:
+            taken[part] = rank
+            free.remove(rank)
+    rest = iter(sorted(free))
+    return [taken[part] if part in taken else next(rest) for part in range(ranks)]
+
+
+def move_rows(data: Any, owners: Sequence[Sequence[int]], group: Any) -> Any:
+    """This rank's rows after each has gone to its owner: those that stay, then those that come, by source rank.
+
+    A collective over `group`, through CPU memory, unless no row moves at all. What the batch holds once and not for
+    each row (settings, counts) stays this rank's own.
+
+    Args:
+        data: TensorDict of this rank, on CPU.
+        owners: of `owners_of`, the same on every rank, with at least one row for each.
+        group: process group; its CPU backend is used.
+    """
+    me, ranks = dist.get_rank(group), len(owners)
+    if all(owner == rank for rank, rows in enumerate(owners) for owner in rows):
+        return data
+    shared = {key: value for key, value in data.items() if isinstance(value, NonTensorData)}
+    leaving = [[i for i, owner in enumerate(owners[me]) if owner == rank] for rank in range(ranks)]
+    mine = data.exclude(*shared)
+    sent = [
+        pickle.dumps(tu.index_select_tensor_dict(mine, rows)) if rows and rank != me else b""
+        for rank, rows in enumerate(leaving)
+    ]
+    parts = [tu.index_select_tensor_dict(mine, leaving[me])] if leaving[me] else []
+    parts += [pickle.loads(message) for message in _all_to_all(sent, group) if message]
+    moved = tu.concat_tensordict(parts)
+    for key, value in shared.items():
+        moved[key] = NonTensorData(value.data)
+    return moved
+
+
+def _all_to_all(messages: Sequence[bytes], group: Any) -> list[bytes]:
+    """`messages[r]` goes to rank r of the group; returns what each rank sent here."""
+    sizes = torch.tensor([len(message) for message in messages])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    out = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+    into = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(into, out, coming.tolist(), sizes.tolist(), group=group)
+    return [part.numpy().tobytes() for part in into.split(coming.tolist())]

@@ -1,0 +1,64 @@
+"""How a multimodal job is started, and what every rank runs around its part of it.
+
+Chose the launcher of `odc train` and the same order of checks: what cannot work is refused before ranks start. The
+price is that headers of the corpus are read once more, here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from odc.multimodal.config import MultimodalConfig
+from odc.multimodal.examples import read_examples
+from odc.multimodal.flops import phase_costs
+from odc.multimodal.model import load_config
+from odc.multimodal.rank import MultimodalRank
+from odc.multimodal.results import MultimodalResult
+from odc.train.config import threads_per_rank
+from odc.train.launch import launch
+from odc.train.preflight import writable_folder
+from odc.train.progress import Progress
+
+
+def run(config: MultimodalConfig) -> list[MultimodalResult]:
+    """Checks the job, starts its ranks on this machine, and returns their results in rank order.
+
+    Raises `ConfigError` or `DataError` before ranks start, `JobFailedError` when a rank fails.
+    """
+    check(config)
+    return launch(run_rank, config, ranks=config.job.ranks)
+
+
+def check(config: MultimodalConfig) -> None:
+    """All checks that need the disk: the model, every line of the corpus, and folders that are written to."""
+    model = load_config(config.job.model)
+    phase_costs(model)
+    read_examples(Path(config.job.data), model.geometry, max_tokens=config.job.max_tokens)
+    for name in ("output", "spans"):
+        folder = getattr(config.job, name)
+        if folder is not None:
+            writable_folder(Path(folder), name)
+
+
+def run_rank(config: MultimodalConfig) -> MultimodalResult:
+    """Runs the job as one rank, in a process that has the environment of `torchrun`. Every rank calls it.
+
+    Makes the process group and takes it down again. Raises on the rank where something fails.
+    """
+    from odc.fsdp import shutdown
+
+    torch.set_num_threads(threads_per_rank(config.job.ranks))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.job.timeout_s))
+    progress = Progress(config.job.steps, config.job.label or config.name, shown=dist.get_rank() == 0)
+    try:
+        result = MultimodalRank(config, progress).run()
+        dist.barrier()  # no rank takes the group down while another still writes
+        return result
+    finally:
+        progress.close()
+        shutdown()
+        dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""Moves, tensors and exchanges for the tests of dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc.dispatch import Rearrangement
+from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
+
+KINDS = ("collective", "all_gather", "on_demand")
+_made = 0
+
+
+@contextmanager
+def exchange_of(kind: str, rank: int, world: int, channels: list[str], **more: Any) -> Iterator[Exchange]:
+    """An exchange of all ranks of a pool."""
+    from odc.fsdp._torch_compat import default_store
+
+    global _made
+    _made += 1
+    name, timeout_s = f"test{_made}", more.pop("timeout_s", 60.0)
+    made: Exchange
+    if kind == "on_demand":
+        made = OnDemandExchange(
+            default_store(),
+            range(world),
+            rank,
+            channels,
+            timeout_s=timeout_s,
+            name=name,
+            **{"arena_bytes": 1 << 20} | more,
+        )
+    else:
+        cls = AllGatherExchange if kind == "all_gather" else CollectiveExchange
+        made = cls(default_store(), timeout_s=timeout_s, name=name)
+    try:
+        yield made
+    except BaseException:
+        raise
+    else:
+        made.close()
+
+
+def random_move(world: int, most: int, seed: int) -> Rearrangement:
+    """Any bijection, empty instances and slots in any order included."""
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(0, most + 1, world) * (draw.random(world) < 0.8)
+    n = int(counts.sum())
+    owners = draw.integers(0, world, n) if draw.random() < 0.7 else np.full(n, draw.integers(world))
+    return Rearrangement(counts, np.bincount(owners, minlength=world), draw.permutation(n))
+
+
+def ragged(move: Rearrangement, seed: int) -> list[torch.Tensor]:
+    """One tensor an example, of ragged rows, its values unlike any other's."""
+    draw = np.random.default_rng(seed)
+    rows = draw.integers(0, 5, len(move.order))
+    return [100.0 * i + torch.arange(float(count) * 3).view(count, 3) for i, count in enumerate(rows.tolist())]

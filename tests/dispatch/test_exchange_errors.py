@@ -1,0 +1,241 @@
+"""What an exchange refuses, on which ranks, and whom its deadlines name."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _doubles import KINDS, exchange_of
+from _rank_worker import die
+from _ranks import spawn_ranks
+from _toy import ENCODERS, POLICIES
+
+from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
+from odc.dispatch.exchange import BACK, OnDemandExchange, move
+from odc.dispatch.loader import PlannedLoader
+from odc.dispatch.orchestrator import Orchestrator, channels
+from odc.dispatch.route import Route
+from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, WaitTimeoutError
+
+
+def swapped(rank: int, rows: int = 3) -> Route:
+    """Two instances of one example each, which change places."""
+    return Route.of(Rearrangement.to([1, 1], [1, 0]), {"rows": [rows, rows]}, rank)
+
+
+def refused(rank: int, kind: str, route: Route, tensors: dict[str, torch.Tensor], says: str) -> None:
+    with pytest.raises(OdcError) as error, exchange_of(kind, rank, 2, ["data"], timeout_s=20.0) as exchange:
+        exchange.move(1, "data", route, tensors)
+    assert says in str(error.value), f"rank {rank} says {error.value}"
+
+
+def brings_too_few(rank: int, world: int, kind: str) -> None:
+    tensors = {"rows": torch.zeros(3 - rank, 2)}
+    refused(rank, kind, swapped(rank), tensors, "rank 1 brings 2 rows of field 'rows', but the plan has 3 there")
+
+
+def plans_otherwise(rank: int, world: int, kind: str) -> None:
+    route = Route.of(Rearrangement.to([1, 1], [1, 0]), {"rows": [3, 3 + 0 * rank]}, rank)
+    dtype = torch.float32 if rank else torch.float64
+    refused(rank, kind, route, {"rows": torch.zeros(3, 2, dtype=dtype)}, "planned another exchange than rank")
+
+
+@pytest.mark.parametrize("kind", ["collective", "on_demand"])
+@pytest.mark.parametrize("fault", [brings_too_few, plans_otherwise])
+def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str, fault: Any) -> None:
+    with spawn_ranks(2, fault, kind) as ranks:
+        outcomes = ranks.wait(60)
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def stays_away(rank: int, world: int, kind: str) -> float:
+    with exchange_of(kind, rank, world, ["data"], timeout_s=1.5) as exchange:
+        if rank == 1:
+            time.sleep(6.0)
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(WaitTimeoutError, match=r"moving data of step 1|rank 1 to put data of step 1") as error:
+            exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
+        assert error.value.culprit == 1, str(error.value)
+        assert "rank 1" in str(error.value), str(error.value)
+        return time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", ["collective", "on_demand"])
+def test_a_deadline_names_who_did_not_come(kind: str) -> None:
+    with spawn_ranks(2, stays_away, kind) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes[0].error is None, outcomes[0].describe()
+    assert outcomes[0].value < 30.0
+
+
+def overflows(rank: int, world: int) -> None:
+    with exchange_of("on_demand", rank, world, ["data"], arena_bytes=1 << 12, timeout_s=20.0) as exchange:
+        if rank == 0:
+            with pytest.raises(
+                HeapMemoryError, match=r"data of step 1 needs (\d+) bytes, but the arena has 4096"
+            ) as it:
+                exchange.move(1, "data", swapped(rank, 600), {"rows": torch.zeros(600, 2)})
+            assert "declare arena_bytes=4864 or more" in str(it.value), str(it.value)
+
+
+def fits(rank: int, world: int) -> None:
+    with exchange_of("on_demand", rank, world, ["data"], arena_bytes=4864) as exchange:
+        for step in range(1, 20):  # each waits for the one before to be read
+            given = torch.full((600, 2), float(10 * step + rank))
+            got = exchange.move(step, "data", swapped(rank, 600), {"rows": given})["rows"]
+            assert torch.equal(got, torch.full((600, 2), float(10 * step + 1 - rank))), f"step {step}"
+
+
+def test_an_overflow_names_the_size_that_would_do(ranks: Any) -> None:
+    ranks(2).run(overflows)
+    ranks(2).run(fits)
+
+
+def runs_apart(rank: int, world: int) -> None:
+    """Rank 0 sends to rank 1 only; rank 1 comes late, rank 0 does not wait for it, nor rank 2 for anybody."""
+    plan = Rearrangement.to([1, 1, 1, 1], [1, 1, 2, 3])
+    route = Route.of(plan, {"rows": [4] * 4}, rank)
+    with exchange_of("on_demand", rank, world, ["data"]) as exchange:
+        began = time.monotonic()
+        if rank == 1:
+            time.sleep(1.0)
+        got = exchange.move(1, "data", route, {"rows": torch.full((4, 1), float(rank))})["rows"]
+        took = time.monotonic() - began
+        assert got[:, 0].tolist() == {0: [], 1: [0.0] * 4 + [1.0] * 4, 2: [2.0] * 4, 3: [3.0] * 4}[rank]
+        assert exchange.moved["data"] == (16 if rank == 0 else 0)
+        assert rank == 1 or took < 0.9, f"rank {rank} waited {took} s for somebody"
+
+
+def test_on_demand_nobody_waits_but_for_rows(ranks: Any) -> None:
+    ranks(4).run(runs_apart)
+
+
+def back_and_forth(rank: int, world: int, kind: str) -> None:
+    """Gradients return to where the rows came from, also where nothing was brought and where a field is integers."""
+    plan = Rearrangement(np.array([3, 0]), np.array([1, 2]), np.array([2, 0, 1]))
+    rows = {"rows": [2, 1, 3], "ids": [1, 1, 1]}
+    with exchange_of(kind, rank, world, ["data", f"data{BACK}"]) as exchange:
+        given = torch.arange(12.0).view(6, 2).requires_grad_() if rank == 0 else torch.zeros(0, 2)
+        ids = torch.arange(3) if rank == 0 else torch.zeros(0, dtype=torch.int64)
+        got = move(exchange, 1, "data", Route.of(plan, rows, rank), {"rows": given, "ids": ids})
+        assert not got["ids"].requires_grad and got["rows"].requires_grad
+        (got["rows"] * (10.0 * rank + got["rows"].detach())).sum().backward()
+        if rank == 0:
+            place = torch.arange(12.0).view(6, 2)
+            expected = place + torch.tensor([10.0] * 3 + [0.0] * 3)[:, None]
+            assert torch.equal(given.grad, expected), f"{given.grad}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_go_back(ranks: Any, kind: str) -> None:
+    ranks(2).run(back_and_forth, kind)
+
+
+# plans ------------------------------------------------------------------------------------------------------------
+
+
+def of(parts: list[list[tuple[Any, ...]]]) -> Records:
+    return Records.of(parts, ENCODERS)
+
+
+def bad_plan(rank: int, world: int, kind: str, fault: str) -> None:
+    good = of([[("text", 3), ("vision", 8, 4)]])
+    llm_policy = BalancePolicy(beta=1.0) if fault == "policy" and rank == 1 else BalancePolicy()
+    phases = [Phase("vision", BalancePolicy(), longest=100), Phase("audio", BalancePolicy("full"))]
+    bad = {
+        "nan": of([[("text", 3), ("vision", float("nan"), 4)]]),
+        "negative": of([[("text", 3)], [("vision", -8, 4), ("text", 1)]]),
+        "cap": of([[("vision", 101, 4), ("text", 1)]]),
+        "whole": of([[("text", 501)]]),
+        "nothing": Records(1, *np.zeros((4, 0), np.int64)),
+    }
+    says = {
+        "nan": "rank 1 brings bad records: instance 1: part 1, of example 0, has nan as its length",
+        "negative": "rank 1 brings bad records: instance 1: part 1, of example 1, has -8",
+        "cap": "more than the cap of 100",
+        "whole": "instance 1: example 0 has 501 tokens; more than the cap of 500",
+        "nothing": "instance 1: example 0 has no tokens at all",
+        "policy": "rank 1 made another plan",
+    }
+    lots = of([[("text", 100)], [("text", 50), ("vision", 90, 45)], [("text", 7)], [("text", 60)], [("text", 40)]])
+    mine = bad[fault] if fault in bad and rank == 1 else lots if fault == "policy" else good
+    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=20.0) as exchange:
+        orchestrator = Orchestrator(phases, Phase("llm", llm_policy, longest=500), exchange)
+        with pytest.raises(PlanError) as error:
+            orchestrator.plan(mine)
+        assert says[fault] in str(error.value), f"rank {rank} says {error.value}"
+        assert error.value.culprit == 1
+        orchestrator = None  # the exchange itself still works
+        assert [values.tolist() for values in exchange.gather(9, "plan", np.array([rank]))] == [[0], [1]]
+
+
+@pytest.mark.parametrize("kind", ["collective", "on_demand"])
+def test_bad_records_are_refused_on_every_rank_and_by_name(ranks: Any, kind: str) -> None:
+    for fault in ("nan", "negative", "cap", "whole", "nothing", "policy"):
+        ranks(2).run(bad_plan, kind, fault)
+
+
+def loads(rank: int, world: int, kind: str) -> None:
+    def batches() -> Any:
+        for step in range(6):
+            yield [[("text", 5 + step + rank), ("vision", 10 + step, 5)]] * (step % 3)
+
+    def records_of(batch: Any) -> Records:
+        if rank == 1 and len(batch) == 2 and batch[0][0][1] == 11:  # the last
+            raise ValueError("an image cannot be read")
+        return of(batch)
+
+    phases = [Phase(name, policy) for name, policy in zip(ENCODERS, POLICIES["full"], strict=False)]
+    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=20.0) as exchange:
+        loader = PlannedLoader(batches(), records_of, Orchestrator(phases, Phase("llm", BalancePolicy()), exchange))
+        planned, seen = iter(loader), 0
+
+        def see_one() -> None:
+            batch, plan = next(planned)
+            assert plan.step == seen + 1
+            assert plan.whole.llm.counts.tolist() == [len(batch)] * world
+
+        while seen < 5:
+            see_one()
+            seen += 1
+        with pytest.raises((PlanError, ValueError), match="an image cannot be read|rank 1 brings bad records: .*image"):
+            see_one()
+        assert loader.overlap.steps == seen and loader.overlap.planning_s > 0
+
+
+@pytest.mark.parametrize("kind", ["collective", "on_demand"])
+def test_a_loader_plans_ahead_and_tells_all_ranks_of_bad_data(ranks: Any, kind: str) -> None:
+    ranks(2).run(loads, kind)
+
+
+def test_a_channel_that_was_not_declared_is_named(ranks: Any) -> None:
+    ranks(2).run(undeclared)
+
+
+def undeclared(rank: int, world: int) -> None:
+    with exchange_of("on_demand", rank, world, ["data"]) as exchange:
+        assert isinstance(exchange, OnDemandExchange)
+        with pytest.raises(OdcError, match="no channel 'other'; declared are data"):
+            exchange.move(1, "other", swapped(rank), {"rows": torch.zeros(3, 2)})
+
+
+def dies(rank: int, world: int) -> float:
+    with exchange_of("on_demand", rank, world, ["data"], timeout_s=60.0) as exchange:
+        exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
+        if rank == 1:
+            die()
+        with pytest.raises(PeerLostError, match="rank 1 died") as error:
+            exchange.move(2, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
+        assert error.value.culprit == 1
+        raise error.value
+
+
+def test_a_death_is_known_at_once_and_named() -> None:
+    with spawn_ranks(2, dies) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
+    assert outcomes[0].at - outcomes[1].told[0][0] < 30.0

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from _together import RANKS, run_together
+
+from odc.errors import PeerLostError, WaitTimeoutError
+from odc.eval import Peers, peers
+
+
+def test_exchange_and_messages_of_any_size():
+    sizes = [0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 3 << 20]
+
+    def talk(peers: Peers) -> Any:
+        everyone = peers.exchange(("hello", peers.rank), "greetings")
+        if peers.me == 0:
+            for size in sizes:
+                peers.send(2, b"x" * size, "letters")
+            return everyone
+        got = [peers.receive(0, "letters") for _ in sizes] if peers.me == 2 else []
+        return everyone, [len(one) for one in got], set(b"".join(got))
+
+    first, second, third = run_together(3, talk)
+    greetings = [("hello", rank) for rank in RANKS[:3]]
+    assert first == greetings
+    assert second == (greetings, [], set())
+    assert third == (greetings, sizes, {ord("x")})
+
+
+def test_a_sender_runs_ahead_by_a_megabyte_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    store, read = dist.HashStore(), threading.Event()
+    most = 0
+
+    def watch() -> None:
+        nonlocal most
+        while not read.is_set():
+            most = max(most, sum("data/" in key for key in store.list_keys()))
+            time.sleep(1e-3)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+
+    def send() -> None:
+        Peers(store, RANKS[:2], 1, 20.0).send(0, b"x" * (5 << 20), "a letter")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    time.sleep(0.2)
+    assert len(Peers(store, RANKS[:2], 0, 20.0).receive(1, "a letter")) == 5 << 20
+    sender.join()
+    read.set()
+    watcher.join()
+    assert 1 <= most <= peers._AHEAD
+
+
+def test_a_failure_ends_every_wait_and_names_the_rank():
+    def work(peers: Peers) -> Any:
+        if peers.me == 1:
+            raise KeyError("no such document")
+        if peers.me == 2:
+            return peers.receive(1, "a letter")
+        return peers.meet("the corner")
+
+    begin = time.monotonic()
+    first, second, third = run_together(3, work, timeout_s=1000.0)
+    assert time.monotonic() - begin < 100.0
+    assert isinstance(second, KeyError)
+    for error, rank, doing in ((first, 4, "the corner"), (third, 9, "a letter")):
+        assert isinstance(error, PeerLostError) and error.culprit == 7
+        assert str(error) == (
+            f"rank {rank}, waiting for {doing}: rank 7 failed in the evaluation: KeyError: 'no such document'"
+        )
+
+
+def test_a_rank_that_stands_still_is_named_by_all():
+    """Rank 9 never comes: 4 waits for it, and 7 for 4; none blames 4."""
+    gone = threading.Event()
+
+    def work(peers: Peers) -> Any:
+        if peers.me == 2:
+            gone.wait(20.0)
+            return None
+        try:
+            peers.meet("the corner")
+        except WaitTimeoutError as error:
+            return error
+        except PeerLostError as error:
+            return error
+        finally:
+            if peers.me == 1:
+                gone.set()
+
+    def patient(peers: Peers) -> Any:
+        peers.timeout_s = [0.5, 0.8, 1.0][peers.me]
+        return work(peers)
+
+    first, second, _ = run_together(3, patient)
+    assert isinstance(first, WaitTimeoutError) and first.culprit == 9
+    assert str(first).startswith("rank 4, waiting for the corner: rank 9 has made no progress for 0.5 s; raise")
+    assert isinstance(second, WaitTimeoutError) and second.culprit == 9
+    assert "rank 4 has made no progress for 0.8 s; it waits for rank 9 itself" in str(second)
+
+
+def test_progress_starts_the_deadline_anew_also_for_those_behind():
+    """Rank 9 computes for longer than the timeout, ticking; rank 7 waits for rank 4, which waits for 9."""
+
+    def work(peers: Peers) -> Any:
+        if peers.me == 2:
+            end = time.monotonic() + 5.0
+            while time.monotonic() < end:
+                peers.tick()
+                time.sleep(0.02)
+        peers.leave("the end")
+        return "well"
+
+    assert run_together(3, work, timeout_s=3.0) == ["well"] * 3
+
+
+def test_nothing_stays_in_the_store():
+    stores: list[dist.Store] = []
+
+    def work(peers: Peers) -> Any:
+        stores.append(peers._store)
+        peers.exchange(peers.me, "numbers")
+        peers.tick()
+        peers.meet("half way")
+        peers.leave("the end")
+
+    assert run_together(4, work) == [None] * 4
+    assert stores[0].list_keys() == []

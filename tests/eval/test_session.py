@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import spawn_ranks
+from torch import nn
+
+from odc.errors import OdcError, PeerLostError
+from odc.eval import gather_results, run_requests, session
+
+
+def test_one_process_alone_needs_no_process_group():
+    with session() as peers:
+        assert (peers.rank, peers.world) == (0, 1)
+        assert peers.exchange("me", "names") == ["me"]
+        assert run_requests([1, 2], lambda some: [2 * one for one in some], peers, pad=True) == [2, 4]
+    with pytest.raises(KeyError, match="mine"), session():
+        raise KeyError("mine")
+    with pytest.raises(ValueError, match="timeout_s must be positive seconds, not 0"), session(timeout_s=0):
+        pass
+
+
+def _gathered(rank: int, world: int) -> Any:
+    results = []
+    for _ in range(3):  # sessions follow each other
+        with session(timeout_s=60.0) as peers:
+            mine = list(range(rank, 7, world))
+            results.append(gather_results(mine, mine, peers, expected=7))
+    return results
+
+
+def test_over_the_jobs_own_store(ranks):
+    for world in (2, 3):
+        first, *others = ranks(world).run(_gathered)
+        assert first == [list(range(7))] * 3
+        assert others == [[None] * 3] * (world - 1)
+
+
+def _in_a_group(rank: int, world: int) -> Any:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        try:
+            with session(group):
+                return None
+        except OdcError as error:
+            return str(error)
+    with session(group, timeout_s=60.0) as peers:
+        assert peers.ranks == (1, 2), peers.ranks
+        return gather_results([rank], [rank], peers)
+
+
+def test_a_group_of_some_ranks(ranks):
+    outside, first, other = ranks(3).run(_in_a_group)
+    assert "rank 0" in outside
+    assert (first, other) == ([1, 2], None)
+
+
+def _one_fails(rank: int, world: int) -> Any:
+    """Rank 1 raises; rank 0 waits for all at the end, rank 2 computes and never waits."""
+    layer = nn.Linear(1, 1)
+    try:
+        with session(modules=[layer], timeout_s=1000.0):
+            if rank == 1:
+                time.sleep(0.3)
+                raise KeyError("no such document")
+            while rank == 2:
+                layer(torch.zeros(1, 1))
+    except (KeyError, PeerLostError) as error:
+        left = list(layer._forward_pre_hooks)
+        return type(error).__name__, getattr(error, "culprit", None), str(error), left
+    return None
+
+
+def test_one_ranks_exception_reaches_all(ranks):
+    waiting, failing, computing = ranks(3).run(_one_fails)
+    assert failing == ("KeyError", None, "'no such document'", [])
+    reason = "rank 1 failed in the evaluation: KeyError: 'no such document'"
+    assert waiting == ("PeerLostError", 1, f"rank 0, waiting for the end of the evaluation: {reason}", [])
+    assert computing == ("PeerLostError", 1, f"rank 2, computing: {reason}", [])
+
+
+def _fails_beside_a_collective(rank: int, world: int) -> None:
+    with session(timeout_s=1000.0):
+        if rank == 1:
+            raise KeyError("no such document")
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_a_collective_broken_off_is_blamed_on_who_failed_first():
+    with spawn_ranks(2, _fails_beside_a_collective) as ranks:
+        first, second = ranks.wait(60.0)
+    assert second.error == "KeyError"
+    assert first.error == "PeerLostError"
+    assert "rank 1 failed in the evaluation: KeyError: 'no such document'" in first.message

@@ -1,0 +1,115 @@
+"""Under odc no padding is needed: the same scores, fewer forwards, on a sharded Qwen2."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from odc import fully_shard
+from odc.eval import gather_metrics, pad_requests, plan_requests, session
+
+pytest.importorskip("transformers", reason="needs the extra: pip install 'odc-fsdp[train]'")
+
+COUNTS = {2: (5, 2), 3: (4, 0, 2)}  # requests by rank; one has none
+
+
+def build(shard: Any, mesh: DeviceMesh | None = None) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=97,
+            hidden_size=36,
+            intermediate_size=50,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    for layer in model.model.layers:
+        shard(layer, mesh=mesh)
+    return shard(model, mesh=mesh)
+
+
+def request(rank: int, number: int) -> torch.Tensor:
+    """int64 [1, length], of another length for each."""
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randint(0, 97, (1, 5 + 7 * number + rank), generator=generator)
+
+
+@torch.no_grad()
+def score(model: Any, tokens: torch.Tensor) -> float:
+    """Summed log-probability of all tokens but the first."""
+    logits = model(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return float(logits.gather(-1, tokens[0, 1:, None]).sum())
+
+
+def evaluate(model: Any, rank: int, world: int, mode: Any) -> tuple[Any, ...]:
+    """All scores on rank 0; forwards that this rank ran; the plan's waste; when it ran its last, and was done."""
+    forwards, last = 0, 0.0
+
+    def count(*unused: Any) -> None:
+        nonlocal forwards, last
+        forwards, last = forwards + 1, time.monotonic()
+
+    model.register_forward_hook(count)
+    with session(modules=[model], timeout_s=100.0) as peers:
+        mine = [request(rank, number) for number in range(COUNTS[world][rank])]
+        plan = plan_requests({"score": len(mine)}, peers)
+        padded = pad_requests(mine, plan, "score", mode=mode, make_pad=lambda: request(0, 0))
+        if rank == 0 and mode == "none":
+            time.sleep(0.5)  # so that ranks with less to do are done before it has fetched from them
+        scores = padded.keep([score(model, tokens) for tokens in padded.requests])
+        done = time.monotonic()
+        found = gather_metrics({"score": [((rank, i), value) for i, value in enumerate(scores)]}, peers)
+    return found, forwards, plan.waste(), last, done
+
+
+def _all_ways(rank: int, world: int) -> list[tuple[Any, ...]]:
+    odc, fsdp2 = build(fully_shard), build(torch_fully_shard)
+    return [
+        evaluate(odc, rank, world, "pad"),
+        evaluate(odc, rank, world, "none"),
+        evaluate(fsdp2, rank, world, "pad"),
+        evaluate(build(lambda module, **_: module), rank, world, "none"),
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_padded_and_unpadded_give_the_same_scores(ranks, world: int):
+    by_rank = ranks(world).run(_all_ways)
+    counts = COUNTS[world]
+    padded, unpadded, fsdp2, whole = ([one[way] for one in by_rank] for way in range(4))
+    keys = [(rank, number) for rank, count in enumerate(counts) for number in range(count)]
+    assert [key for key, _ in unpadded[0][0]["score"]] == keys
+    assert padded[0][0] == unpadded[0][0] == fsdp2[0][0] == whole[0][0]
+    assert [one[0] for one in unpadded[1:]] == [None] * (world - 1)
+    assert [one[1] for one in padded] == [one[1] for one in fsdp2] == [max(counts)] * world
+    assert [one[1] for one in unpadded] == list(counts)
+    assert sum(one[1] for one in padded) - sum(one[1] for one in unpadded) == padded[0][2] > 0
+    assert all(one[4] < unpadded[0][3] for one in unpadded[1:]), "rank 0 was to be the last by far"
+
+
+def _unpadded_fsdp2(rank: int, world: int) -> str:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=4)), "cpu")
+    try:
+        evaluate(build(torch_fully_shard, mesh), rank, world, "none")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "well"
+
+
+def test_fsdp2_without_padding_is_what_hangs(ranks):
+    """The control: gloo's timeout ends the forward that nobody joins, and the session tells the other rank."""
+    first, second = ranks(2).run(_unpadded_fsdp2)
+    assert "well" not in (first, second)
+    assert second.startswith("PeerLostError") and "rank 0 failed in the evaluation" in second

@@ -1,0 +1,249 @@
+"""Whole jobs: what a reader outside of them gets, and what becomes of either when the other ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _jobs import publish_without_pause
+from _models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
+from _ranks import RankPool, RankProcesses, spawn_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from odc import Settings, fully_shard
+from odc.errors import PeerLostError
+from odc.handover import Reader, ticket, version
+
+Pools = Callable[[int], RankPool]
+
+# names, shapes and values --------------------------------------------------------------------------------------------
+
+
+def second_dimension_first(parameter: torch.nn.Parameter) -> Shard | None:
+    """Shard [3 * width, width] and alike along dimension 1, where that divides evenly over 2 or 3 ranks."""
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 6 == 0 else None
+
+
+def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, Any]) -> None:
+    """Every rank reads from its own process; what it gets must be the whole state dict, to the bit."""
+    model = build(fully_shard, case, init_device_mesh("cpu", (world,)), **options)
+    optimizer = adamw(model)
+    for step in range(2):
+        with model.minibatch():
+            x = tokens(rank, step, 0)
+            (next_token_loss(model(x), x) / 18).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.publish()
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    dtype = torch.bfloat16 if case.low_precision else torch.float32
+    with Reader(ticket(model)) as source:
+        number, tensors = source.read(at_least=version(model))
+        assert number == version(model) == 3, number
+        assert source.left_out == ()
+        assert source.shapes() == {name: (tuple(value.shape), dtype) for name, value in whole.items()}
+        assert list(tensors) and tensors.keys() == whole.keys(), tensors.keys() ^ whole.keys()
+        wrong = [name for name, value in whole.items() if not torch.equal(tensors[name], value.to(dtype))]
+        assert not wrong, wrong
+        into = {name: torch.empty_like(value) for name, value in whole.items()}
+        source.read(into)
+        assert all(torch.equal(into[name], value.to(dtype).float()) for name, value in whole.items())
+        with torch.no_grad():  # a root whose parameters are gathered hands out the same ticket
+            before = ticket(model)
+            model(tokens(rank, 0, 0))
+            assert ticket(model) == before
+            dist.barrier()
+
+
+CASES = {
+    "plain": (Case(counts=((1,),)), {}),
+    "tied": (Case(counts=((1,),), tied=True), {}),
+    "frozen and wrapped": (Case(counts=((1,),), frozen=True, checkpointing="wrapper"), {}),
+    "low precision": (Case(counts=((1,),), low_precision=True), {}),
+    "second buffer": (Case(counts=((1,),)), {"settings": Settings(second_buffer=True)}),
+    "second dimension": (Case(counts=((1,),)), {"shard_placement_fn": second_dimension_first}),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_a_reader_gets_the_whole_state_dict(ranks: Pools, name: str, world: int) -> None:
+    case, options = CASES[name]
+    if options.get("shard_placement_fn"):
+        assert second_dimension_first(torch.nn.Parameter(torch.empty(5, 12))) is not None
+        options = {**options, "width": 36}
+    ranks(world).run(read_one, case, options)
+
+
+def read_one(rank: int, world: int, case: Case, options: dict[str, Any]) -> None:
+    width = options.pop("width", None)
+    if width is None:
+        read_a_trained_model(rank, world, case, options)
+        return
+
+    model = shard(fully_shard, make(case, width=width), case, init_device_mesh("cpu", (world,)), **options)
+    model.publish()
+    dims = {placement.dim for p in model.parameters() for placement in p.placements}
+    assert dims == {0, 1}, dims
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    with Reader(ticket(model)) as source:
+        tensors = source.read().tensors
+    assert all(torch.equal(tensors[name], value) for name, value in whole.items())
+    dist.barrier()
+
+
+def read_replicas(rank: int, world: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build(fully_shard, Case(counts=((1,),)), mesh)
+    model.publish()
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    with Reader(ticket(model)) as source:
+        tensors = source.read().tensors
+        read_from = [one.owner.rank for one in source._sources]
+    assert all(torch.equal(tensors[name], value) for name, value in whole.items())
+    dist.barrier()
+    return read_from
+
+
+def test_hybrid_sharding_is_read_from_one_replica(ranks: Pools) -> None:
+    assert ranks(4).run(read_replicas) == [[0, 1]] * 4
+
+
+def train(settings: Settings) -> list[torch.Tensor]:
+    model = build(fully_shard, Case(counts=((2, 1),)), init_device_mesh("cpu", (2,)), settings=settings)
+    optimizer = adamw(model)
+    rank = dist.get_rank()
+    for step in range(4):
+
+        def run(step: int = step) -> None:
+            x = tokens(rank, step, 0)
+            (next_token_loss(model(x), x) / 18).backward()
+
+        mark(model, "minibatch", [run] * (2 - rank))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                model(tokens(rank, 9, 0))  # an evaluation is a version of its own
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def train_with_two_buffers(rank: int, world: int) -> None:
+    settings = [Settings(accumulate="per_source", second_buffer=second) for second in (False, True)]
+    one, two = (train(each) for each in settings)
+    assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+
+
+def test_a_second_buffer_changes_nothing_in_training(ranks: Pools) -> None:
+    ranks(2).run(train_with_two_buffers)
+
+
+# readers and jobs that come and go -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> Iterator[tuple[RankProcesses, str]]:
+    """Two ranks that publish without pause, and their ticket."""
+    arguments = str(tmp_path / "stop"), width, Settings(**settings), last
+    with spawn_ranks(2, publish_without_pause, *arguments) as running:
+        deadline = time.monotonic() + 60
+        while not running.outcomes[0].told:
+            running.receive(0.05)
+            assert time.monotonic() < deadline
+        yield running, running.outcomes[0].told[0]
+
+
+def end(running: RankProcesses, tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    for outcome in running.wait(60):
+        assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_reading_while_the_job_publishes_without_pause(tmp_path: Path, second: bool) -> None:
+    with job(tmp_path, width=200, second_buffer=second) as (running, text):
+        versions = []
+        with Reader(text, tries=100_000) as source:
+            assert source.left_out == ("steps",)
+            for _ in range(40):
+                number, tensors = source.read()
+                wrong = [name for name, tensor in tensors.items() if (tensor != number).any()]
+                assert not wrong, f"version {number}: {wrong}"
+                versions.append(number)
+        assert versions == sorted(versions) and versions[0] < versions[-1]
+        end(running, tmp_path)
+
+
+_LOOP = """
+import sys
+from odc.handover import Reader
+with Reader(sys.argv[1], tries=10**9) as source:
+    source.read()
+    print("reading", flush=True)
+    while True:
+        source.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Signals) -> None:
+    with job(tmp_path) as (running, text), Reader(text) as watch:
+        with subprocess.Popen([sys.executable, "-c", _LOOP, text], stdout=subprocess.PIPE, env=environment()) as loop:
+            try:
+                assert loop.stdout is not None and loop.stdout.readline() == b"reading\n"
+                loop.send_signal(how)
+                if how is signal.SIGKILL:
+                    loop.wait()
+                before, deadline = watch.version, time.monotonic() + 60
+                while watch.version < before + 50:
+                    assert time.monotonic() < deadline, f"version {watch.version} after {before}"
+                    time.sleep(0.01)
+            finally:
+                loop.kill()
+        end(running, tmp_path)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def read_for_ever(source: Reader) -> None:
+    while True:
+        source.read()
+
+
+def test_a_killed_trainer(tmp_path: Path) -> None:
+    with job(tmp_path) as (running, text), Reader(text, tries=10**9) as source:
+        source.read()
+        killed = running.kill(1)
+        with pytest.raises(PeerLostError, match="rank 1 died") as caught:
+            read_for_ever(source)
+        assert caught.value.culprit == 1
+        assert time.monotonic() - killed < 10
+
+
+def test_a_trainer_killed_while_a_reader_waits_for_it(tmp_path: Path) -> None:
+    with job(tmp_path) as (running, text), Reader(text, tries=10**9) as source:
+        running.kill(0)
+        with pytest.raises(PeerLostError) as caught:
+            source.read(at_least=10**9)
+        assert caught.value.culprit == 0
+
+
+def test_a_job_that_ends(tmp_path: Path) -> None:
+    with job(tmp_path, last=500) as (running, text), Reader(text, tries=10**9) as source:
+        with pytest.raises(PeerLostError, match="has left the job"):
+            read_for_ever(source)
+        for outcome in running.wait(60):
+            assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()

@@ -1,0 +1,38 @@
+"""Which modules are sharded, on a model that only looks like one of Hugging Face."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from odc.errors import ConfigError
+from odc.integrations.units import units_of
+
+
+class Block(nn.Linear): ...
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=tied)
+        self.embed_tokens = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList([Block(2, 2), Block(2, 2)])
+        self.lm_head = nn.Linear(2, 4)
+
+
+def test_blocks_and_untied_ends() -> None:
+    model = Model(tied=False)
+    assert units_of(model, "Block") == [*model.layers, model.embed_tokens, model.lm_head]
+    tied = Model(tied=True)
+    tied._no_split_modules = {"Block"}
+    assert units_of(tied) == [*tied.layers]
+
+
+def test_no_block() -> None:
+    with pytest.raises(ConfigError, match="no block to shard in Model \\(looked for none named\\)"):
+        units_of(Model(tied=True))
+    with pytest.raises(ConfigError, match="looked for Layer"):
+        units_of(Model(tied=True), ["Layer"])

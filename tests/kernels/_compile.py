@@ -1,0 +1,110 @@
+"""Compiles every kernel, for every GPU generation, without a GPU; prints what the tests want to know as JSON.
+
+Run as a script by `test_compile`, in a process where nothing is interpreted:
+`python _compile.py <compute capability>...`; one line a kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from odc.errors import UnsupportedError
+from odc.kernels.accumulate import accumulate_kernel
+from odc.kernels.add import add_kernel
+from odc.kernels.gather import gather_kernel
+from odc.kernels.get import get_kernel
+from odc.kernels.launch import TILE_BYTES, WARPS
+from odc.kernels.nvshmem import LIBRARY, device_library
+from odc.kernels.pack import runs_kernel
+from odc.kernels.publish import publish_kernel
+from odc.kernels.put import put_kernel
+from odc.kernels.signal import signal_kernel
+from odc.kernels.wait import poll_kernel
+
+#: Types of the kernels' arguments by name; what is not here is an int64.
+TYPES = {
+    **dict.fromkeys(("rows", "runs", "table", "seen"), "*i64"),
+    **dict.fromkeys(("arrived", "pes"), "*i32"),
+    **dict.fromkeys(("peer", "first", "shards", "looks"), "i32"),
+}
+
+
+def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, kernel, constants) of everything that a launcher may launch, up to the element types."""
+    halves, singles = TILE_BYTES // 2, TILE_BYTES // 4
+    copy = {"TO": tl.int16, "FROM": tl.int16, "BLOCK": halves}
+    cast = {"TO": tl.bfloat16, "FROM": tl.float32, "BLOCK": singles}
+    widen = {"TO": tl.float32, "FROM": tl.bfloat16, "BLOCK": singles}
+    words = {"WORD": tl.int16, "BLOCK": halves}
+    for far in (False, True) if library else (False,):
+        end = "-nvshmem" if far else ""
+        yield f"get{end}", get_kernel, {**copy, "NVSHMEM": far}
+        yield f"gather{end}", gather_kernel, {**copy, "NVSHMEM": far}
+        yield f"put-signal{end}", put_kernel, {**words, "SIGNAL": True, "ONE": far, "NVSHMEM": far}
+        yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
+        yield f"signal-set{end}", signal_kernel, {"ADD": False, "NVSHMEM": far}
+        yield f"signal-add{end}", signal_kernel, {"ADD": True, "NVSHMEM": far}
+        yield f"poll{end}", poll_kernel, {"NVSHMEM": far}
+    yield "get-cast", get_kernel, {**cast, "NVSHMEM": False}
+    yield "gather-cast", gather_kernel, {**cast, "NVSHMEM": False}
+    yield "publish-cast", publish_kernel, cast
+    yield "publish-copy", publish_kernel, copy
+    yield "add-bf16", add_kernel, widen
+    yield "add-fp64", add_kernel, {"TO": tl.float64, "FROM": tl.float32, "BLOCK": TILE_BYTES // 8}
+    yield "accumulate-bf16", accumulate_kernel, widen
+    yield "accumulate-fp32", accumulate_kernel, {**widen, "FROM": tl.float32}
+    yield "accumulate-fp64", accumulate_kernel, {**widen, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
+    yield "pack", runs_kernel, words
+
+
+def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: str | None) -> dict[str, Any]:
+    """What there is to know about one kernel on one target."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i64") for name in names}
+    options = {"num_warps": WARPS}
+    if constants.get("NVSHMEM"):
+        options["extern_libs"] = {LIBRARY: library}
+    begin = time.perf_counter()
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = found.asm["ptx"]
+    accesses = Counter(re.findall(r"\b((?:ld|st|atom|red)(?:\.\w+)*\.global[.\w:]*)", ptx))
+    return {
+        "seconds": round(time.perf_counter() - begin, 2),
+        "accesses": accesses,
+        "local": ".local" in ptx,
+        "cubin": len(found.asm["cubin"]),
+        "calls": sorted(set(re.findall(r'symbol = "(nvshmem\w+)"', found.asm["ttir"]))),
+        "linked": "nvshmemi_device_state_d" in ptx,
+        "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
+        "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
+    }
+
+
+def main() -> None:
+    """Print one line for each kernel and target."""
+    try:
+        library = str(device_library())
+    except UnsupportedError as error:
+        library = None
+        print(json.dumps({"no_library": str(error)}))
+    for capability in map(int, sys.argv[1:]):
+        for name, kernel, constants in variants(library):
+            facts = compiled(kernel, constants, capability, library)
+            print(json.dumps({"kernel": name, "target": capability, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""add, interpreted, against plain torch: an owner adds what other processes have put into its slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from _heaps import numbers, same_bits, shared, skew
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+ELEMENTS, SLOT = 200, 1024
+
+
+def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
+    """Slots hold blocks of different dtypes; places follow each other and lie askew."""
+    from odc.kernels import add, add_reference
+
+    draw = random.Random(rank)
+    kinds = [F32, BF16, F16]
+    with shared(f"add-{accumulator}", rank, world, world * SLOT) as heaps:
+        total = numbers(rank, ELEMENTS, accumulator)
+        expected = total.clone()
+        for i in range(4):
+            for owner in range(world):
+                skew(draw)
+                first = rank * SLOT
+                kind = kinds[(rank + i) % 3]
+                start = first // kind.itemsize
+                heaps.memory(owner, kind)[start : start + 150] = numbers(100 * rank + i, 150, kind)
+            dist.barrier()
+            places, again, values = [], [], []
+            for source in range(world):
+                kind = kinds[(source + i) % 3]
+                block = heaps.memory(rank, kind)[source * SLOT // kind.itemsize :][:150]
+                values += [block[:33], block[33:150]]
+                places += [total[source : source + 33], total[source + 33 : source + 150]]
+                again += [expected[source : source + 33], expected[source + 33 : source + 150]]
+            for source in range(world):  # one source at a time: the places of two overlap
+                part = slice(2 * source, 2 * source + 2)
+                add(places[part], values[part], block=draw.choice([16, None]))
+                add_reference(again[part], values[part])
+            assert same_bits(total, expected), f"round {i}"
+            dist.barrier()
+
+
+def refuses_half_accumulators(rank: int, world: int) -> None:
+    from odc.errors import UnsupportedError
+    from odc.kernels import add
+
+    for dtype in (F16, BF16):
+        with pytest.raises(UnsupportedError, match="fp32 or fp64"):
+            add([torch.zeros(4, dtype=dtype)], [torch.ones(4)])
+    with pytest.raises(ValueError, match="3 elements do not fit"):
+        add([torch.zeros(4)], [torch.ones(3)])
+
+
+@pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
+def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -> None:
+    interpreted(2).run(owner_adds, accumulator)
+
+
+def test_half_accumulators_are_refused(interpreted: Pools) -> None:
+    interpreted(1).run(refuses_half_accumulators)

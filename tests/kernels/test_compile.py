@@ -1,0 +1,111 @@
+"""Every kernel compiles for three GPU generations without a GPU, to the instructions it was written for.
+
+Chose to read the PTX over trusting that it compiles: a hint that is lost turns 16 bytes an instruction into 2, and a
+scope that is lost makes an atomic add wrong between GPUs; neither fails anything. Nothing here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TARGETS = (80, 90, 100)
+COPIES = ("get", "gather", "put-signal", "put-many", "get-cast", "gather-cast", "publish-cast", "publish-copy", "pack")
+ADDS = ("add-bf16", "add-fp64", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
+WORDS = ("signal-set", "signal-add", "poll")
+CALLS = {
+    "get-nvshmem": ["nvshmemx_getmem_block"],
+    "gather-nvshmem": ["nvshmemx_getmem_block"],
+    "put-signal-nvshmem": ["nvshmemx_putmem_signal_block"],
+    "put-many-nvshmem": ["nvshmem_quiet", "nvshmemx_putmem_block", "nvshmemx_signal_op"],
+    "signal-set-nvshmem": ["nvshmem_quiet", "nvshmemx_signal_op"],
+    "signal-add-nvshmem": ["nvshmem_quiet", "nvshmem_uint64_atomic_add"],
+    "poll-nvshmem": ["nvshmem_uint64_atomic_fetch"],
+}
+Facts = dict[str, dict[str, Any]]
+
+
+@functools.cache
+def facts(target: int) -> Facts:
+    """What was compiled for a target, by kernel; "no_library" says why nothing was linked."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("_compile.py")), str(target)],
+            env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line.get("kernel", "no_library"): line for line in lines}
+
+
+def accesses(target: int, kernel: str) -> dict[str, int]:
+    found: dict[str, int] = facts(target)[kernel]["accesses"]
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_becomes_machine_code_without_local_memory(target: int) -> None:
+    built = {name: one for name, one in facts(target).items() if name != "no_library"}
+    assert built.keys() == {*COPIES, *ADDS, *WORDS} | (set() if "no_library" in facts(target) else CALLS.keys())
+    assert all(one["cubin"] > 1000 for one in built.values())
+    assert not [name for name, one in built.items() if one["local"] or one["undefined"]]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> None:
+    for kernel in COPIES:
+        found = accesses(target, kernel)
+        assert found["ld.global.v4.b32"] >= 4 and found["st.global.v4.b32"] >= 4, f"{kernel}: {found}"
+    for kernel in ADDS:
+        assert accesses(target, kernel)["ld.global.v4.b32"] >= 2, kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_are_added_atomically_for_the_whole_system(target: int) -> None:
+    for kernel in ("accumulate-bf16", "accumulate-fp32", "accumulate-fp64"):
+        found = accesses(target, kernel)
+        atomics = {name for name in found if name.startswith(("atom", "red"))}
+        assert all(".sys.relaxed.add." in name for name in atomics), f"{kernel}: {found}"
+        assert not [name for name in found if name.startswith("st")], f"{kernel} stores past its atomic adds: {found}"
+        if kernel.endswith("fp64"):
+            assert {name.rsplit(".", 1)[1] for name in atomics} == {"f64"}
+        else:
+            wide = any(name.endswith("add.v4.f32") for name in atomics)
+            assert wide == (target >= 90), f"{kernel}: {found}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_words_are_released_and_acquired_for_the_whole_system(target: int) -> None:
+    assert "atom.global.sys.release.exch.b64" in accesses(target, "signal-set")
+    assert "atom.global.sys.release.add.u64" in accesses(target, "signal-add")
+    assert "atom.global.sys.release.exch.b64" in accesses(target, "put-signal")
+    assert "atom.global.gpu.acq_rel.add.u32" in accesses(target, "put-signal")
+    assert facts(target)["put-signal"]["counts_behind_barrier"], "a program counts itself before it has stored all"
+    assert not [name for name in accesses(target, "put-many") if name.startswith("atom")]
+    looks = [name for name in accesses(target, "poll") if "acquire" in name]
+    assert looks and all(".sys." in name for name in looks)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nvshmem_is_called_and_linked_for_peers_without_a_pointer(target: int) -> None:
+    found = facts(target)
+    if "no_library" in found:
+        pytest.skip(found["no_library"]["no_library"])
+    assert {name: one["calls"] for name, one in found.items() if one["calls"]} == CALLS
+    assert {name for name, one in found.items() if one["linked"]} == CALLS.keys()

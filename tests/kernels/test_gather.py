@@ -1,0 +1,93 @@
+"""gather, interpreted, against plain torch: whole units out of the heaps of other processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from _heaps import numbers, same_bits, shared, skew
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+#: Shape of each parameter's shard and its sharded dimension: matrices, a bias, one element, dimensions in the middle.
+SHARDS = [((16, 33), 0), ((7,), 0), ((1,), 0), ((5, 8), 1), ((2, 3, 9), 1), ((4, 0), 0)]
+
+
+def unit(world: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Unsharded parameters, to be filled."""
+    outs = []
+    for (shape, dim), dtype in zip(SHARDS, dtypes, strict=True):
+        whole = [size * world if i == dim else size for i, size in enumerate(shape)]
+        outs.append(torch.full(whole, -1.0, dtype=dtype))
+    return outs
+
+
+def layout(dtypes: list[torch.dtype]) -> list[int]:
+    """Byte offset of each shard, 16-byte aligned as units are laid out."""
+    offsets, end = [], 0
+    for (shape, _), dtype in zip(SHARDS, dtypes, strict=True):
+        offsets.append(end)
+        end += -(-torch.Size(shape).numel() * dtype.itemsize // 16) * 16
+    return offsets
+
+
+def gathers_units(rank: int, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
+    from odc.kernels import gather, gather_reference
+
+    draw, dims = random.Random(rank), [dim for _, dim in SHARDS]
+    theirs = own if published is None else [published] * len(SHARDS)
+    offsets = layout(theirs)
+    with shared(f"gather-{own[0]}-{published}-{world}", rank, world, 8192) as heaps:
+        for (shape, _), dtype, offset in zip(SHARDS, theirs, offsets, strict=True):
+            count = torch.Size(shape).numel()
+            start = offset // dtype.itemsize
+            heaps.memory(rank, dtype)[start : start + count] = numbers(1000 * rank + offset, count, dtype)
+        dist.barrier()
+        peers = [heaps.memory(r) for r in range(world)]
+        for first in range(world + 1):
+            skew(draw)
+            outs, expected = unit(world, own), unit(world, own)
+            block = draw.choice([16, 64, None])
+            gather(outs, offsets, heaps.table, dims=dims, dtype=published, first=first, block=block)
+            gather_reference(expected, offsets, peers, dims=dims, dtype=published)
+            assert not any((one == -1).any() for one in expected)
+            wrong = [i for i, (a, b) in enumerate(zip(outs, expected, strict=True)) if not same_bits(a, b)]
+            assert not wrong, f"parameters {wrong} with blocks of {block}"
+        dist.barrier()
+
+
+def refuses_bad_calls(rank: int, world: int) -> None:
+    from odc.kernels import gather
+
+    table = torch.tensor([0, 0])
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) does not divide into 2 shards along 0"):
+        gather([torch.zeros(3, 4)], [0], table)
+    with pytest.raises(ValueError, match="share a dtype"):
+        gather([torch.zeros(2), torch.zeros(2, dtype=BF16)], [0, 16], table, dtype=F16)
+    with pytest.raises(ValueError, match="zip"):
+        gather([torch.zeros(2)], [0, 16], table)
+    gather([], [], table)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("own", "published"),
+    [
+        ([F32] * 6, None),
+        ([BF16, F32, F32, BF16, F64, BF16], None),
+        ([BF16] * 6, F32),
+        ([F32] * 6, F16),
+    ],
+    ids=["fp32", "mixed", "fp32_to_bf16", "fp16_to_fp32"],
+)
+def test_units_of_peers(interpreted: Pools, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
+    interpreted(world).run(gathers_units, own, published)
+
+
+def test_bad_calls_are_refused(interpreted: Pools) -> None:
+    interpreted(1).run(refuses_bad_calls)

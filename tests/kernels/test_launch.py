@@ -1,0 +1,62 @@
+"""Launching: from many threads at once, and never on memory that a kernel cannot reach."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from _heaps import numbers, same_bits
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def launches_from_threads(rank: int, world: int) -> None:
+    """Without the lock triton's interpreter fails as soon as two threads are in it."""
+    from odc.kernels import get
+
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(6):
+                source = numbers(10 * seed + i, 100, torch.float32)
+                out = torch.empty(100)
+                get(out, torch.tensor([source.data_ptr()]), 0, block=32)
+                if not same_bits(out, source):
+                    wrong.append(f"thread {seed}, round {i}: wrong numbers")
+        except BaseException as error:
+            wrong.append(f"thread {seed}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong
+
+
+def refuses_other_memory(rank: int, world: int) -> None:
+    from odc.errors import UnsupportedError
+    from odc.kernels.get import get_kernel
+    from odc.kernels.launch import TILE_BYTES, block_of, check_table, contiguous, launch
+
+    with pytest.raises(UnsupportedError, match="interpreted kernels cannot reach memory of cuda:0"):
+        launch(get_kernel, (1,), torch.device("cuda", 0))
+    launch(get_kernel, (0, 3), torch.device("cuda", 0))  # nothing to launch
+    with pytest.raises(ValueError, match=r"int64 \[peers\].*not torch.int64 \(2, 2\)"):
+        check_table(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="thing 1 is contiguous on meta; it must be contiguous on cpu"):
+        contiguous("thing", [torch.zeros(1), torch.zeros(1, device="meta")], torch.device("cpu"))
+    assert [block_of(get_kernel, 4, n) for n in (0, 17, 1 << 30)] == [16, 32, 1 << 16]
+    assert TILE_BYTES % 16 == 0 and TILE_BYTES & (TILE_BYTES - 1) == 0, "blocks are powers of two, of whole 16 bytes"
+
+
+def test_threads_take_turns_in_the_interpreter(interpreted: Pools) -> None:
+    interpreted(1).run(launches_from_threads)
+
+
+def test_other_memory_is_refused(interpreted: Pools) -> None:
+    interpreted(1).run(refuses_other_memory)

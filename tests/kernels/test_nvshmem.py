@@ -1,0 +1,55 @@
+"""How launches choose NVSHMEM; that its calls compile and link is for test_compile. None of them runs here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _ranks import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def chooses_a_branch(rank: int, world: int) -> None:
+    from odc.kernels import Symmetric
+    from odc.kernels.nvshmem import LIBRARY, options_for
+
+    table = torch.zeros(2, dtype=torch.int64)
+    assert options_for(table, None) == ((0, table), {"NVSHMEM": False})
+    pes, library = torch.tensor([4, 7], dtype=torch.int32), Path("/somewhere/libnvshmem_device.bc")
+    args, constants = options_for(table, Symmetric(64, pes, library))
+    assert args == (64, pes)
+    assert constants == {"NVSHMEM": True, "extern_libs": {LIBRARY: str(library)}}
+    for wrong in (pes.long(), pes[:1]):
+        with pytest.raises(ValueError, match=r"pes must be int32 \[2\] on cpu"):
+            options_for(table, Symmetric(64, wrong, library))
+
+
+def finds_the_library(rank: int, world: int, root: str) -> None:
+    from odc.errors import UnsupportedError
+    from odc.kernels.nvshmem import LIBRARY, device_library
+
+    path = Path(root) / "nvshmem" / "lib" / f"{LIBRARY}.bc"
+    with pytest.MonkeyPatch.context() as patch:
+        found = SimpleNamespace(submodule_search_locations=["/nowhere", root])
+        patch.setattr(importlib.util, "find_spec", lambda name: found)
+        with pytest.raises(UnsupportedError, match=r"odc-fsdp\[bitcode\]"):
+            device_library()
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert device_library() == path
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UnsupportedError, match="pip install"):
+            device_library()
+
+
+def test_a_branch_is_chosen(interpreted: Pools) -> None:
+    interpreted(1).run(chooses_a_branch)
+
+
+def test_the_device_library_is_found_or_named(interpreted: Pools, tmp_path: Path) -> None:
+    interpreted(1).run(finds_the_library, str(tmp_path))

@@ -1,0 +1,187 @@
+"""Lazy microbatches: what is prepared when, what is held, and how errors travel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.errors import WaitTimeoutError
+from odc.microbatch import LazyMicrobatches, input_figures
+from odc.trace import recorder
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    recorder().clear()
+    yield
+    recorder().clear()
+
+
+class Watched:
+    """A source and its `prepare`, which count."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.pulled, self.prepared = count, 0, 0
+        self.threads: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.count):
+            self.pulled += 1
+            yield i
+
+    def prepare(self, i: int) -> dict[str, torch.Tensor]:
+        self.threads.add(threading.get_ident())
+        self.prepared += 1
+        return {"x": torch.full((i + 1,), float(i))}
+
+
+def settled(watched: Watched, expected: int) -> None:
+    """Wait until as many are prepared, and a little longer for one too many."""
+    deadline = time.monotonic() + 30
+    while watched.prepared < expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert watched.prepared == expected
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 3, None])
+def test_all_come_in_order(prefetch: int | None, background: bool) -> None:
+    watched = Watched(7)
+    lazy = LazyMicrobatches(watched, watched.prepare, prefetch=prefetch, background=background)
+    assert [int(item["x"][0]) for item in lazy] == list(range(7))
+    assert list(lazy) == []
+    elsewhere = watched.threads - {threading.get_ident()}
+    assert bool(elsewhere) == (background and bool(prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_the_thread_prepares_so_many_ahead_and_no_more(prefetch: int) -> None:
+    watched = Watched(20)
+    with LazyMicrobatches(watched, watched.prepare, prefetch=prefetch) as lazy:
+        settled(watched, prefetch)
+        for used in range(1, 4):
+            next(lazy)
+            settled(watched, prefetch + used)
+    assert watched.pulled <= prefetch + 4  # close lets at most one preparation under way end
+
+
+def test_on_the_callers_thread_the_next_is_ready_too() -> None:
+    watched = Watched(5)
+    lazy = LazyMicrobatches(watched, watched.prepare, prefetch=2, background=False)
+    assert watched.prepared == 0
+    next(lazy)
+    assert watched.prepared == 3
+    lazy.close()
+    assert list(lazy) == []
+    assert watched.prepared == 3
+
+
+def test_eager_prepares_all_before_the_first() -> None:
+    watched = Watched(5)
+    lazy = LazyMicrobatches(watched, watched.prepare, prefetch=None)
+    next(lazy)
+    assert watched.prepared == 5
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, None])
+@pytest.mark.parametrize("where", ["source", "prepare"])
+def test_an_error_comes_where_its_microbatch_would_have(where: str, prefetch: int | None) -> None:
+    def source() -> Iterator[int]:
+        for i in range(5):
+            if where == "source" and i == 2:
+                raise KeyError("no third one")
+            yield i
+
+    def prepare(i: int) -> int:
+        if where == "prepare" and i == 2:
+            raise KeyError("no third one")
+        return i
+
+    lazy = LazyMicrobatches(source(), prepare, prefetch=prefetch)
+    assert [next(lazy), next(lazy)] == [0, 1]
+    with pytest.raises(KeyError, match="no third one"):
+        next(lazy)
+    assert list(lazy) == []
+
+
+def test_a_source_that_gives_nothing_is_named_at_the_deadline() -> None:
+    stuck = threading.Event()
+
+    def source() -> Iterator[int]:
+        stuck.wait(60)
+        yield 0
+
+    lazy = LazyMicrobatches(source(), lambda i: i, timeout_s=0.05)
+    with pytest.raises(WaitTimeoutError, match=r"waited 0.05 s for its own input thread to prepare microbatch 0"):
+        next(lazy)
+    stuck.set()
+    lazy.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True])
+def test_a_prefetch_that_cannot_be(wrong: object) -> None:
+    with pytest.raises(ValueError, match="prefetch"):
+        LazyMicrobatches([], lambda i: i, prefetch=wrong)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 50), max_size=12), st.sampled_from([0, 1, 2, None]), st.booleans())
+def test_memory_is_what_was_held_at_once(sizes: list[int], prefetch: int | None, background: bool) -> None:
+    recorder().clear()
+
+    def prepare(size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return torch.zeros(size, dtype=torch.uint8), [torch.zeros(1, dtype=torch.uint8)]
+
+    lazy = LazyMicrobatches(sizes, prepare, prefetch=prefetch, background=background)
+    for _ in lazy:
+        pass
+    figures = input_figures(recorder().spans())
+    bytes_of = [size + 1 for size in sizes]
+    assert figures.microbatches == len(sizes)
+    held = len(sizes) if prefetch is None else min(len(sizes), prefetch + 1)
+    assert figures.most_held <= held
+    most = max((sum(bytes_of[i : i + held]) for i in range(len(sizes))), default=0)
+    assert max(bytes_of, default=0) <= figures.peak_bytes <= most
+    if prefetch is None or not background:
+        assert (figures.most_held, figures.peak_bytes) == (held, most)
+
+
+def test_ages_count_from_when_a_sample_was_made() -> None:
+    made = time.monotonic() - 100.0
+    lazy = LazyMicrobatches([0, 1], lambda i: i, prefetch=1, born=lambda i: made - 10.0 * i)
+    assert list(lazy) == [0, 1]
+    figures = input_figures(recorder().spans())
+    assert 100 <= figures.mean_age_s - 5 <= 160
+    assert 110 <= figures.max_age_s <= 170
+
+
+def test_eager_inputs_are_older_and_take_more_memory_than_lazy_ones() -> None:
+    def run(prefetch: int | None) -> tuple[int, float]:
+        recorder().clear()
+        for _ in LazyMicrobatches(range(8), lambda i: torch.zeros(1000), prefetch=prefetch, background=False):
+            time.sleep(0.005)
+        figures = input_figures(recorder().spans())
+        return figures.peak_bytes, figures.max_age_s
+
+    (eager_bytes, eager_age), (lazy_bytes, lazy_age) = run(None), run(1)
+    assert eager_bytes == 8 * 4000 and lazy_bytes == 2 * 4000
+    assert eager_age > 7 * 0.005 and eager_age > lazy_age
+
+
+def test_waiting_and_preparing_are_in_the_trace() -> None:
+    def slow(i: int) -> int:
+        time.sleep(0.02)
+        return i
+
+    assert list(LazyMicrobatches([1, 2], slow, prefetch=1)) == [1, 2]
+    figures = input_figures(recorder().spans())
+    assert figures.prepare_s >= 0.04
+    assert figures.waited_s >= 0.02
+    assert input_figures([]).microbatches == 0

@@ -1,0 +1,280 @@
+"""Deferred divisors against a double-precision reference, on raw gradients: an optimizer like Adam hides a factor."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import RankPool, RanksFailed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from odc.errors import ConfigError, UnsupportedError
+from odc.microbatch import LossNormalizer
+
+VOCABULARY, WIDTH = 17, 8
+IGNORED = -100
+
+
+def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCABULARY)).to(dtype)
+
+
+def microbatch(seed: int, tokens: int, labels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, of which `labels` count."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    y = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    y[labels:] = IGNORED
+    return x, y
+
+
+def loss_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(
+        model(x).float() if next(model.parameters()).dtype.itemsize < 4 else model(x), y, reduction="sum"
+    )
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """All of them, whole, as one vector in double precision."""
+    return torch.cat([_whole(p.grad).double().flatten() for p in model.parameters()])
+
+
+def _whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "a parameter has no gradient"
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def reference(counts: Sequence[int], weight: Callable[[int, int], float]) -> torch.Tensor:
+    """Double-precision gradients of sum over microbatches of weight(n_m, number of nonempty ones) * S_m."""
+    model, nonempty = build(), sum(1 for n in counts if n)
+    for m, labels in enumerate(counts):
+        (loss_sum(model, *microbatch(m, max(counts) + 2, labels)) * weight(labels, nonempty)).backward()
+    return gradients(model)
+
+
+def run(counts: Sequence[int], normalizer: LossNormalizer, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """One rank's gradients of these microbatches; a low dtype computes in it and accumulates in fp32."""
+    model = build(dtype)
+    totals = [
+        torch.zeros_like(p, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        for p in model.parameters()
+    ]
+    for m, labels in enumerate(counts):
+        normalizer.scaled(loss_sum(model, *microbatch(m, max(counts) + 2, labels)), labels).backward()
+        for total, p in zip(totals, model.parameters(), strict=True):
+            total += p.grad
+            p.grad = None
+    grown = [nn.Parameter(torch.zeros_like(total)) for total in totals]
+    for parameter, total in zip(grown, totals, strict=True):
+        parameter.grad = total
+    normalizer.finish(grown)
+    return torch.cat([_whole(p.grad).double().flatten() for p in grown])
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
+    st.integers(1, 10**6),
+    st.sampled_from([1.0, 1024.0]),
+)
+def test_option_a_is_exact_for_any_counts_and_proxy(counts: list[int], proxy: int, grad_scale: float) -> None:
+    found = run(counts, LossNormalizer(proxy, grad_scale=grad_scale))
+    assert off(found, reference(counts, lambda n, _: 1 / sum(counts))) < 1e-12
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.integers(1, 50))
+def test_option_b_weights_microbatches_alike(counts: list[int], proxy: int) -> None:
+    found = run(counts, LossNormalizer(proxy, per_microbatch=True))
+    assert off(found, reference(counts, lambda n, nonempty: 1 / (nonempty * n) if n else 0.0)) < 1e-12
+
+
+def test_option_b_is_another_objective_unless_counts_are_equal() -> None:
+    for counts, alike in (([12, 12, 12], True), ([40, 12, 1], False)):
+        gap = off(run(counts, LossNormalizer(3, per_microbatch=True)), run(counts, LossNormalizer(30)))
+        assert (gap < 1e-12) == alike
+
+
+def test_a_proxy_for_each_microbatch_would_not_be_exact() -> None:
+    """What the issue proposes: each microbatch divided by its own tokens, mended by one factor at the end."""
+    counts, tokens = [40, 12, 1], [42, 13, 30]
+    exact = reference(counts, lambda n, _: 1 / sum(counts))
+    by_own = dict(zip(counts, tokens, strict=True))
+    assert off(reference(counts, lambda n, _: sum(tokens) / sum(counts) / (3 * by_own[n])), exact) > 0.1
+
+
+@pytest.mark.parametrize(("dtype", "proxy", "grad_scale", "within"), [
+    (torch.bfloat16, 53, 1.0, 3e-2),
+    (torch.float16, 53, 1024.0, 3e-3),
+])  # fmt: skip
+def test_sixteen_bit_gradients_stay_in_range(dtype: torch.dtype, proxy: int, grad_scale: float, within: float) -> None:
+    counts = [40, 12, 1]
+    found = run(counts, LossNormalizer(proxy, grad_scale=grad_scale), dtype)
+    assert off(found, reference(counts, lambda n, _: 1 / sum(counts))) < within
+
+
+def test_a_proxy_far_off_loses_fp16_gradients() -> None:
+    """That the test above can fail: a tiny scale underflows."""
+    counts = [40, 12, 1]
+    found = run(counts, LossNormalizer(1 << 30), torch.float16)
+    assert off(found, reference(counts, lambda n, _: 1 / sum(counts))) > 0.5
+
+
+def test_counts_on_the_device_are_not_waited_for() -> None:
+    normalizer = LossNormalizer(10, metrics={"loss": "labels"})
+    model = build()
+    loss = loss_sum(model, *microbatch(0, 9, 4))
+    normalizer.scaled(loss, torch.tensor(4)).backward()
+    normalizer.metric("loss", loss)
+    totals = normalizer.finish(model.parameters())
+    assert totals.divisors == {"labels": 4.0}
+    assert totals.metrics["loss"] == pytest.approx(float(loss.detach()) / 4)
+    assert off(gradients(model), _alone(4)) < 1e-12
+
+
+def _alone(labels: int) -> torch.Tensor:
+    model = build()
+    (loss_sum(model, *microbatch(0, 9, labels)) / labels).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("per_microbatch", [False, True])
+def test_nothing_to_train_on_skips_the_step(per_microbatch: bool, caplog: pytest.LogCaptureFixture) -> None:
+    normalizer, model = LossNormalizer(5, metrics={"loss": "labels"}, per_microbatch=per_microbatch), build()
+    normalizer.scaled(loss_sum(model, *microbatch(0, 6, 0)), 0).backward()
+    totals = normalizer.finish(model.parameters())
+    assert totals.skip and totals.factor is None and math.isnan(totals.metrics["loss"])
+    assert all(p.grad is None for p in model.parameters())
+    assert "skip its step" in caplog.text
+    normalizer.scaled(loss_sum(model, *microbatch(0, 9, 4)), 4).backward()  # and the next one is a new one
+    assert normalizer.finish(model.parameters()).divisors["labels"] == 4.0
+    assert off(gradients(model), _alone(4)) < 1e-12
+
+
+def test_metrics_are_numerators_over_their_own_divisors() -> None:
+    normalizer = LossNormalizer(8, metrics={"loss": "labels", "reward": "samples", "correct": "labels"})
+    model = build()
+    for m, labels in enumerate([3, 5]):
+        normalizer.scaled(loss_sum(model, *microbatch(m, 7, labels)), labels).backward()
+        normalizer.metric("loss", 2.0 * labels)
+        normalizer.metric("correct", 1.0)
+        normalizer.metric("reward", torch.tensor(0.5))
+        normalizer.count("samples", 1)
+    totals = normalizer.finish(model.parameters())
+    assert totals.metrics == {"loss": 2.0, "reward": 0.5, "correct": 0.25}
+    assert totals.divisors == {"labels": 8.0, "samples": 2.0}
+
+
+def test_what_is_refused() -> None:
+    for wrong in (0, -1, 2.0, True, 1 << 40):
+        with pytest.raises(ConfigError, match="proxy"):
+            LossNormalizer(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="grad_scale"):
+        LossNormalizer(1, grad_scale=0.0)
+    normalizer = LossNormalizer(4)
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(UnsupportedError, match="over 'documents' beside one over 'labels'"):
+        normalizer.scaled(loss, 3, divisor="documents")
+    with pytest.raises(ValueError, match="scalar"):
+        normalizer.scaled(torch.ones(2), 3)
+    with pytest.raises(ValueError, match="0 or more"):
+        normalizer.scaled(loss, -1)
+    with pytest.raises(ConfigError, match="'reward' was not announced"):
+        normalizer.metric("reward", 1.0)
+
+
+# ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, per_microbatch: bool) -> None:
+    """Gradients of unequal microbatches on all ranks, sharded, against one process in double precision."""
+    from torch.distributed.fsdp import fully_shard
+
+    from odc import fully_shard as on_demand
+    from odc.fsdp import shutdown
+
+    flat = [n for own in counts for n in own]
+    first = sum(len(own) for own in counts[:rank])
+    model = copy.deepcopy(build(torch.float32))
+    shard = on_demand if transport == "odc" else fully_shard
+    shard(model[2])
+    shard(model)
+    proxy = len(flat) if per_microbatch else 50
+    normalizer = LossNormalizer(proxy, metrics={"loss": "labels"}, per_microbatch=per_microbatch)
+
+    def work() -> None:
+        for i, labels in enumerate(counts[rank]):
+            loss = loss_sum(model, *microbatch(first + i, max(flat) + 2, labels))
+            normalizer.metric("loss", loss)
+            normalizer.scaled(loss, labels).backward()
+
+    if transport == "odc":
+        with model.minibatch():
+            work()
+    else:
+        work()
+    totals = normalizer.finish(model.parameters())
+    nonempty = sum(1 for n in flat if n)
+    by_token, by_microbatch = (lambda n, _: 1 / sum(flat)), (lambda n, _: 1 / (nonempty * n) if n else 0.0)
+    expected = reference(flat, by_microbatch if per_microbatch else by_token)
+    assert off(gradients(model), expected) < 1e-6, off(gradients(model), expected)
+    assert totals.divisors["labels"] == sum(flat), totals
+    losses = [float(loss_sum(build(), *microbatch(m, max(flat) + 2, n))) for m, n in enumerate(flat)]
+    assert abs(totals.metrics["loss"] - sum(losses) / sum(flat)) < 1e-5, totals
+    if transport == "odc":
+        shutdown()
+
+
+@pytest.mark.parametrize("per_microbatch", [False, True])
+@pytest.mark.parametrize(("transport", "counts"), [
+    ("odc", [[40, 12, 1], [5]]),
+    ("odc", [[], [7, 0, 20]]),
+    ("fsdp2", [[40, 1], [5, 0]]),
+])  # fmt: skip
+def test_over_sharded_ranks(
+    ranks: Callable[[int], RankPool], transport: str, counts: list[list[int]], per_microbatch: bool
+) -> None:
+    ranks(2).run(sharded_run, counts, transport, per_microbatch)
+
+
+def all_empty(rank: int, world: int) -> None:
+    model, normalizer = build(), LossNormalizer(4, metrics={"loss": "labels"})
+    if rank == 0:
+        normalizer.scaled(loss_sum(model, *microbatch(0, 5, 0)), 0).backward()
+    totals = normalizer.finish(model.parameters())
+    assert totals.skip, totals
+    assert all(p.grad is None for p in model.parameters()), "gradients stay"
+
+
+def test_all_ranks_skip_together(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(all_empty)
+
+
+def unequal(rank: int, world: int, proxies: list[int]) -> None:
+    LossNormalizer(proxies[rank]).finish([])
+
+
+@pytest.mark.parametrize("proxies", [[10, 11], [10, 11, 12]])
+def test_unequal_proxies_are_an_error_on_every_rank(ranks: Callable[[int], RankPool], proxies: list[int]) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        ranks(len(proxies)).run(unequal, proxies)
+    for rank, proxy in enumerate(proxies):
+        assert f"rank {rank} (epoch" in str(failed.value) or f"by 1/{proxy}," in str(failed.value)
+    assert str(failed.value).count("it must be the same on every rank") >= len(proxies)
+
+
+def test_groups_of_one_rank_need_no_process_group() -> None:
+    assert not dist.is_initialized()
+    assert LossNormalizer(3).finish([]).skip
