@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench._crew import Crew, held
-from bench._report import store
-from bench._units import drop
 from bench.emulated import WIDTH, Model
 from odc import Settings
 from odc.balance import partition
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
+from odc.bench.units import drop
 from odc.eval import RequestPlan, gather_results, run_requests, session
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench._crew import Crew, held
-from bench._report import store
+from odc.bench.crew import Crew, held
+from odc.bench.report import store
 
 MIB = 1 << 20
 _WIDTH = 1024  # of a unit: one fp32 matrix of 4 MiB

@@ -149,10 +149,9 @@ def meet() -> None:
 
 
 def let_go() -> None:
-    """Hold nothing any more. A heap of a case is closed: its descriptor outlives the object."""
-    heap = vars(held).pop("heap", None)
-    if heap is not None:
-        heap.close()
+    """Hold nothing any more. Heaps and exchanges of a case are closed: their descriptors outlive the objects."""
+    for one in vars(held).pop("closing", ()):
+        one.close()
     vars(held).clear()
 
 

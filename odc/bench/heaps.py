@@ -42,7 +42,7 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
     heap.seal()
     places += _gathered((os.getpid(), host.fd, host.nbytes, host.digest))
     heap.base_addresses()
-    held.heap = heap
+    held.closing = [heap]
     return heap
 
 

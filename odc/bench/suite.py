@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from odc.bench import heaps, plans, sharded
+from odc.bench import exchanges, heaps, plans, sharded
 from odc.bench.crew import Crew
 from odc.bench.report import facts, spread, table
 from odc.bench.rounds import Prepare, Timed, measure, slowest
@@ -38,11 +38,13 @@ class Part:
         prepare: makes its actions, on every rank.
         copies: of its size that it holds on one rank at once, at most; to refuse what does not fit.
         compiled: by compiled Triton kernels, so on CUDA alone.
+        host: of memory of the host, so on the CPU alone.
     """
 
     prepare: Prepare
     copies: int = 3
     compiled: bool = False
+    host: bool = False
 
 
 PARTS: dict[str, Part] = {
@@ -55,6 +57,7 @@ PARTS: dict[str, Part] = {
     "gather": Part(sharded.gather, 8),
     "push": Part(sharded.push, 8),
     "minibatch": Part(sharded.minibatch, 6),
+    "exchange": Part(exchanges.exchange, 24, host=True),
     "planners": Part(plans.planners),
     "accumulate-kernel": Part(sharded.accumulate_kernel, 12, compiled=True),
     "publish-kernel": Part(sharded.publish_kernel, 10, compiled=True),
@@ -92,7 +95,10 @@ def fitting_ranks(device: str) -> list[int]:
 def parts_of(device: str) -> list[str]:
     """Names of what can be measured on `device` here."""
     compiled = device == "cuda" and heaps.triton_is_here()
-    return [name for name, part in PARTS.items() if compiled or not part.compiled]
+    fitting = {
+        name: (compiled or not part.compiled) and not (part.host and device != "cpu") for name, part in PARTS.items()
+    }
+    return [name for name, fits in fitting.items() if fits]
 
 
 def run(
@@ -121,6 +127,8 @@ def run(
             raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
         if PARTS[name].compiled and not (device == "cuda" and heaps.triton_is_here()):
             raise ConfigError(f"only: {name} needs a CUDA device and triton (pip install 'odc-fsdp[kernels]')")
+        if PARTS[name].host and device != "cpu":
+            raise ConfigError(f"only: {name} is measured on the CPU (--device cpu)")
     if "planners" in chosen:
         rows += _planned(effort, say)
     for world in worlds if set(chosen) - {"planners"} else ():

@@ -11,7 +11,19 @@ from typer import Option
 from odc.errors import ConfigError
 
 # Named again here: the suite loads torch, and `--help` is to answer at once. A test holds the two together.
-PARTS = ("get", "put", "accumulate", "publish", "publish-cast", "signal", "gather", "push", "minibatch", "planners")
+PARTS = (
+    "get",
+    "put",
+    "accumulate",
+    "publish",
+    "publish-cast",
+    "signal",
+    "gather",
+    "push",
+    "minibatch",
+    "exchange",
+    "planners",
+)
 COMPILED = ("accumulate-kernel", "publish-kernel", "gather-kernel")  # on CUDA only
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -59,7 +59,8 @@ def gather(
                 copy(out.data_ptr() + shard * nbytes, memory.data_ptr() + offset, nbytes)
             elif nbytes:
                 numel = out.numel() // shards
-                places.append(out[shard * numel : (shard + 1) * numel])
+                # `.data` has a version of its own: what autograd saved in forward may be filled again for backward.
+                places.append(out.data[shard * numel : (shard + 1) * numel])
                 values.append(memory[offset : offset + nbytes].view(out.dtype))
     if places:
         torch._foreach_copy_(places, values)

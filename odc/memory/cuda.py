@@ -82,11 +82,11 @@ class CudaHeap:
         if self.sealed:
             raise OdcError(f"{self._who()}: a heap can be sealed once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
+        own = self._create(layout.nbytes)  # zeroed before the words can be attached, which says that it is there
         # What peers must agree on is compared when words are attached, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         self._host.seal(f"{fingerprint!r}; words and data: {listed}")
-        self._own = self._create(layout.nbytes)
-        self._layout = layout
+        self._own, self._layout = own, layout
 
     def _create(self, nbytes: int) -> torch.Tensor:
         free, _ = torch.cuda.mem_get_info(self.device)

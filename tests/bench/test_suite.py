@@ -39,6 +39,7 @@ def test_bytes_are_those_that_moved(result: dict[str, Any]) -> None:
     assert moved["get"] == moved["put"] == moved["accumulate"] == 64 << 10
     # A unit of seven matrices and two vectors cannot be any size.
     assert all(0.85 * (64 << 10) <= moved[name] <= 64 << 10 for name in ("unit gather", "push of a unit", "publish"))
+    assert moved["exchange"] == 64 << 10
     assert moved["begin (publishes)"] == moved["unit gather"] // 2
 
 
@@ -106,3 +107,4 @@ def test_compiled_kernels_are_measured_on_devices_only(monkeypatch: pytest.Monke
     for here in (False, True):
         monkeypatch.setattr(module.heaps, "triton_is_here", lambda here=here: here)
         assert ("gather-kernel" in parts_of("cuda")) is here
+    assert "exchange" in parts_of("cpu") and "exchange" not in parts_of("cuda")

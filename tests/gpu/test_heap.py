@@ -15,7 +15,7 @@ from odc.errors import HeapMemoryError
 
 
 class TestCudaHeap(HeapConformance):
-    group = cuda_group
+    group = staticmethod(cuda_group)
 
 
 def copies_by_address(rank: int, world: int, identity: str, nbytes: int) -> None:

@@ -58,7 +58,7 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
     patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     try:
         with shm_group(identity, ranks, me, deadline_s) as host:
-            heap = CudaHeap(host, torch.device("cpu"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
+            heap = CudaHeap(host, torch.device("meta"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
             yield heap
             heap.close()
     finally:
@@ -66,7 +66,7 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
 
 
 class TestCudaHeapWithoutADevice(HeapConformance):
-    group = without_a_device
+    group = staticmethod(without_a_device)
 
 
 def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
@@ -76,7 +76,7 @@ def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
         start = int(heap.base_addresses()[rank])
         assert start <= data < start + (1 << 20), "data lies in the device's memory"
         assert not start <= words < start + (1 << 20), "words do not"
-        with pytest.raises(OdcError, match="'large' lies on cpu; ask for it with words=True"):
+        with pytest.raises(OdcError, match="'large' lies on meta; ask for it with words=True"):
             heap.words(rank, "large")
         with pytest.raises(KeyError):
             heap.words(rank, "nowhere")
@@ -136,7 +136,7 @@ def refuses(rank: int, world: int, identity: str, where: str) -> str:
     [
         (
             "allocate",
-            "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of cpu, which had 1024.0 MiB free: CUDA driver error",
+            "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of meta, which had 1024.0 MiB free: CUDA driver error",
         ),
         ("map_peers", "OdcError: rank 11, heap .*cannot map each other.*out of memory; see `odc doctor --need cuda`"),
     ],
