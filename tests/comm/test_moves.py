@@ -18,6 +18,7 @@ from odc.errors import UnsupportedError
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
 NUMELS = [100, 1, 33]
 
 
@@ -46,14 +47,14 @@ def everything(moves: Moves) -> list[torch.Tensor]:
 def both_do_the_same(rank: int, world: int) -> None:
     from odc.comm import by_kernels
 
-    assert moves_of(Settings(kernels="triton")) is by_kernels
+    assert moves_of(Settings(kernels="triton"), CPU) is by_kernels
     found, expected = everything(by_kernels), everything(by_torch)
     wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
     assert not wrong, f"results {wrong} differ"
 
 
 def test_torch_is_the_default() -> None:
-    assert moves_of(Settings()) is by_torch
+    assert moves_of(Settings(), CPU) is by_torch
     assert all(bool(one.count_nonzero()) for one in everything(by_torch)), "something was not written at all"
 
 
@@ -67,14 +68,14 @@ def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:
     if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
         pytest.skip("kernels are usable here")
     with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
-        moves_of(Settings(kernels="triton"))
+        moves_of(Settings(kernels="triton"), CPU)
 
 
 def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(odc.comm, "by_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "odc.comm.by_kernels", None)  # as if an import in it had failed
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[kernels\]"):
-        moves_of(Settings(kernels="triton"))
+        moves_of(Settings(kernels="triton"), CPU)
 
 
 def test_settings_refuse_other_kernels() -> None:
