@@ -95,7 +95,7 @@ def test_node_wise(note, instances: int):
     )
 
 
-@pytest.mark.parametrize(("instances", "seed"), [(16, 0), (32, 0), (64, 0), (64, 1), (64, 2)])
+@pytest.mark.parametrize(("instances", "seed"), [(16, 0), (64, 0), (64, 1)])
 def test_node_wise_against_highs(note, instances: int, seed: int):
     lengths = lognormal(instances * EACH, seed)
     move = post_balance(list(lengths.reshape(instances, EACH)), BalancePolicy())
@@ -167,7 +167,7 @@ def test_three_phases_against_the_papers_overhead(note, instances: int):
 
 
 def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every kind of exchange, interleaved; each rank keeps one example in `world`."""
+    """Seconds of every kind of exchange, interleaved; of every `world` examples a rank keeps one."""
     import torch.distributed as dist
 
     from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, OnDemandExchange
@@ -207,7 +207,7 @@ def test_exchange(note, world: int, mib: int):
     width = 1024
     pool = RankPool(world)
     try:
-        found = pool.run(exchange_rank, world * 0 + mib * (1 << 20) // (4 * width), width, 12)
+        found = pool.run(exchange_rank, mib * (1 << 20) // (4 * width), width, 12)
     finally:
         pool.close()
         close_nursery()
@@ -219,3 +219,64 @@ def test_exchange(note, world: int, mib: int):
             ms=round(float(seconds) * 1e3, 2),
             above_bound=f"{medians['all-gather'] / seconds:.2f} times the all-gather's speed",
         )
+
+
+def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str, float]:
+    """Milliseconds a step: planning on the loader's thread, waited for it, and planned between steps."""
+    import torch.distributed as dist
+
+    from odc.dispatch import TEXT, Phase, Records
+    from odc.dispatch.exchange import OnDemandExchange
+    from odc.dispatch.loader import PlannedLoader
+    from odc.dispatch.orchestrator import Orchestrator, channels
+    from odc.fsdp._torch_compat import default_store
+
+    names = ["images", "audio"]
+    drawn = [(name, phase_of(name, steps * EACH, rank)[0].reshape(steps, EACH).tolist()) for name in [*names, TEXT]]
+    batches = [[[(name, lengths[step][i]) for name, lengths in drawn] for i in range(EACH)] for step in range(steps)]
+
+    def orchestrator(name: str) -> Orchestrator:
+        exchange = OnDemandExchange(default_store(), range(world), rank, channels(names), name=name)
+        phases = [Phase(one, phase_of(one, 1, 0)[1]) for one in names]
+        return Orchestrator(phases, Phase("llm", BalancePolicy()), exchange)
+
+    dist.barrier()
+    ahead, between = orchestrator("ahead"), orchestrator("between")
+    loader = PlannedLoader(batches, lambda batch: Records.of(batch, names), ahead)
+    for _ in loader:
+        time.sleep(compute_s)
+    seconds = 0.0
+    for batch in batches:
+        began = time.perf_counter()
+        between.plan(Records.of(batch, names))
+        seconds += time.perf_counter() - began
+        time.sleep(compute_s)
+    for one in (ahead, between):
+        one.exchange.close()
+    overlap = loader.overlap
+    return {
+        "planning": overlap.planning_s / steps * 1e3,
+        "waited": overlap.waited_s / steps * 1e3,
+        "hidden": overlap.hidden_s / steps * 1e3,
+        "between": seconds / steps * 1e3,
+    }
+
+
+def test_planning_ahead(note):
+    """Real gathering and planning on 2 ranks; compute is emulated by sleeping, so that a core is free."""
+    from tests._ranks import RankPool, close_nursery
+
+    pool = RankPool(2)
+    try:
+        found = pool.run(loader_rank, 40, 0.05)
+    finally:
+        pool.close()
+        close_nursery()
+    mean = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    note(
+        what="planning a step, three phases, compute emulated: ahead, on the loader's thread",
+        instances=2,
+        ms=f"{mean['planning']:.2f}, of which the loop waited {mean['waited']:.2f}",
+        above_bound=f"{mean['hidden']:.2f} ms a step off the critical path",
+    )
+    note(what="the same, planned between steps", instances=2, ms=round(mean["between"], 2))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from _doubles import KINDS, exchange_of
+from _rank_worker import die
 from _ranks import spawn_ranks
 from _toy import ENCODERS, POLICIES
 
@@ -17,7 +18,7 @@ from odc.dispatch.exchange import BACK, OnDemandExchange, move
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
-from odc.errors import HeapMemoryError, OdcError, PlanError, WaitTimeoutError
+from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, WaitTimeoutError
 
 
 def swapped(rank: int, rows: int = 3) -> Route:
@@ -220,3 +221,21 @@ def undeclared(rank: int, world: int) -> None:
         assert isinstance(exchange, OnDemandExchange)
         with pytest.raises(OdcError, match="no channel 'other'; declared are data"):
             exchange.move(1, "other", swapped(rank), {"rows": torch.zeros(3, 2)})
+
+
+def dies(rank: int, world: int) -> float:
+    with exchange_of("on_demand", rank, world, ["data"], timeout_s=60.0) as exchange:
+        exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
+        if rank == 1:
+            die()
+        with pytest.raises(PeerLostError, match="rank 1 died") as error:
+            exchange.move(2, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
+        assert error.value.culprit == 1
+        raise error.value
+
+
+def test_a_death_is_known_at_once_and_named() -> None:
+    with spawn_ranks(2, dies) as ranks:
+        outcomes = ranks.wait(60)
+    assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
+    assert outcomes[0].at - outcomes[1].told[0][0] < 30.0
