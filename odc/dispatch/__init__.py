@@ -4,7 +4,7 @@ from odc.dispatch.keep_local import keep_local
 from odc.dispatch.lengths import check_lengths
 from odc.dispatch.node_wise import NodeWise, node_wise
 from odc.dispatch.policy import BalancePolicy, post_balance
-from odc.dispatch.rearrangement import Rearrangement, flatten
+from odc.dispatch.rearrangement import Rearrangement
 from odc.dispatch.records import TEXT, Records
 from odc.dispatch.step import EncoderPlan, Nodes, Phase, StepPlan, plan_step
 
@@ -19,7 +19,6 @@ __all__ = [
     "Records",
     "StepPlan",
     "check_lengths",
-    "flatten",
     "keep_local",
     "node_wise",
     "plan_step",

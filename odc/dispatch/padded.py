@@ -91,8 +91,14 @@ def _best_runs(rising: Ints, sums: Ints, instances: int, alpha: float, beta: flo
 
 
 def _listing(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float, worth: float) -> Ints | None:
-    """The published algorithm 5, for lengths in rising order; None where it is seen to cost `worth` or more."""
-    n = len(rising)
+    """The published algorithm 5, for lengths in rising order; None where it is seen to cost `worth` or more.
+
+    If it fills all batches before the end, each has (size + 1) x longest > bound >= the mean sum, and one of them gets
+    the longest of all. If not, it is made of runs, of which the best are known.
+    """
+    n, longest = len(rising), float(rising[-1])
+    if alpha * longest + beta * longest * max(longest, float(sums[n]) / instances) >= worth:
+        return None
     falls = np.ascontiguousarray(rising[::-1])
     bound = int(np.bincount(onto(falls, np.zeros(instances, np.int64)), weights=falls).max())  # of algorithm 1
     loops, arrays = loops_of(_loops, n)

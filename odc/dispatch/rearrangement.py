@@ -208,14 +208,6 @@ class Rearrangement:
         return sent
 
 
-def flatten(batches: Sequence[ArrayLike]) -> tuple[Ints, NDArray[np.generic]]:
-    """Counts [d] and flat values [n] of one array an instance."""
-    arrays = [np.asarray(batch) for batch in batches]
-    counts = np.array([len(array) for array in arrays], np.int64)
-    filled = [array for array in arrays if len(array)]
-    return counts, np.concatenate(filled) if filled else np.empty(0, np.int64)
-
-
 def _counts(counts: ArrayLike) -> Ints:
     known = np.asarray(counts, np.int64)
     if known.ndim != 1 or not len(known) or known.min() < 0:

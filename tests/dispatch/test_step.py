@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _toy import ENCODERS, POLICIES, phases
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.dispatch import TEXT, Nodes, Records, StepPlan, plan_step
@@ -65,6 +65,7 @@ def assembled(plan: StepPlan, step: list[list[Example]]) -> list[list[tuple[Any,
     return found
 
 
+@settings(max_examples=40)
 @given(steps(), st.sampled_from(sorted(POLICIES)), st.sampled_from([None, Nodes(1), Nodes(2, tolerance=0.5)]))
 def test_every_sequence_arrives_whole_and_in_order(step: list[list[Example]], name: str, nodes: Nodes | None) -> None:
     records = [Records.of(examples, ENCODERS) for examples in step]

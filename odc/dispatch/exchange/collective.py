@@ -2,7 +2,7 @@
 
 Chose one all-to-all of bytes for all fields of a move: sizes follow from the plan, so nothing but the rows travels and
 a rank holds what it sends and what it gets, whatever the number of ranks. The price is that all ranks meet, and a
-16-byte head is gathered first so that ranks that planned differently refuse the step instead of moving garbage.
+24-byte head is gathered first so that ranks that planned differently refuse the step instead of moving garbage.
 """
 
 from __future__ import annotations

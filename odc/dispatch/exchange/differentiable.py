@@ -1,8 +1,8 @@
 """A move that autograd knows: its backward is the inverse move of the gradients, over the same exchange.
 
 Chose one autograd function for all fields of a move, so that backward too is one exchange. The price is that every rank
-must run it: a rank that got no rows calls backward on its empty result all the same, or its peers wait for it
-(on demand only those that sent it rows, so none).
+must run it: one that got no rows calls backward on its empty result all the same, or it misses the gradients of rows
+that it sent, and with collectives its peers wait for it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from odc.dispatch.exchange.meeting import refuse_strangers
 from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
-from odc.errors import OdcError, PlanError, UnsupportedError
+from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
 from odc.server.presence import Store
 from odc.trace import FETCH, recorder
 
@@ -81,7 +81,11 @@ class OnDemandExchange:
         raw = {name: as_bytes(tensor) for name, tensor in tensors.items()}
         mark = signature(route, kinds)
         widths = {name: kind.row_bytes for name, kind in kinds.items()}
-        self._lay_out(step, channel, route, raw, widths, mark)
+        try:
+            self._lay_out(step, channel, route, raw, widths, mark)
+        except HeapMemoryError as error:
+            self._arena.refuse(f"{what}: the step is refused: {error}")
+            raise
         got = {name: torch.empty(len(f.unpack), widths[name], dtype=torch.uint8) for name, f in route.fields.items()}
         for name, field in route.fields.items():
             _own_rows(raw[name], got[name], field.outgoing[self.me], field.incoming[self.me])
