@@ -53,7 +53,9 @@ class MultimodalRank:
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
         planning = Planning(config.balance, costs, model.geometry)
         self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
-        orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=Nodes(config.per_node, budget_s=_PLACING_S))
+        orchestrator = Orchestrator(
+            *planning.phases(), self.exchange, nodes=Nodes(config.per_node, budget_s=_PLACING_S)
+        )
         batches = loaded_minibatches(
             examples, model.geometry, sampler, planning, self.rank, dist.get_world_size(), job.steps
         )
