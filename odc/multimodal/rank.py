@@ -30,6 +30,10 @@ from odc.train.progress import Progress
 from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import adamw
 
+# The least that the planner's exchanges take. Among the few ranks of one host few exchanges are all there are; the
+# planner's default held the interpreter for 0.8 s of every step at 2 ranks (measured), which the training thread lost.
+_PLACING_S = 1e-5
+
 
 class MultimodalRank:
     """Built and run on every rank, on its training thread. Building meets no other rank; running does.
@@ -49,7 +53,9 @@ class MultimodalRank:
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
         planning = Planning(config.balance, costs, model.geometry)
         self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
-        orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=Nodes(config.per_node))
+        orchestrator = Orchestrator(
+            *planning.phases(), self.exchange, nodes=Nodes(config.per_node, budget_s=_PLACING_S)
+        )
         batches = loaded_minibatches(
             examples, model.geometry, sampler, planning, self.rank, dist.get_world_size(), job.steps
         )
