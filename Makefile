@@ -33,7 +33,7 @@ test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-integrations: $(OVER)/.ready  ## run the tests of odc/integrations with the real libraries
-	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --installed accelerate,$(INTEGRATIONS) $(ARGS)
+	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --timeout 600 --installed accelerate,$(INTEGRATIONS) $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)

@@ -72,7 +72,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         options: as of a Trainer.
 
     On every rank, in a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every
-    rank anyway; a saved model is a whole one, as by `save_pretrained`, and one checkpoint fits any number of ranks.
+    rank anyway; a saved model and optimizer state are whole ones, written by one rank.
     """
 
     def __init__(

@@ -224,6 +224,23 @@ def test_inference_returns_rows_in_order_between_training_steps(ranks, model) ->
             assert our_row[:-1] == pytest.approx(their_row[:-1], rel=1e-3, abs=1e-4)
 
 
+def looked_at(rank: int, world: int, model: Path, strategy: str, changes: dict[str, Any]) -> list[list[float]]:
+    """Log-probabilities of this rank's rows, by a model as it was loaded."""
+    join_as_verl(rank, world)
+    engine = build(model, strategy, **changes)
+    with engine.eval_mode():
+        output = engine.infer_batch(rows(UNEVEN[rank], 4 * rank, use_dynamic_bsz=True, max_token_len_per_gpu=240))
+    return [row.tolist() for row in output["model_output"]["log_probs"].unbind()]
+
+
+def test_a_reference_model_only_looks(ranks, model) -> None:
+    theirs = ranks(2).run(looked_at, model, "fsdp2", {})
+    ours = ranks(2).run(looked_at, model, "odc", {"forward_only": True, "model_dtype": "fp32"})
+    for their_rows, our_rows in zip(theirs, ours, strict=True):
+        for their_row, our_row in zip(their_rows, our_rows, strict=True):
+            assert our_row[:-1] == pytest.approx(their_row[:-1], rel=1e-4)
+
+
 def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
     values = model_output["values"].values()
     return ((values - 1) ** 2).sum() / data["batch_num_tokens"] * data["dp_size"], {}
@@ -305,20 +322,3 @@ def refused_option(rank: int, world: int, model: Path, changes: dict[str, Any]) 
 )
 def test_what_is_not_supported_is_refused(ranks, model, changes, name) -> None:
     assert ranks(2).run(refused_option, model, changes) == [f"strategy odc does not support {name}"] * 2
-
-
-def test_options() -> None:
-    from odc.errors import ConfigError
-
-    import_verl()
-    from odc.integrations.verl.config import OdcEngineConfig, options_of
-
-    assert options_of(OdcEngineConfig(strategy="fsdp")).rebalance
-    options = options_of(OdcEngineConfig(odc={"rebalance": False, "prefetch": 0}))
-    assert not options.rebalance and options.settings.prefetch == 0
-    with pytest.raises(ConfigError, match="odc has no option prefech; it has accumulate, .*rebalance"):
-        OdcEngineConfig(odc={"prefech": 1})
-    with pytest.raises(ConfigError, match="timeout_s must be positive"):
-        OdcEngineConfig(odc={"timeout_s": 0})
-    with pytest.raises(ConfigError, match="strategy 'megatron'"):
-        OdcEngineConfig(strategy="megatron")

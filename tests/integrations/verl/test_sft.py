@@ -29,9 +29,9 @@ def curve(logged: list[dict[str, Any]]) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("rebalance", [False, True])
 def test_the_loss_curve_is_that_of_fsdp2(ranks, inputs, tmp_path, rebalance) -> None:
     validation = {"data.val_files": inputs[1], "trainer.test_freq": 4}
-    theirs = ranks(2).run(fit, FSDP2 | validation, *inputs, tmp_path / "fsdp2", timeout=280)
+    theirs = ranks(2).run(fit, FSDP2 | validation, *inputs, tmp_path / "fsdp2")
     changes = ODC | validation | {"+engine.odc.rebalance": rebalance}
-    ours = ranks(2).run(fit, changes, *inputs, tmp_path / "odc", timeout=280)
+    ours = ranks(2).run(fit, changes, *inputs, tmp_path / "odc")
     assert len(curve(ours[0][0])) == 8
     for ours_at, theirs_at in zip(curve(ours[0][0]), curve(theirs[0][0]), strict=True):
         assert ours_at == pytest.approx(theirs_at, rel=1e-4)
@@ -43,18 +43,18 @@ def test_the_loss_curve_is_that_of_fsdp2(ranks, inputs, tmp_path, rebalance) -> 
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks, inputs, tmp_path) -> None:
-    whole = ranks(2).run(fit, ODC | {"trainer.save_freq": 3}, *inputs, tmp_path / "whole", timeout=280)[0][0]
+    whole = ranks(2).run(fit, ODC | {"trainer.save_freq": 3}, *inputs, tmp_path / "whole")[0][0]
     resume = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": tmp_path / "whole" / "global_step_3"}
-    rest = ranks(2).run(fit, ODC | resume, *inputs, tmp_path / "rest", timeout=280)[0][0]
+    rest = ranks(2).run(fit, ODC | resume, *inputs, tmp_path / "rest")[0][0]
     assert [one["step"] for one in rest] == [4, 5, 6, 7, 8]
     for resumed, once in zip(curve(rest), curve(whole)[3:], strict=True):
         assert resumed == pytest.approx(once, rel=1e-4)
 
 
 def test_a_checkpoint_of_fsdp2_is_resumed(ranks, inputs, tmp_path) -> None:
-    whole = ranks(2).run(fit, FSDP2 | {"trainer.save_freq": 3}, *inputs, tmp_path / "whole", timeout=280)[0][0]
+    whole = ranks(2).run(fit, FSDP2 | {"trainer.save_freq": 3}, *inputs, tmp_path / "whole")[0][0]
     resume = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": tmp_path / "whole" / "global_step_3"}
-    rest = ranks(2).run(fit, ODC | resume, *inputs, tmp_path / "rest", timeout=280)[0][0]
+    rest = ranks(2).run(fit, ODC | resume, *inputs, tmp_path / "rest")[0][0]
     assert len(curve(rest)) == 5
     for resumed, once in zip(curve(rest), curve(whole)[3:], strict=True):
         assert resumed == pytest.approx(once, rel=1e-4)
