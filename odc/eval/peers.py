@@ -147,6 +147,7 @@ class Peers:
     def _wait(self, ready: Callable[[], bool], member: int, what: str) -> None:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
         pause, looked, moved, steps = _FIRST_SLEEP_S, time.monotonic(), time.monotonic(), -1
+        told = False
         while not ready():
             self.check(f"waiting for {what}")
             time.sleep(pause)
@@ -155,22 +156,28 @@ class Peers:
             if now - looked < self.timeout_s / _LOOKS:
                 continue
             looked = now
-            self._store.set(f"waits/{self.me}", str(member))
+            if not told:
+                self._store.set(f"waits/{self.me}", str(member))
+                told = True
             seen = self._store.add(f"steps/{member}", 0)
             if seen != steps:
                 steps, moved = seen, now
                 self._store.add(f"steps/{self.me}", 1)  # who waits for this rank waits for that progress
             elif now - moved > self.timeout_s:
                 self._run_out(member, what)
+        if told:
+            self._store.set(f"waits/{self.me}", str(self.me))  # for nobody; a key that is read is never deleted
         self._ticked = float("-inf")  # the next tick() counts at once
 
     def _run_out(self, member: int, what: str) -> NoReturn:
         """Several deadlines may run out for one rank's sake: blame the last of the chain of who waits for whom."""
-        culprit, seen = member, {self.me}
-        while culprit not in seen and self._store.check([f"waits/{culprit}"]):
-            seen.add(culprit)
-            culprit = int(self._store.get(f"waits/{culprit}"))
-        culprit = member if culprit in seen else culprit
+        culprit, seen = member, {self.me, member}
+        while self._store.check([f"waits/{culprit}"]):
+            following = int(self._store.get(f"waits/{culprit}"))
+            if following in seen:
+                break
+            seen.add(following)
+            culprit = following
         chain = f"; it waits for rank {self.ranks[culprit]} itself" if culprit != member else ""
         raise WaitTimeoutError(
             f"rank {self.rank}, waiting for {what}: rank {self.ranks[member]} has made no progress for "

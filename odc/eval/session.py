@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -52,7 +53,8 @@ def session(
                 if publish is not None:
                     publish()
                     hooks.enter_context(unsynced(module))
-                hooks.callback(module.register_forward_pre_hook(lambda *_: peers.tick()).remove)
+                tick = torch.compiler.disable(lambda *_: peers.tick())  # of a compiled module too it runs as it is
+                hooks.callback(module.register_forward_pre_hook(tick).remove)
             yield peers
             peers.leave("the end of the evaluation")
         except BaseException as error:

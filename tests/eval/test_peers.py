@@ -105,6 +105,33 @@ def test_a_rank_that_stands_still_is_named_by_all():
     assert "rank 4 has made no progress for 0.8 s; it waits for rank 9 itself" in str(second)
 
 
+def test_whom_a_rank_has_waited_for_before_is_not_blamed():
+    """Rank 4 waits for 9, which comes; then 4 stands still, and 7 waits for it."""
+    done = threading.Event()
+
+    def work(peers: Peers) -> Any:
+        peers.timeout_s = 2.0
+        if peers.me == 2:
+            time.sleep(0.5)
+            peers.send(0, b"late", "a letter")
+        if peers.me == 0:
+            peers.receive(2, "a letter")
+            assert peers._store.check(["waits/0"]), "it has not waited long enough to say so"
+            done.wait(30.0)
+        if peers.me == 1:
+            try:
+                peers.receive(0, "a letter")
+            except WaitTimeoutError as error:
+                return error
+            finally:
+                done.set()
+        return None
+
+    _, error, _ = run_together(3, work)
+    assert isinstance(error, WaitTimeoutError) and error.culprit == 4
+    assert "rank 4 has made no progress for 2 s; raise timeout_s" in str(error)
+
+
 def test_progress_starts_the_deadline_anew_also_for_those_behind():
     """Rank 9 computes for longer than the timeout, ticking; rank 7 waits for rank 4, which waits for 9."""
 
