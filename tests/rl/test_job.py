@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from _ranks import RankPool
 from _toy import toy, train_each
 
@@ -84,7 +83,6 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
     finally:
         Rollout.collect = collect  # type: ignore[method-assign]
         shutdown()
-        dist.destroy_process_group()
     return "no error"
 
 
