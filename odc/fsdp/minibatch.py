@@ -61,6 +61,7 @@ class Minibatch:
         """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
         self._verbs.touch("beginning or fetching")
         if self.state is not State.CLOSED:
+            self._mark()
             return
         last = self._verbs.epoch
         if last:
@@ -72,9 +73,14 @@ class Minibatch:
         self._dirty = [False] * len(self._groups)
         self._verbs.board.store(Word.MICROBATCH, 0)
         self._set(State.OPEN)
-        self._window = recorder().window(self.epoch)
-        self._window.__enter__()
+        self._mark()
         self.pushed = False
+
+    def _mark(self) -> None:
+        """Open the window of the open epoch in the trace, if it has none yet."""
+        if self._window is None and self.state is State.OPEN:
+            self._window = recorder().window(self.epoch)
+            self._window.__enter__()
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
         """Send gradients of the open epoch."""
@@ -170,11 +176,17 @@ class Minibatch:
     def publish(self) -> None:
         """Make changed weights seen: close the epoch and open the next. Every rank calls it.
 
+        The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and then
+        wait for what they make of it.
+
         Raises:
             UnfinishedMinibatchError: something was pushed in this epoch.
         """
         self.close_evaluation("publish()")
         self.begin()
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards; an epoch of evaluation ends.

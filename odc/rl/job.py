@@ -106,6 +106,9 @@ class _Loop:
     def __init__(self, config: GrpoConfig, task: Task, model: Any, ending: contextlib.ExitStack) -> None:
         self._config, self._task, self._model = config, task, model
         self._rollout: Rollout | None = None
+        # A group of its own, whose ranks may wait as long as a rollout may take.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        ending.callback(dist.destroy_process_group, self._group)
         text = self._first_ticket()
         if dist.get_rank() == 0:
             self._rollout = ending.enter_context(Rollout(config, task.stop_ids, text))
@@ -125,7 +128,7 @@ class _Loop:
         if not self._config.lag:
             self._ask(step)
         collected: list[Any] = [self._collect(step)] if self._rollout is not None else [None]
-        dist.broadcast_object_list(collected, 0)
+        dist.broadcast_object_list(collected, 0, group=self._group)
         if self._config.lag and step + 1 < self._config.steps:
             self._ask(step + 1)
         version, samples = collected[0]
@@ -198,8 +201,8 @@ def _say(config: GrpoConfig, step: GrpoStep) -> None:
             log.write(json.dumps(asdict(step)) + "\n")
     if config.show:
         print(
-            f"odc grpo: step {step.step} of {config.steps}: reward {step.reward:.3f}, {step.response_tokens:.1f} tokens "
-            f"a response, rollout {step.rollout_s:.2f} s, training {step.train_s:.2f} s",
+            f"odc grpo: step {step.step} of {config.steps}: reward {step.reward:.3f}, response "
+            f"{step.response_tokens:.1f} tokens, rollout {step.rollout_s:.2f} s, training {step.train_s:.2f} s",
             file=sys.stderr,
             flush=True,
         )

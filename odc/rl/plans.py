@@ -21,7 +21,7 @@ def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
     """Equal sample counts on all ranks; on each as many microbatches as the fullest needs, of even workload.
 
     `cost` only prices the plan; work is spread by verl's own measure. Raises PlanError where verl would raise: samples
-    that do not divide by the ranks, one over the cap, or more microbatches needed than a rank has samples.
+    that do not divide by the ranks, or one over the cap.
     """
     if len(lengths) % ranks:
         raise PlanError(f"{len(lengths)} samples do not divide by {ranks} ranks")
@@ -30,11 +30,7 @@ def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
     work = [WORKLOAD(length) for length in lengths]
     parts = karmarkar_karp(work, ranks, _falling(work, range(len(work))), equal_sizes=True)
     count = max(min(len(part), -(-sum(lengths[i] for i in part) // max_tokens)) for part in parts)
-    while True:
-        if count > len(parts[0]):
-            raise PlanError(
-                f"keeping to {max_tokens} tokens takes {count} microbatches, but a rank has {len(parts[0])} samples"
-            )
+    while True:  # ends at one sample a microbatch, at the latest
         split = [karmarkar_karp(work, count, _falling(work, part)) for part in parts]
         if all(bins and sum(lengths[i] for i in bins) <= max_tokens for rank in split for bins in rank):
             break

@@ -19,6 +19,18 @@ from odc.train.config import threads_per_rank
 from odc.train.preflight import model_source
 
 
+def answer(generator: Generator, reader: Reader | None, request: dict[str, Any]) -> dict[str, Any]:
+    """Bring the weights up to date, by reading them or from the request, and draw what is asked for."""
+    version = None
+    if reader is not None:
+        version = reader.read(generator.weights(list(reader.shapes())), at_least=request["at_least"]).version
+    else:
+        own = generator.weights(list(request["weights"]))
+        for name, value in request["weights"].items():
+            own[name].copy_(torch.from_numpy(value))
+    return {"version": version, "responses": generator.respond(request["prompts"], request["step"])}
+
+
 def serve(channel: Connection) -> None:
     """Answer requests until the channel closes; errors are sent, not raised."""
     try:
@@ -27,17 +39,8 @@ def serve(channel: Connection) -> None:
         torch.set_num_threads(threads_per_rank(config.ranks + 1))
         generator = Generator(config, model_source(config.model), told["stop_ids"])
         reader = Reader(told["ticket"], timeout_s=config.timeout_s, tries=64) if told["ticket"] else None
-        into = generator.weights(list(reader.shapes())) if reader else {}
         while True:
-            request: dict[str, Any] = channel.recv()
-            version = None
-            if reader is not None:
-                version = reader.read(into, at_least=request["at_least"]).version
-            else:
-                own = generator.weights(list(request["weights"]))
-                for name, value in request["weights"].items():
-                    own[name].copy_(torch.from_numpy(value))
-            channel.send({"version": version, "responses": generator.respond(request["prompts"], request["step"])})
+            channel.send(answer(generator, reader, channel.recv()))
     except EOFError:
         return
     except Exception as error:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.sender import Sender
 from odc.settings import Settings
+from odc.trace import WINDOW, Recorder
 
 LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
 
@@ -359,3 +361,24 @@ def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], err
     assert read_reason(space, 1) == f"{type(error).__name__} in epoch 1: {error}"
     with pytest.raises(PeerLostError, match=f"aborted by rank {culprit}"):
         two[1].machine.begin()
+
+
+# the trace -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_publish_the_window_begins_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may publish for readers outside the job, and wait for them; that is no part of its minibatch."""
+    own = Recorder()  # other tests leave windows open
+    monkeypatch.setattr(sys.modules[Minibatch.__module__], "recorder", lambda: own)
+    with Crew(LAYOUT, 1) as crew:
+        rank = Rank(crew, 0)
+        rank.machine.publish()
+        waited = own.now()
+        rank.machine.begin()
+        finish([rank])
+        rank.machine.begin()
+        rank.machine.publish()
+        rank.machine.close_evaluation("step")
+        windows = [span for span in own.spans() if span.category == WINDOW]
+    assert [window.epoch for window in windows] == [1]
+    assert windows[0].start_ns >= waited

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,6 @@ def test_drawn_lengths_are_skewed_and_do_not_depend_on_the_model(tmp_path: Path)
 
 def test_a_stop_token_that_is_not_there(tmp_path: Path) -> None:
     config = toy(tmp_path)
-    (tmp_path / "model.json").write_text(json.dumps(json.loads((tmp_path / "model.json").read_text())))
     with pytest.raises(ConfigError, match="stop token 64"):
         Generator(config, Path(config.model), [64])
 

@@ -13,8 +13,7 @@ from _toy import toy, train_each
 
 from odc.errors import OdcError
 from odc.fsdp import shutdown
-from odc.rl import GrpoConfig, GrpoResult, GrpoStep
-from odc.rl.job import train
+from odc.rl import GrpoConfig, GrpoResult, GrpoStep, job
 from odc.rl.rollout import Rollout, RolloutError
 
 Pools = Callable[[int], RankPool]
@@ -28,7 +27,6 @@ def told(result: GrpoResult) -> list[GrpoStep]:
     ]
 
 
-@pytest.mark.slow
 def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None:
     """Two minibatches a rollout and a KL term; then plans that differ, which change rounding only."""
     config = toy(tmp_path, minibatches=2, kl=0.05)
@@ -48,7 +46,6 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
     assert [step.version for step in mine[1].steps] == [2, 4, 6], "publish, then one version for each later minibatch"
 
 
-@pytest.mark.slow
 def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
     config = toy(tmp_path, steps=16, minibatches=2, prompts=12)
     (result,), _ = ranks(2).run(train_each, [config], timeout=400)
@@ -57,12 +54,21 @@ def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
     assert min(rewards[-3:]) > rewards[0] + 0.2, rewards
 
 
+def train_beside_a_process(rank: int, world: int, config: GrpoConfig) -> GrpoResult:
+    job.Rollout = Rollout  # type: ignore[misc]
+    try:
+        return job.train(config)
+    finally:
+        dist.barrier()
+        shutdown()
+
+
 @pytest.mark.slow
-def test_a_rollout_a_step_behind(ranks: Pools, tmp_path: Path) -> None:
+def test_a_process_that_generates_a_step_ahead(ranks: Pools, tmp_path: Path) -> None:
     log, spans = tmp_path / "steps.jsonl", tmp_path / "spans"
     spans.mkdir()
     config = toy(tmp_path, lag=1, second_buffer=True, steps=4, output=str(log), spans=str(spans))
-    (result,), _ = ranks(2).run(train_each, [config], timeout=300)
+    result, _ = ranks(2).run(train_beside_a_process, config, timeout=280)
     versions = [step.version for step in result.steps]
     assert versions[0] == 2 and versions == sorted(versions)  # type: ignore[type-var]
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
@@ -76,15 +82,15 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
         self._process.kill()
         return collect(self)
 
+    job.Rollout = Rollout  # type: ignore[misc]
     Rollout.collect = killed  # type: ignore[assignment, method-assign]
     try:
-        train(config)
+        job.train(config)
     except RolloutError as error:
         return str(error)
     finally:
         Rollout.collect = collect  # type: ignore[method-assign]
         shutdown()
-        dist.destroy_process_group()
     return "no error"
 
 

@@ -17,7 +17,7 @@ from odc.rl.objective import Objective, grpo_advantages, kl_estimate, objective_
 needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
 
 
-# the formulae, a number at a time, as the papers have them --------------------------------------------------------------
+# the formulae, a number at a time, as the papers have them -----------------------------------------------------------
 
 
 def plain_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
@@ -102,7 +102,7 @@ def test_however_tokens_are_split_the_loss_is_the_mean_over_all(with_kl: bool) -
             torch.testing.assert_close(left, right)
 
 
-# verl's own functions --------------------------------------------------------------------------------------------------
+# verl's own functions ------------------------------------------------------------------------------------------------
 
 
 @needs_verl
