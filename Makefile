@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-integrations over it, in the same way.
+# test-integrations lays .venv-integrations and .venv-evaluation over it, in the same way.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
@@ -15,8 +15,9 @@ RESULTS ?= runs/bench
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-OVER := .venv-integrations
-INTEGRATIONS := transformers,verl
+# Environments over .venv for libraries whose versions do not go together: their extras, and what they must hold.
+EXTRAS_integrations := transformers,verl
+EXTRAS_evaluation := lm-eval,lmms-eval
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -32,8 +33,11 @@ demo: $(READY)  ## train a small model under each arm on this machine, compare t
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-test-integrations: $(OVER)/.ready  ## run the tests of odc/integrations with the real libraries
-	OMP_NUM_THREADS=1 $(OVER)/bin/python -m pytest tests/integrations --timeout 600 --installed accelerate,$(INTEGRATIONS) $(ARGS)
+test-integrations: .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations --timeout 600 \
+	    --installed accelerate,transformers,verl $(ARGS)
+	OMP_NUM_THREADS=1 .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
+	    tests/integrations/test_lmms_eval.py --timeout 600 --installed lm_eval,lmms_eval $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
@@ -55,8 +59,8 @@ lint: $(READY)  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:  ## remove both environments and everything that tools and runs left behind
-	rm -rf $(VENV) $(OVER) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+clean:  ## remove the environments and everything that tools and runs left behind
+	rm -rf $(VENV) .venv-integrations .venv-evaluation build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -72,12 +76,14 @@ $(READY): pyproject.toml constraints.txt
 	    'import torch; print("dev" if torch.version.cuda else "dev,bitcode")')]"
 	@touch $@
 
-# Over .venv, not beside it: torch is there already. Its pip serves both, and leaves alone what it finds there.
-$(OVER)/.ready: $(READY) constraints-integrations.txt
-	@echo "Setting up $(OVER) (once; it downloads some hundred megabytes)"
-	@$(BIN)/python -m venv --without-pip $(OVER)
+# Over .venv, not beside it: torch is there already. Its pip serves all, and leaves alone what it finds there.
+# torchvision comes with lmms-eval, which runs without it; PyPI's build does not load beside a CPU build of torch.
+.venv-%/.ready: $(READY) constraints-%.txt
+	@echo "Setting up .venv-$* (once; it downloads some hundred megabytes)"
+	@$(BIN)/python -m venv --without-pip .venv-$*
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > "$$($(OVER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(OVER)/bin/python -m pip --disable-pip-version-check install -c constraints-integrations.txt \
-	    "$$(grep '^torch==' constraints.txt)" -e '.[$(INTEGRATIONS)]'
+	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	.venv-$*/bin/python -m pip --disable-pip-version-check install -c constraints-$*.txt \
+	    "$$(grep '^torch==' constraints.txt)" -e '.[$(EXTRAS_$*)]'
+	@.venv-$*/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision 2>/dev/null || true
 	@touch $@
