@@ -104,11 +104,12 @@ def test_gradients_are_added_atomically_for_the_whole_system(target: int) -> Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_words_are_released_and_acquired_for_the_whole_system(target: int) -> None:
     assert "atom.global.sys.release.exch.b64" in accesses(target, "signal-set")
-    assert "atom.global.sys.release.add.u64" in accesses(target, "signal-add")
+    adds = {"atom.global.sys.release.add.u64", "red.global.sys.release.add.u64"}  # triton 3.7 and 3.9
+    assert adds & accesses(target, "signal-add").keys()
     assert "atom.global.sys.release.exch.b64" in accesses(target, "put-signal")
     assert "atom.global.gpu.acq_rel.add.u32" in accesses(target, "put-signal")
     assert facts(target)["put-signal"]["counts_behind_barrier"], "a program counts itself before it has stored all"
-    assert not [name for name in accesses(target, "put-many") if name.startswith("atom")]
+    assert not [name for name in accesses(target, "put-many") if name.startswith(("atom", "red"))]
     looks = [name for name in accesses(target, "poll") if "acquire" in name]
     assert looks and all(".sys." in name for name in looks)
 
