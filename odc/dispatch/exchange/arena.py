@@ -28,7 +28,7 @@ import torch
 
 from odc.comm import Geometry, Space, Waiter, Word, abort
 from odc.comm.wait import read_reason
-from odc.errors import HeapMemoryError, OdcError
+from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, Words
 from odc.server import Daemon, Rendezvous, Service, announce_process, daemon
 from odc.server.presence import Store
@@ -224,13 +224,20 @@ class Arena:
         abort(self.space, reason, self.geometry.ranks[self.geometry.me], self.geometry.others())
 
     def close(self) -> None:
-        """Wait until all that was put is read, then leave. Idempotent; nothing can be put or read afterwards."""
+        """Wait until all that was put is read, or its readers are gone, then leave. Idempotent.
+
+        Raises:
+            WaitTimeoutError: a reader, which is named, did not read it; this rank has left all the same.
+        """
         if not self._leave.alive:
             return
-        if not self._board.load(Word.ABORT):
+        try:
             for number, place in self._places.items():
                 self._await_readers(number, place, "the end of this exchange")
-        self._leave()
+        except PeerLostError:  # nobody will read it any more
+            pass
+        finally:
+            self._leave()
 
     def _number(self, channel: str) -> int:
         if channel not in self.channels:
