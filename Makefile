@@ -35,6 +35,8 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.handover --results $(RESULTS))
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.grpo --results $(RESULTS))
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .
