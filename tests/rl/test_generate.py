@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _toy import toy
+from _small_model import toy
 
 from odc.errors import ConfigError
 from odc.rl.generate import Generator

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from _ranks import RankPool
-from _toy import toy, train_each
+from _small_model import toy, train_each
 
 from odc.errors import OdcError
 from odc.fsdp import shutdown
