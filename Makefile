@@ -34,8 +34,8 @@ test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-integrations: .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations --timeout 600 \
-	    --installed accelerate,transformers,verl $(ARGS)
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
+	    --timeout 600 --installed accelerate,transformers,verl $(ARGS)
 	OMP_NUM_THREADS=1 .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --timeout 600 --installed lm_eval,lmms_eval $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Makes `_toy` importable, also on rank processes: they get pytest's path."""
+"""Makes `_small_model` importable, also on rank processes: they get pytest's path."""
 
 from __future__ import annotations
 
