@@ -254,6 +254,6 @@ def test_what_cannot_work_on_ranks_is_refused():
 
 
 def test_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "lmms_eval", None)
+    monkeypatch.setitem(sys.modules, "lmms_eval.evaluator", None)
     with session() as peers, pytest.raises(ConfigError, match=r"pip install 'odc-fsdp\[lmms-eval\]'"):
         evaluate(None, [], peers)
