@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from bench._report import store
+from odc.bench.report import store
 
 ARMS = {
     "fsdp2, verl's equal counts": {"arm": "fsdp2", "balance": "verl"},
