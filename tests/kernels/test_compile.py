@@ -6,22 +6,12 @@ scope that is lost makes an atomic add wrong between GPUs; neither fails anythin
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
-
 import pytest
+from _compiled import TARGETS, facts
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TARGETS = (80, 90, 100)
 COPIES = ("get", "gather", "put-signal", "put-many", "get-cast", "gather-cast", "publish-cast", "publish-copy", "pack")
 ADDS = ("add-bf16", "add-fp64", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
 WORDS = ("signal-set", "signal-add", "poll")
@@ -34,35 +24,6 @@ CALLS = {
     "signal-add-nvshmem": ["nvshmem_quiet", "nvshmem_uint64_atomic_add"],
     "poll-nvshmem": ["nvshmem_uint64_atomic_fetch"],
 }
-Facts = dict[str, dict[str, Any]]
-
-
-@functools.cache
-def compiled() -> dict[int, Facts]:
-    """What was compiled, by target and kernel; all targets at the same time."""
-    with ThreadPoolExecutor(len(TARGETS)) as pool:
-        return dict(zip(TARGETS, pool.map(_compile, TARGETS), strict=True))
-
-
-def facts(target: int) -> Facts:
-    """What was compiled for a target, by kernel; "no_library" says why nothing was linked."""
-    return compiled()[target]
-
-
-def _compile(target: int) -> Facts:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("_compile.py")), str(target)],
-            env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=800,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line.get("kernel", "no_library"): line for line in lines}
 
 
 def accesses(target: int, kernel: str) -> dict[str, int]:
