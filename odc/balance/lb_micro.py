@@ -50,11 +50,19 @@ def lb_micro(
     inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     if equal_samples:
         return _plan(inputs, _rank_by_rank(inputs, inputs.spread(equal_sizes=True)))
-    best = _plan(inputs, _rank_by_rank(inputs, inputs.spread()))
-    for other in _others(inputs):
-        if _better(plan := _plan(inputs, other), best):
+    plans = tried(inputs)
+    best = next(plans)
+    for plan in plans:
+        if _better(plan, best):
             best = plan
     return best
+
+
+def tried(inputs: Inputs) -> Iterator[Plan]:
+    """The plans that LB-Micro chooses from, at least one; with equal sample counts too where caps and groups allow."""
+    yield _plan(inputs, _rank_by_rank(inputs, inputs.spread()))
+    for ranks in _others(inputs):
+        yield _plan(inputs, ranks)
 
 
 def _plan(inputs: Inputs, ranks: list[list[list[int]]]) -> Plan:

@@ -3,7 +3,7 @@
 What on-demand communication makes possible: ranks meet once per minibatch, so only each rank's total counts. Chose one
 partition of the samples over ranks, and then packing on each rank alone, over both at once: the number of microbatches
 costs little next to a rank that is late. The price is that a rank may need one more than another split would. Where the
-bound is not met, few samples are also spread as LB-Micro spreads them, which is then never more than 0.1% ahead.
+bound is not met, few samples are also spread in all ways that LB-Micro tries, which is then never more than 0.1% ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 from odc.balance.cost import Cost, linear_cost
 from odc.balance.inputs import Inputs, read_inputs
-from odc.balance.lb_micro import lb_micro
+from odc.balance.lb_micro import tried
 from odc.balance.packing import STEPS, pack, pack_evenly
 from odc.balance.plan import Plan
 
@@ -49,7 +49,7 @@ def lb_mini(
     inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     plan = _packed(inputs, inputs.spread())
     if len(lengths) <= _FEW and plan.gap > _NEAR:
-        other = lb_micro(lengths, ranks, max_tokens, cost, seed, speeds=speeds, groups=groups)
+        other = min(tried(inputs), key=lambda plan: plan.longest)
         if other.longest < plan.longest * (1 - _NEAR):
             return _packed(inputs, [[i for mb in microbatches for i in mb] for microbatches in other.ranks])
     return plan

@@ -25,6 +25,13 @@ def test_never_behind_lb_micro_and_no_empty_microbatch(lengths, ranks, cost):
     assert all(mb for microbatches in plan.ranks for mb in microbatches)
 
 
+def test_equal_samples_may_have_the_shorter_longest_rank():
+    """Found by the property above: equal sample counts, which LB-Micro drops for a longer step, end sooner."""
+    lengths = [1, 1, 1, 17, 20, 21, 20, 23, 17, 1, 40, 44, 44, 48, 45, 50, 1, 66, 70, 70, 12, 41, 89, 22, 86]
+    equal = lb_micro(lengths, 9, CAP, equal_samples=True).longest
+    assert lb_mini(lengths, 9, CAP).longest <= equal < lb_micro(lengths, 9, CAP).longest
+
+
 def test_microbatches_of_a_rank_are_few_and_even_in_tokens():
     plan = lb_mini([60, 30, 30, 20, 20], 1, CAP)
     tokens = [sum([60, 30, 30, 20, 20][i] for i in mb) for mb in plan.ranks[0]]
