@@ -1,4 +1,4 @@
-"""The options that `odc train` and `odc compare` share, each written once."""
+"""The options that `odc train`, `odc compare` and `odc train-mm` share, each written once."""
 
 from __future__ import annotations
 
