@@ -43,9 +43,9 @@ GIB = 1 << 30
 
 
 def on_device(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
-    """`function` with the rank's device as default; a barrier then waits for the device first, as it need not on the CPU.
+    """`function` with the rank's device as torch's default.
 
-    Kernels return before they have run, and what a peer reads next must be there.
+    Kernels return before they have run, and what a peer reads next must be there: barriers wait for the device first.
     """
     device, meet = own_device(rank), dist.barrier
 
