@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from odc.train.config import JobConfig, threads_per_rank
 from odc.train.dataset import load_dataset
+from odc.train.device import backend, take_device
 from odc.train.launch import launch, start_server
 from odc.train.preflight import preflight
 from odc.train.progress import Progress
@@ -61,10 +62,11 @@ def run_rank(config: JobConfig) -> JobResult:
     from odc.fsdp import shutdown
 
     torch.set_num_threads(threads_per_rank(config.ranks))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s))
+    dist.init_process_group(backend(config), timeout=timedelta(seconds=config.timeout_s))
+    device = take_device(config)
     progress = Progress(config.steps, config.label, shown=dist.get_rank() == 0)
     try:
-        result = RankJob(config, progress).run()
+        result = RankJob(config, progress, device).run()
         dist.barrier()  # no rank takes the group down while another still writes
         return result
     finally:
