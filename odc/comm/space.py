@@ -156,7 +156,10 @@ class Space:
         return mutex
 
     def claimed(self, member: int) -> Words:
-        """Word 0: microbatches claimed from the queue whose home is `member`, in its current epoch."""
+        """Word 0: microbatches claimed from the queue whose home is `member`, in its current epoch.
+
+        The others are the member's own (see `odc.comm.queue`).
+        """
         return self.heap.words(member, "claimed")
 
     def offers(self, member: int) -> torch.Tensor:
