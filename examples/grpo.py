@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from odc import Settings, fully_shard, shutdown
 from odc.balance import cost_from_config, lb_mini
+from odc.fsdp.blocks import blocks_of
 from odc.handover import ticket, version
 from odc.rl import GrpoConfig, Sample, grpo_advantages, kl_estimate, policy_losses
 from odc.rl.rollout import Rollout
 from odc.rl.samples import batch_of, token_log_probs
-from odc.train.model import build_model, config_of, decoder_layers, shipped_config
+from odc.train.model import build_model, config_of, shipped_config
 
 
 class Even:
@@ -46,7 +47,7 @@ def main() -> None:
 
     source: Path = shipped_config("qwen2-toy")
     model = build_model(source, dtype=torch.float32)
-    for layer in decoder_layers(model):
+    for layer in blocks_of(model):
         fully_shard(layer)
     fully_shard(model, settings=Settings())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0, eps=1e-6)

@@ -7,7 +7,7 @@ the lock and the words do between ranks they also do here, and a test can stop e
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -23,10 +23,10 @@ Layout = Sequence[Sequence[tuple[str, int, torch.dtype]]]
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def units_of(layout: Layout, settings: Settings) -> list[UnitSpec]:
-    """Units u0, u1, ... of (parameter, elements of a padded shard, compute dtype)."""
+def units_of(layout: Layout, settings: Settings, frozen: Collection[str] = ()) -> list[UnitSpec]:
+    """Units u0, u1, ... of (parameter, elements of a padded shard, compute dtype); `frozen` are parameters' names."""
     dtype = accumulator_dtype(settings.reproducible)
-    return [UnitSpec.build(i, f"u{i}", params, dtype) for i, params in enumerate(layout)]
+    return [UnitSpec.build(i, f"u{i}", params, dtype, frozen) for i, params in enumerate(layout)]
 
 
 class Crew:
@@ -36,6 +36,7 @@ class Crew:
         layout: parameters by unit.
         shards: members that share one copy.
         replicas: copies.
+        frozen: names of parameters, in whichever unit.
         by_hand: pushed blocks stay in their slots until `drain`; else the bell has them added at once.
 
     Global ranks are 10, 13, 16, ...: no test passes by taking a member for a rank.
@@ -49,9 +50,10 @@ class Crew:
         replicas: int = 1,
         settings: Settings | None = None,
         by_hand: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         self.settings = settings or Settings(timeout_s=5.0)
-        self.units = units_of(layout, self.settings)
+        self.units = units_of(layout, self.settings, frozen)
         self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
         self.by_hand, self.rung = by_hand, list[int]()
         self.spaces: list[Space] = []

@@ -7,13 +7,14 @@ cap is never exceeded, not by one token.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
+from odc.balance import least as _least
 from odc.balance import search as _search
 from odc.balance.compiled import loops_of
 from odc.balance.state import new_tree
@@ -99,20 +100,19 @@ def pack_evenly(
     Each sample goes to the cheapest microbatch that has room. Where that fails, `pack` decides.
     Returns `count` lists, some perhaps empty, or None when neither finds a way.
     """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    heap = [(0.0, b) for b in range(count)]
-    for i in order:
-        passed = []
-        while heap and tokens[heap[0][1]] + lengths[i] > max_tokens:
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            bins = pack(lengths, order, max_tokens)
-            return bins + [[] for _ in range(count - len(bins))] if len(bins) <= count else None
-        load, chosen = heap[0]
+    loops, arrays = loops_of(_least, len(order))
+    fields: list[Any] = [
+        np.array([costs[i] for i in order], np.float64),
+        np.array([lengths[i] for i in order], np.int64),
+        np.zeros(count),
+        np.zeros(count, np.int64),
+        np.zeros(len(order), np.int64),
+    ]
+    by_cost, sizes, loads, used, owners = fields if arrays else [field.tolist() for field in fields]
+    if not loops.least_load_first(by_cost, sizes, max_tokens, loads, used, owners):
+        bins = pack(lengths, order, max_tokens)
+        return bins + [[] for _ in range(count - len(bins))] if len(bins) <= count else None
+    bins = [[] for _ in range(count)]
+    for i, chosen in zip(order, owners, strict=True):
         bins[chosen].append(i)
-        tokens[chosen] += lengths[i]
-        heapq.heapreplace(heap, (load + costs[i], chosen))
-        for entry in passed:
-            heapq.heappush(heap, entry)
     return bins

@@ -28,12 +28,12 @@ def table(answers: list[RankStatus]) -> Any:
     """A rich table of `answers`."""
     from rich.table import Table
 
-    heads = ("rank", "pid", "root", "epoch", "state", "microbatch", "fetched MiB", "pushed MiB", "slots", "waits for")
-    made = Table(*heads, title="odc status")
+    heads = ("rank", "pid", "root", "epoch", "state", "microbatch", "claimed", "fetched MiB", "pushed MiB", "slots")
+    made = Table(*heads, "waits for", title="odc status")
     for answer in answers:
         if answer.error is not None or not answer.roots:
             state = answer.error or "no root yet"
-            made.add_row(str(answer.rank), str(answer.pid), "-", "-", state, *["-"] * 5)
+            made.add_row(str(answer.rank), str(answer.pid), "-", "-", state, *["-"] * 6)
         for root in answer.roots:
             made.add_row(*_row(answer, root))
     return made
@@ -48,8 +48,18 @@ def _row(answer: RankStatus, root: dict[str, Any]) -> list[str]:
         str(root["epoch"]),
         str(root["state"]),
         str(root["microbatch"]),
+        _claimed(root.get("queue")),
         f"{root['fetched_bytes'] / _MIB:.1f}",
         f"{root['pushed_bytes'] / _MIB:.1f}",
         f"{root['slots_in_use']}/{root['slots']}",
         waits,
     ]
+
+
+def _claimed(queue: dict[str, int | None] | None) -> str:
+    """Microbatches that the rank has claimed from the queue, and all ranks, of how many."""
+    if queue is None:
+        return "-"
+    if queue["total"] is None:
+        return f"offers {queue['offered']}"
+    return f"{queue['claimed']} (all: {queue['handed_out']}/{queue['total']})"

@@ -4,7 +4,7 @@ from odc.comm.abort import abort
 from odc.comm.accumulator import Adder, accumulator_dtype
 from odc.comm.geometry import Geometry
 from odc.comm.push import Gradient, flatten
-from odc.comm.queue import Claimed, Queue
+from odc.comm.queue import Claimed, Queue, progress
 from odc.comm.space import Space
 from odc.comm.staging import Inbox, Outbox
 from odc.comm.units import ParamSpec, Piece, UnitSpec
@@ -31,4 +31,5 @@ __all__ = [
     "abort",
     "accumulator_dtype",
     "flatten",
+    "progress",
 ]

@@ -34,6 +34,9 @@ from odc.errors import OdcError, UnsupportedError
 from odc.memory import Words
 
 HOME = 0  # the member whose CLAIMED counts
+# Words of "claimed" beside CLAIMED, word 0: the member's own, for `odc status`, of its newest offer's epoch.
+_MINE = 1  # microbatches that it has claimed
+_TOTAL = 2  # 0, or 1 + microbatches that all have offered
 _ROW = 3  # of the table: cost (a float's bits), offset of the parcel, its bytes
 
 
@@ -65,7 +68,7 @@ class Queue:
     def __init__(self, space: Space, waiter: Waiter) -> None:
         self._space, self._waiter = space, waiter
         self._me = space.geometry.me
-        self._board = space.board(self._me)
+        self._board, self._claimed = space.board(self._me), space.claimed(self._me)
         self._order: list[tuple[int, int, int]] | None = None  # (member, offset, bytes), longest first
         self.offered = 0  # the newest epoch in which this rank did
         self.drained = 0  # the newest epoch whose end this rank has seen
@@ -90,8 +93,8 @@ class Queue:
             raise ValueError(f"{self._who(epoch)}: {len(parcels)} microbatches need as many finite costs, not {costs}")
         region = self._space.offers(self._me)
         places = self._fit(parcels, region.numel(), epoch)
-        if self._me == HOME:
-            self._space.claimed(HOME).store(0, 0)
+        for word in (0, _MINE, _TOTAL) if self._me == HOME else (_MINE, _TOTAL):
+            self._claimed.store(word, 0)
         for place, parcel in zip(places, parcels, strict=True):
             parcel.write(region[place : place + parcel.nbytes])
         words = region.view(torch.int64)
@@ -118,6 +121,7 @@ class Queue:
         if self._order is None:
             self._await_offers(epoch)
             self._order = self._read_order()
+            self._claimed.store(_TOTAL, 1 + len(self._order))
         if self.drained == epoch:
             return None
         number = self._space.claimed(HOME).add(0, 1)
@@ -128,6 +132,7 @@ class Queue:
         source = self._space.offers(member)  # held: the memory stays mapped while it is copied
         raw = torch.empty(nbytes, dtype=torch.uint8)
         ctypes.memmove(raw.data_ptr(), source.data_ptr() + place, nbytes)
+        self._claimed.store(_MINE, self._claimed.load(_MINE) + 1)
         return Claimed(number, member, nbytes, unpack(raw))
 
     @property
@@ -177,3 +182,25 @@ class Queue:
 
     def _who(self, epoch: int) -> str:
         return f"rank {self._space.geometry.ranks[self._me]} (epoch {epoch})"
+
+
+def progress(space: Space) -> dict[str, int | None] | None:
+    """For `odc status`: what this member has offered and claimed, what all have, and of how many.
+
+    Of its newest epoch; None without a queue, or if it has not offered in that epoch. "total" and "handed_out" are None
+    until it has seen every member's offer. Waits for nobody; may be called from any thread.
+    """
+    me = space.geometry.me
+    board = space.board(me)
+    offered = board.load(Word.OFFERED)
+    if not space.settings.queue_bytes or not offered or offered != board.load(Word.PUBLISHED):
+        return None
+    words = space.claimed(me)
+    total = words.load(_TOTAL) - 1
+    return {
+        "offered": int(space.offers(me).view(torch.int64)[0]),
+        "claimed": words.load(_MINE),
+        # Claims after the last microbatch count on. Home is mapped by then: its offer was waited for.
+        "handed_out": min(space.claimed(HOME).load(0), total) if total >= 0 else None,
+        "total": total if total >= 0 else None,
+    }

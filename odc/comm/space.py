@@ -3,9 +3,9 @@
 Chose to fix every size when the root is initialised, from the units alone, so that the memory odc takes can be said
 before training starts and never grows. `ledger()` is that account; the bound it is tested against:
 
-    one published shard (compute dtype; two with `Settings.second_buffer`) + one accumulator shard (fp32; fp64 when
-    reproducible; W of them for "per_source") + staging of at most 2 x the largest unit's chunk for each peer + the
-    queue's inputs (none unless `Settings.queue_bytes` asks for them) + words.
+    one published shard (compute dtype; two with `Settings.second_buffer`) + one accumulator shard of what is trained
+    (fp32; fp64 when reproducible; W of them for "per_source") + staging of at most 2 x the largest unit's trained chunk
+    for each peer + the queue's inputs (none unless `Settings.queue_bytes` asks for them) + words.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ring:
     @classmethod
     def fit(cls, units: Sequence[UnitSpec], block_bytes: int) -> Ring:
         """Two blocks at least, no more than 2 x the largest chunk in all: gradients travel in the compute dtype."""
-        chunk = max((-(-unit.published_bytes // 64) * 64 for unit in units), default=64)
+        chunk = max((-(-unit.pushed_bytes // 64) * 64 for unit in units), default=64)
         slot = max(64, min(block_bytes, chunk))
         return cls(max(2, 2 * chunk // slot), slot)
 
@@ -156,7 +156,10 @@ class Space:
         return mutex
 
     def claimed(self, member: int) -> Words:
-        """Word 0: microbatches claimed from the queue whose home is `member`, in its current epoch."""
+        """Word 0: microbatches claimed from the queue whose home is `member`, in its current epoch.
+
+        The others are the member's own (see `odc.comm.queue`).
+        """
         return self.heap.words(member, "claimed")
 
     def offers(self, member: int) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 Chose one contiguous region a unit and rank, parameters side by side in module order, padded to equal shards as FSDP2
 pads them: a whole unit is one address and a block of a push may span parameters. The padding costs at most one row of
-each parameter.
+each parameter. Frozen parameters are published like all others, but have no place in the accumulator: the base of a
+low-rank adaptation would take four bytes an element there for sums that never come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class ParamSpec:
         dtype: compute dtype, in which it is published.
         published_offset: byte offset in the unit's published region.
         accumulator_offset: element offset in the unit's accumulator.
+        trained: whether it has a place there; what is frozen has none, and no gradient of it may be pushed.
     """
 
     name: str
@@ -32,16 +34,24 @@ class ParamSpec:
     dtype: torch.dtype
     published_offset: int
     accumulator_offset: int
+    trained: bool = True
 
     @property
     def nbytes(self) -> int:
         """Bytes of the published shard."""
         return self.numel * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        kind, dtype = "trained" if self.trained else "frozen", str(self.dtype).removeprefix("torch.")
+        return f"{self.name} ({self.numel} elements a rank, {dtype}, {kind})"
+
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit: `published_bytes` in a rank's published region, `numel` elements in its accumulator."""
+    """One unit: `published_bytes` in a rank's published region, `numel` elements in its accumulator.
+
+    `pushed_bytes` are the most that one push of it brings to an owner: its trained parameters in compute dtype.
+    """
 
     index: int
     name: str
@@ -49,6 +59,7 @@ class UnitSpec:
     published_bytes: int
     numel: int
     accumulator_dtype: torch.dtype
+    pushed_bytes: int
 
     @classmethod
     def build(
@@ -57,15 +68,19 @@ class UnitSpec:
         name: str,
         params: Sequence[tuple[str, int, torch.dtype]],
         accumulator_dtype: torch.dtype,
+        frozen: Collection[str] = (),
     ) -> UnitSpec:
-        """Lay out `params`, given as (name, elements of a padded shard, compute dtype)."""
+        """Lay out `params`, given as (name, elements of a padded shard, compute dtype); `frozen` are names of them."""
         specs: list[ParamSpec] = []
-        at_byte = at_element = 0
+        at_byte = at_element = pushed = 0
         for param, numel, dtype in params:
-            specs.append(ParamSpec(param, numel, dtype, at_byte, at_element))
-            at_byte += -(-numel * dtype.itemsize // _ALIGN) * _ALIGN
-            at_element += numel
-        return cls(index, name, tuple(specs), at_byte, at_element, accumulator_dtype)
+            spec = ParamSpec(param, numel, dtype, at_byte, at_element, param not in frozen)
+            specs.append(spec)
+            room = -(-spec.nbytes // _ALIGN) * _ALIGN
+            at_byte += room
+            at_element += numel if spec.trained else 0
+            pushed += room if spec.trained else 0
+        return cls(index, name, tuple(specs), at_byte, at_element, accumulator_dtype, pushed)
 
     @property
     def accumulator_bytes(self) -> int:
@@ -74,8 +89,11 @@ class UnitSpec:
 
     def fingerprint(self) -> str:
         """All that two ranks must agree on, as text."""
-        params = ";".join(f"{p.name}:{p.numel}:{p.dtype}" for p in self.params)
-        return f"{self.name}[{params}]{self.accumulator_dtype}"
+        return f"{self.name}[{';'.join(self.lines())}]"
+
+    def lines(self) -> list[str]:
+        """What makes up the fingerprint beside the name: each parameter, then the accumulator's dtype."""
+        return [*map(str, self.params), f"sums in {str(self.accumulator_dtype).removeprefix('torch.')}"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _lacks(package: str, condition: str) -> str:
 
 
 def verl_plugin() -> list[Finding]:
-    """Whether verl would find odc's plugin, and whether that loads."""
+    """Whether verl would find odc's plugin, and what became of it: verl goes on without one that failed."""
     ours = [entry for entry in metadata.entry_points(group=_GROUP) if entry.value.split(".")[0] == "odc"]
     try:
         verl = metadata.version("verl")
@@ -117,9 +117,10 @@ def verl_plugin() -> list[Finding]:
         do = f"pip install --upgrade {_DISTRIBUTION} (an entry point of group {_GROUP} comes with it)"
         return [absent("verl plugin", f"verl {verl} is there, odc's plugin is not registered", do, "verl")]
     try:
-        for entry in ours:
-            entry.load()
+        plugin = next(entry.load() for entry in ours)
+        kinds = " and ".join(plugin.kinds())
     except Exception as error:
         said = f"{ours[0].value} does not load: {type(error).__name__}: {error}"
         return [broken("verl plugin", said, f"a version of verl that this odc knows; verl is {verl}", "verl")]
-    return [ok("verl plugin", f"{ours[0].value} loads with verl {verl}", "verl")]
+    tested = "" if verl.startswith(f"{plugin.TESTED}.") else f" (tested with {plugin.TESTED} only)"
+    return [ok("verl plugin", f"verl {verl}{tested}: strategy odc for {kinds}", "verl")]

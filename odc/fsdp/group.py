@@ -49,6 +49,7 @@ class OdcParamGroup(compat.FSDPParamGroup):
     odc_find_root: Callable[[OdcParamGroup], Engine]
     odc_unit: UnitSpec
     odc_params: list[compat.ShardedParam]
+    odc_trained: list[bool]  # for each of them whether it required a gradient when it was sharded
     odc_fetch: Fetch | None
     odc_needed_now: bool
 
@@ -140,6 +141,7 @@ def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], Eng
     adopted.odc_root = None
     adopted.odc_find_root = find_root
     adopted.odc_params = []
+    adopted.odc_trained = [param.parameter.requires_grad for param in compat.params_of(group)]
     adopted.odc_fetch = None
     adopted.odc_needed_now = False
     return adopted  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from odc.comm import Gradient, State, UnitSpec, Verbs, Word
-from odc.errors import OdcError, UnfinishedMinibatchError
+from odc.errors import OdcError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.gradients import push_counts, write_gradients
 from odc.fsdp.group import OdcParamGroup
@@ -83,7 +83,12 @@ class Minibatch:
             self._window.__enter__()
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
-        """Send gradients of the open epoch."""
+        """Send gradients of the open epoch.
+
+        Raises:
+            UnsupportedError: one is of a parameter that has no place in the accumulators.
+        """
+        self._refuse_unfrozen(unit, gradients)
         self.begin()
         self.pushed = True
         self._sender.send(unit, gradients)
@@ -206,6 +211,15 @@ class Minibatch:
         culprit = error.culprit if isinstance(error, OdcError) else None
         reason = f"{type(error).__name__} in epoch {self.epoch}: {error}"
         self._verbs.abort(reason, self._rank if culprit is None else culprit)
+
+    def _refuse_unfrozen(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
+        for spec in (unit.params[gradient.param] for gradient in gradients):
+            if not spec.trained:
+                raise UnsupportedError(
+                    f"rank {self._rank} (epoch {self.epoch}): {spec.name} has a gradient, but was frozen when it was "
+                    "sharded and still when the model was first used, so there is no memory to sum it in. To train a "
+                    "parameter only later, leave it requires_grad=True until after fully_shard, then freeze it"
+                )
 
     def _refuse_unclaimed(self) -> None:
         """Before DONE: no gradient is written anywhere while a microbatch may be left that nobody has computed."""

@@ -83,7 +83,14 @@ class Root:
         recorder().set_rank(self.rank)
         if not self.settings.trace:
             recorder().enabled = False
-        rendezvous.announce(server.door_name, service.token, heap.digest, summary(units), self.settings.fingerprint())
+        rendezvous.announce(
+            server.door_name,
+            service.token,
+            heap.digest,
+            summary(units),
+            self.settings.fingerprint(),
+            [unit.lines() for unit in units],
+        )
         _roots.add(self)
 
     # what a group needs (see `odc.fsdp.group.Engine`) ------------------------------------------------------------
@@ -226,8 +233,15 @@ def _unit(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
         if param.has_extension:
             raise UnsupportedError(f"unit {name!r}: {param.name} has all-gather extensions (float8?): not supported")
     params = [(param.name, param.padded_numel, param.compute_dtype) for param in group.odc_params]
-    wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype) for param in group.odc_params)
-    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide))
+    # Also what is frozen by now, if it was not when it was sharded: adapters are frozen while the base is evaluated.
+    trained = [
+        param
+        for param, before in zip(group.odc_params, group.odc_trained, strict=True)
+        if before or param.parameter.requires_grad
+    ]
+    frozen = {name for name, _, _ in params} - {param.name for param in trained}
+    wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype) for param in trained)
+    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen)
 
 
 def _identity(sequence: int, geometry: Geometry) -> str:

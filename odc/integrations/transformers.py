@@ -42,7 +42,7 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
 
     Args:
         model: a `PreTrainedModel`, the same weights on every rank.
-        blocks: see `units_of`.
+        blocks: class names of its blocks, where the model does not say (`_no_split_modules`).
         options: of `fully_shard`, for every unit.
     """
     for unit in units_of(model, blocks):

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from odc.balance import cost_from_config
 from odc.errors import ConfigError, DataError
+from odc.fsdp.blocks import blocks_of
 from odc.rl.config import GrpoConfig
 from odc.rl.objective import objective_named
 from odc.rl.results import GrpoResult, GrpoStep
@@ -36,7 +37,7 @@ from odc.trace import Span, recorder, save_spans
 from odc.train.arms import arm_named
 from odc.train.config import threads_per_rank
 from odc.train.launch import launch
-from odc.train.model import build_model, config_of, decoder_layers
+from odc.train.model import build_model, config_of
 from odc.train.preflight import model_source, writable_folder
 
 
@@ -78,7 +79,7 @@ def train(config: GrpoConfig, task: Task | None = None) -> GrpoResult:
     recorder().set_rank(dist.get_rank())
     arm = arm_named(config.arm)
     model = build_model(source, dtype=torch.float32, seed=config.seed)
-    arm.shard(model, decoder_layers(model), config.settings())
+    arm.shard(model, blocks_of(model), config.settings())
     optimizer = AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True)
     update = Update(config, arm, model, optimizer, objective_named(config), cost_from_config(fields))
     steps, spans = [], list[Span]()

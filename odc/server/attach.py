@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from odc.comm import Geometry, UnitSpec
@@ -64,10 +65,24 @@ class Rendezvous:
         self.on_attach: Callable[[int, int], None] = _ignore  # member, pid
         self.on_failure: Callable[[str, int], None] = _nobody  # reason, culprit: tells the peers attached so far
         self._own: dict[str, Any] = {}
+        self._lines: Sequence[Sequence[str]] = ()
 
-    def announce(self, door: str, token: str, digest: str, units: list[list[str]], settings: str = "") -> None:
-        """Tell the peers where to knock, and what must agree: layout digest, `summary` of the units, settings."""
+    def announce(
+        self,
+        door: str,
+        token: str,
+        digest: str,
+        units: list[list[str]],
+        settings: str = "",
+        lines: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """Tell the peers where to knock, and what must agree: layout digest, `summary` of the units, settings.
+
+        `lines` of each unit (`UnitSpec.lines`) are read only by a rank whose layout is another.
+        """
         self._own = {"door": door, "token": token, "digest": digest, "units": units, "settings": settings}
+        self._lines = lines
+        self._store.set(self._key(self._geometry.me) + "/lines", json.dumps(lines))
         self._store.set(self._key(self._geometry.me), json.dumps(self._own))
 
     def _key(self, member: int) -> str:
@@ -118,7 +133,7 @@ class Rendezvous:
         rank, me = self._geometry.ranks[member], self._geometry.ranks[self._geometry.me]
         said = self._await_announcement(member, rank, me)
         if said["digest"] != self._own["digest"]:
-            raise LayoutMismatchError(self._difference(said, rank, me))
+            raise LayoutMismatchError(self._difference(said, member, rank, me))
         answer = self._knock(said, rank, me)
         if "error" in answer.reply:
             for fd in answer.fds:
@@ -202,17 +217,27 @@ class Rendezvous:
             culprit=rank,
         )
 
-    def _difference(self, said: dict[str, Any], rank: int, me: int) -> str:
+    def _difference(self, said: dict[str, Any], member: int, rank: int, me: int) -> str:
         text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "
         if self._own["settings"] != said.get("settings"):
             return text + f"rank {me} has settings {self._own['settings']}, rank {rank} has {said.get('settings')}"
         mine, theirs = self._own["units"], said["units"]
         if len(mine) != len(theirs):
             return text + f"rank {me} has {len(mine)} units, rank {rank} has {len(theirs)}"
-        for (name, digest), (other_name, other_digest) in zip(mine, theirs, strict=True):
+        for i, ((name, digest), (other_name, other_digest)) in enumerate(zip(mine, theirs, strict=True)):
             if (name, digest) != (other_name, other_digest):
-                return text + f"the first unit to differ is {name!r} on rank {me} and {other_name!r} on rank {rank}"
+                text += f"the first unit to differ is {name!r} on rank {me} and {other_name!r} on rank {rank}"
+                return text + self._first_lines(i, member, rank, me)
         return text + "settings or mesh differ"
+
+    def _first_lines(self, unit: int, member: int, rank: int, me: int) -> str:
+        """In what a unit differs from the peer's, if both have said so."""
+        lines: list[list[str]] = json.loads(self._store.get(self._key(member) + "/lines"))
+        if not lines or not self._lines:
+            return ""
+        pairs = itertools.zip_longest(self._lines[unit], lines[unit], fillvalue="nothing")
+        mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        return f": rank {me} has {mine}, rank {rank} has {theirs}" if mine else ""
 
     def ring(self, member: int) -> None:
         """Wake the member's daemon (attached before)."""

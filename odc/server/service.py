@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from odc.comm import Adder, Inbox, Space, State, Word, abort
+from odc.comm import Adder, Inbox, Space, State, Word, abort, progress
 from odc.errors import OdcError
 from odc.trace import PUSH, recorder
 
@@ -115,6 +115,7 @@ class Service:
             "waits_for": waiting - 1 if waiting else None,
             "waits_in_epoch": board.load(Word.WAITING_EPOCH) if waiting else None,
             "heap_bytes": self.space.heap.nbytes,
+            "queue": progress(self.space),
         }
 
     def unreachable(self) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from odc.errors import ConfigError
 from odc.train.attention import register
@@ -55,19 +54,6 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
             if isinstance(getattr(config, name, None), int) and getattr(config, name) >= vocab_size:
                 setattr(config, name, None)
     return _random(config, path, dtype, seed)
-
-
-def decoder_layers(model: Module) -> list[Module]:
-    """The model's blocks in order, the units to shard and to checkpoint.
-
-    Found by the class names that transformers says must not be split. Raises ConfigError when the model names none.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigError(f"{type(model).__name__} does not say which modules are its blocks (_no_split_modules)")
-    inner = {id(below) for layer in layers for below in layer.modules() if below is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
 
 
 def config_of(source: Path) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from odc.balance import Cost, cost_from_config
+from odc.fsdp.blocks import blocks_of
 from odc.train.arms import Arm
 from odc.train.config import JobConfig
 from odc.train.loss import use_document_loss
-from odc.train.model import build_model, config_of, decoder_layers
+from odc.train.model import build_model, config_of
 from odc.train.preflight import model_source
 
 
@@ -34,7 +35,7 @@ def build_sharded(config: JobConfig, arm: Arm, vocab_size: int, device: torch.de
     model = build_model(model_source(config.model), vocab_size=vocab_size, dtype=torch.float32, seed=config.seed)
     use_document_loss(model)
     model.to(device)
-    blocks = decoder_layers(model)
+    blocks = blocks_of(model)
     if config.activation_checkpointing:
         for block in blocks:
             _recompute(block)

@@ -15,7 +15,7 @@ from _ranks import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.comm import Claimed, Geometry, Queue, Space, UnitSpec, Verbs, Word
+from odc.comm import Claimed, Geometry, Queue, Space, UnitSpec, Verbs, Word, progress
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import ShmHeap
 from odc.server import Daemon, Rendezvous, Service, summary
@@ -247,9 +247,41 @@ def test_an_aborted_job_gives_no_more() -> None:
             crew.verbs[0].claim()
 
 
+def test_status_tells_how_far_the_queue_is_and_who_has_claimed_what() -> None:
+    with crew_of(3) as crew:
+        assert [progress(space) for space in crew.spaces] == [None] * 3, "nothing is offered"
+        for epoch in (1, 2):
+            crew.publish_all()
+            for member, count in enumerate((3, 0, 2)):
+                assert progress(crew.spaces[member]) is None, "an offer of the last minibatch"
+                queue(crew, member).offer([made(member, epoch, i) for i in range(count)])
+                waiting = {"offered": count, "claimed": 0, "handed_out": None, "total": None}
+                assert progress(crew.spaces[member]) == waiting
+            for member in (0, 2, 2, 0, 2, 0, 1, 2):
+                crew.verbs[member].claim()
+            found = [progress(space) for space in crew.spaces]
+            for member, (offered, claimed) in enumerate([(3, 2), (0, 0), (2, 3)]):
+                assert found[member] == {"offered": offered, "claimed": claimed, "handed_out": 5, "total": 5}
+            for verbs in crew.verbs:
+                verbs.done(trained=True)
+
+
+def test_status_of_a_queue_that_is_half_handed_out() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        for member in (0, 1):
+            queue(crew, member).offer([made(member, 1, i) for i in range(4)])
+        for member in (1, 0, 1):
+            crew.verbs[member].claim()
+        assert [crew.services[member].status()["queue"] for member in (0, 1)] == [
+            {"offered": 4, "claimed": 1, "handed_out": 3, "total": 8},
+            {"offered": 4, "claimed": 2, "handed_out": 3, "total": 8},
+        ]
+
+
 def test_no_queue_takes_no_memory() -> None:
     with Crew(LAYOUT, 2) as crew:
         assert crew.verbs[0].queue is None
-        assert crew.spaces[0].ledger()["queue"] == 0
+        assert crew.spaces[0].ledger()["queue"] == 0 and progress(crew.spaces[0]) is None
     with crew_of(2) as crew:
         assert crew.spaces[0].ledger()["queue"] == ROOM

@@ -57,6 +57,31 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
         assert sum(ledger.values()) <= heap.nbytes <= sum(ledger.values()) + text + padding
 
 
+@pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
+def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumulate) -> None:
+    layout = [[("base", 40_000, BF16), ("adapter", 512, BF16)], [("base", 90_000, BF16)], [("head", 600, F32)]]
+    settings = Settings(accumulate=accumulate)
+    with Crew(layout, 3, settings=settings) as all_trained, Crew(layout, 3, settings=settings, frozen={"base"}) as crew:
+        before, ledger = (each.spaces[0].ledger() for each in (all_trained, crew))
+        assert ledger["published"] == before["published"] == 2 * 130_512 + 4 * 600
+        copies = 3 if accumulate == "per_source" else 1
+        assert before["accumulator"] == copies * 4 * 131_112
+        assert ledger["accumulator"] == copies * 4 * 1112 + 64, "no region is empty"
+        if accumulate == "server":  # two slots of the largest unit's chunk for each of two peers, in whole lines
+            assert before["staging"] == 2 * 2 * -(-2 * 90_000 // 64) * 64
+            assert ledger["staging"] == 2 * 2 * -(-4 * 600 // 64) * 64
+
+
+def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
+    with Crew(LAYOUT, 2, frozen={name for unit in LAYOUT for name, _, _ in unit}) as crew:
+        crew.publish_all(3.0)
+        ledger = crew.spaces[0].ledger()
+        assert ledger["accumulator"] == 64 * len(LAYOUT) and ledger["staging"] == 2 * 64
+        out = [torch.zeros(2 * numel, dtype=dtype) for _, numel, dtype in LAYOUT[0]]
+        crew.verbs[0].fetch(crew.units[0], out)
+        assert all(bool((tensor == 3.0).all()) for tensor in out)
+
+
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_no_rank_holds_a_whole_model(accumulate: Accumulate) -> None:
     shards, layers, numel = 8, 64, 8 * 4096

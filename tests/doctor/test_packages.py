@@ -79,9 +79,10 @@ def test_not_installed_as_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entry(value: str, error: Exception | None = None) -> Any:
-    def load() -> None:
+    def load() -> Any:
         if error:
             raise error
+        return SimpleNamespace(TESTED="0.9", kinds=lambda: ["actor", "critic"])
 
     return SimpleNamespace(value=value, load=load)
 
@@ -91,15 +92,26 @@ def entry(value: str, error: Exception | None = None) -> Any:
     [
         ([], State.ABSENT, "not registered"),
         ([entry("other.plugin")], State.ABSENT, "not registered"),
-        ([entry("other.plugin"), entry("odc.integrations.verl.plugin")], State.OK, "loads with verl 0.9"),
+        (
+            [entry("other.plugin"), entry("odc.integrations.verl.plugin")],
+            State.OK,
+            "verl 0.9.3: strategy odc for actor and critic",
+        ),
         ([entry("odc.x", ImportError("no such name"))], State.BROKEN, "ImportError: no such name"),
     ],
 )
 def test_verl_plugin(entries: list[Any], state: State, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    have(monkeypatch, verl="0.9")
+    have(monkeypatch, verl="0.9.3")
     monkeypatch.setattr(packages.metadata, "entry_points", lambda group: entries if group == "verl.plugins" else [])
     (found,) = verl_plugin()
     assert found.state is state and said in found.found
+
+
+def test_a_verl_that_was_not_tested_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, verl="0.10.1")
+    monkeypatch.setattr(packages.metadata, "entry_points", lambda group: [entry("odc.integrations.verl.plugin")])
+    (found,) = verl_plugin()
+    assert found.found == "verl 0.10.1 (tested with 0.9 only): strategy odc for actor and critic"
 
 
 def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ class Case:
         counts: microbatches by step (over again when steps outnumber it) and rank.
         idiom: how microbatches of a step are marked; "each" marks nothing: every backward ends a minibatch.
         low_precision: compute in bf16, reduce in fp32.
+        frozen: the second layer, or all but the layers' narrow adapters and scales.
         norm: gradients are clipped to it.
     """
 
@@ -40,7 +41,7 @@ class Case:
     steps: int = 3
     low_precision: bool = False
     tied: bool = False
-    frozen: bool = False
+    frozen: Literal["", "layer", "base"] = ""
     checkpointing: Literal["", "wrapper", "function"] = ""
     compiled: bool = False
     fused: bool = False
@@ -129,8 +130,13 @@ def make(case: Case, **options: Any) -> Tiny:
     """The unsharded model, the same on every rank."""
     torch.manual_seed(0)
     model = Tiny(tied=case.tied, recompute=case.checkpointing == "function", **options)
-    if case.frozen:
+    if case.frozen == "layer":
         model.layers[1].requires_grad_(False)
+    if case.frozen == "base":
+        model.requires_grad_(False)
+        for layer in model.layers:
+            for adapter in (layer.down, layer.up, layer.scale):
+                adapter.requires_grad_(True)
     return model
 
 

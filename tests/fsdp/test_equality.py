@@ -19,7 +19,9 @@ Pools = Callable[[int], RankPool]
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
-    "frozen": {"frozen": True},
+    "frozen": {"frozen": "layer"},
+    "adapters": {"frozen": "base"},
+    "adapters_tied_checkpointed": {"frozen": "base", "tied": True, "checkpointing": "wrapper"},
     "tied": {"tied": True},
     "checkpoint_wrapper": {"checkpointing": "wrapper"},
     "checkpoint_function": {"checkpointing": "function"},

@@ -169,8 +169,15 @@ def test_unequal_counts(ranks: Pools, accumulate: str, hybrid: bool) -> None:
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
 def test_bf16(ranks: Pools, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, checkpointing="wrapper", frozen=True)
+    case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, checkpointing="wrapper", frozen="layer")
     ranks(4).run(close, case, hybrid, None)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@pytest.mark.parametrize("settings", [Settings(reproducible=True), Settings(accumulate="per_source")], ids=str)
+def test_adapters_on_a_frozen_base(ranks: Pools, settings: Settings, hybrid: bool) -> None:
+    case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, frozen="base")
+    ranks(4).run(close, case, hybrid, settings)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])

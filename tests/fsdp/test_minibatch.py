@@ -11,7 +11,7 @@ from torch import nn
 
 from odc.comm import Gradient, State, Word
 from odc.comm.wait import read_reason
-from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError
+from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.sender import Sender
@@ -121,6 +121,20 @@ def test_gradients_are_the_sum_over_all_pushes_divided_by_the_ranks(two: list[Ra
         assert rank.grads() == [[4.0] * 4, [1.5] * 2, None]
     assert states(two) == [State.CLOSED] * 2
     assert [rank.machine.epoch for rank in two] == [1, 1]
+
+
+def test_a_gradient_without_an_accumulator_is_refused_before_any_of_its_unit_is_sent() -> None:
+    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1), frozen={"b"}) as crew:
+        two = [Rank(crew, 0), Rank(crew, 1)]
+        for rank in two:
+            rank.machine.begin()
+        with pytest.raises(UnsupportedError, match=r"rank 10 \(epoch 1\): b has a gradient, but was frozen"):
+            two[0].push(0, 7.0)
+        two[0].push(0, 1.0, (0,))
+        two[1].push(1, 2.0)
+        finish(two)
+        for rank in two:
+            assert rank.grads() == [[0.5] * 4, None, [1.0] * 3]
 
 
 def test_a_divide_factor_of_the_user_replaces_the_number_of_ranks(two: list[Rank]) -> None:

@@ -156,11 +156,18 @@ def _other_settings(rank: int) -> Any:
     return build(fully_shard, PLAIN, init_device_mesh("cpu", (2,)), settings=Settings(reproducible=rank == 1))
 
 
+def _one_frozen(rank: int) -> Any:
+    model = make(PLAIN)
+    model.layers[1].out.weight.requires_grad_(rank == 0)
+    return shard(fully_shard, model, PLAIN, init_device_mesh("cpu", (2,)))
+
+
 LAYOUTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "narrower": (_narrower, "unit"),
     "one_unit_less": (_one_unit_less, "units"),
     "other_dtype": (_other_dtype, "unit"),
     "other_settings": (_other_settings, "settings"),
+    "one_frozen": (_one_frozen, "rank 1 has layers.1.out.weight (561 elements a rank, float32, frozen)"),
 }
 
 
@@ -178,7 +185,7 @@ def test_layouts_that_differ_between_ranks(ranks: Pools, name: str) -> None:
     for message in ranks(2).run(mismatched, name):
         assert "rank 0" in message
         assert "rank 1" in message
-        assert LAYOUTS[name][1] in message
+        assert LAYOUTS[name][1] in message, message
 
 
 # small worlds ----------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, A
 CASES = {
     "plain": (Case(counts=((1,),)), {}),
     "tied": (Case(counts=((1,),), tied=True), {}),
-    "frozen and wrapped": (Case(counts=((1,),), frozen=True, checkpointing="wrapper"), {}),
+    "frozen and wrapped": (Case(counts=((1,),), frozen="layer", checkpointing="wrapper"), {}),
     "low precision": (Case(counts=((1,),), low_precision=True), {}),
     "second buffer": (Case(counts=((1,),)), {"settings": Settings(second_buffer=True)}),
     "second dimension": (Case(counts=((1,),)), {"shard_placement_fn": second_dimension_first}),

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -33,9 +33,10 @@ class Side:
         layout: Layout = LAYOUT,
         settings: Settings | None = None,
         aborted: Callable[[str], None] = lambda doing: None,
+        frozen: Collection[str] = (),
     ) -> None:
         settings = settings or Settings(timeout_s=5.0)
-        self.geometry, self.units = Geometry(RANKS, 2, me), units_of(layout, settings)
+        self.geometry, self.units = Geometry(RANKS, 2, me), units_of(layout, settings, frozen)
         self.meet = Rendezvous(store, "7.abc", self.geometry, settings.timeout_s, aborted)
         self.heap = ShmHeap("7.abc", RANKS, me, self.meet.connect, settings.timeout_s)
         self.space = Space(self.heap, self.geometry, self.units, settings, "test")
@@ -44,7 +45,8 @@ class Side:
 
     def announce(self, **changed: str) -> Side:
         said = {"door": self.daemon.door_name, "token": self.service.token, "digest": self.heap.digest} | changed
-        self.meet.announce(said["door"], said["token"], said["digest"], summary(self.units))
+        lines = [unit.lines() for unit in self.units]
+        self.meet.announce(said["door"], said["token"], said["digest"], summary(self.units), lines=lines)
         return self
 
     def close(self) -> None:
@@ -178,6 +180,31 @@ def test_another_layout_is_named_on_both_sides(side: Make, other: Layout, differ
         with pytest.raises(LayoutMismatchError) as caught:
             one.space.board(1 - one.geometry.me)
         assert str(caught.value).startswith(expected.format(me=me, peer=peer, units=units))
+
+
+@pytest.mark.parametrize(
+    ("other", "mine", "theirs"),
+    [
+        (
+            [LAYOUT[0], [("v", 5, F32)]],
+            "v (4 elements a rank, float32, trained)",
+            "v (5 elements a rank, float32, trained)",
+        ),
+        ([[*LAYOUT[0], ("c", 1, F32)], LAYOUT[1]], "sums in float32", "c (1 elements a rank, float32, trained)"),
+        (LAYOUT, "b (2 elements a rank, float32, trained)", "b (2 elements a rank, float32, frozen)"),
+    ],
+)
+def test_the_first_parameter_to_differ_is_named_on_both_sides(
+    side: Make, other: Layout, mine: str, theirs: str
+) -> None:
+    left, right = side(0).announce(), side(1, other, frozen={"b"} if other is LAYOUT else ()).announce()
+    for one, expected in (
+        (left, f" on rank 13: rank 10 has {mine}, rank 13 has {theirs}"),
+        (right, f" on rank 10: rank 13 has {theirs}, rank 10 has {mine}"),
+    ):
+        with pytest.raises(LayoutMismatchError) as caught:
+            one.space.board(1 - one.geometry.me)
+        assert str(caught.value).endswith(expected)
 
 
 @pytest.mark.parametrize("other", [Settings(accumulate="direct"), Settings(staging_block_bytes=8192)])

@@ -159,6 +159,7 @@ ROOT = {
     "waits_for": 7,
     "waits_in_epoch": 17,
     "heap_bytes": 1,
+    "queue": None,
 }
 
 
@@ -170,9 +171,17 @@ def rows(answers: list[RankStatus]) -> list[list[str]]:
 def test_the_table_has_a_row_for_every_root() -> None:
     calm = ROOT | {"root": "4.ffff", "waits_for": None, "waits_in_epoch": None, "state": "closed"}
     assert rows([RankStatus(1, 42, [ROOT, calm])]) == [
-        ["1", "42", "3.0a1b", "17", "finishing", "4", "3.0", "0.5", "5/6", "rank 7 (epoch 17)"],
-        ["1", "42", "4.ffff", "17", "closed", "4", "3.0", "0.5", "5/6", "-"],
+        ["1", "42", "3.0a1b", "17", "finishing", "4", "-", "3.0", "0.5", "5/6", "rank 7 (epoch 17)"],
+        ["1", "42", "4.ffff", "17", "closed", "4", "-", "3.0", "0.5", "5/6", "-"],
     ]
+
+
+def test_the_table_shows_how_far_a_queue_is() -> None:
+    early = {"offered": 9, "claimed": 0, "handed_out": None, "total": None}
+    later = {"offered": 9, "claimed": 2, "handed_out": 7, "total": 20}
+    without = {key: value for key, value in ROOT.items() if key != "queue"}  # a job of an older version
+    found = rows([RankStatus(1, 42, [ROOT | {"queue": early}, ROOT | {"queue": later}, without])])
+    assert [row[6] for row in found] == ["offers 9", "2 (all: 7/20)", "-"]
 
 
 def test_the_table_shows_ranks_without_a_root_or_an_answer() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from odc.balance import cost_from_config
 from odc.errors import ConfigError
-from odc.train.model import build_model, config_of, decoder_layers, shipped_config
+from odc.fsdp.blocks import blocks_of
+from odc.train.model import build_model, config_of, shipped_config
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -80,9 +81,7 @@ def test_checkpoint_with_broken_weights(small: Path, tmp_path: Path):
 
 def test_blocks_are_found_in_order(small: Path):
     model = build_model(small, dtype=torch.float32)
-    assert decoder_layers(model) == list(model.model.layers)
-    with pytest.raises(ConfigError, match="Linear does not say"):
-        decoder_layers(torch.nn.Linear(1, 1))
+    assert blocks_of(model) == list(model.model.layers)
 
 
 @pytest.mark.parametrize("name", ["qwen2-tiny", "qwen2-small"])
@@ -90,7 +89,7 @@ def test_shipped_configs_build(name: str):
     with torch.device("meta"):
         model = build_model(shipped_config(name), dtype=torch.float32)
     fields = config_of(shipped_config(name))
-    assert len(decoder_layers(model)) == fields["num_hidden_layers"]
+    assert len(blocks_of(model)) == fields["num_hidden_layers"]
     per_token = cost_from_config(fields).a / 6
     matmuls = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2)
     assert per_token == matmuls, "the linear cost is 6 FLOPs for each weight of a matrix (the tied head among them)"

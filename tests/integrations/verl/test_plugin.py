@@ -37,22 +37,27 @@ print(get_platform().current_device(), *engines)
     assert done.stdout.split() == ["cpu", "OdcEngineWithLMHead", "OdcEngineWithValueHead"], done.stderr
 
 
-def test_status() -> None:
-    done = run("-m", "odc.integrations.verl.status")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("verl 0.9") and "strategy odc for language_model and value_model" in done.stdout
+DOCTOR = """
+from odc.doctor.packages import verl_plugin
+(found,) = verl_plugin()
+print(found.state.name, found.found)
+"""
 
 
-def test_status_of_a_plugin_that_fails() -> None:
+def test_the_doctor_names_the_engines() -> None:
+    done = run("-c", DOCTOR)
+    assert done.stdout.startswith("OK verl 0.9"), done.stderr
+    assert "strategy odc for language_model and value_model" in done.stdout
+
+
+def test_the_doctor_names_what_failed() -> None:
     program = """
 import sys
 sys.modules["odc.integrations.verl.metrics"] = None
 import verl  # goes on without the plugin
-from odc.integrations.verl.status import plugin_status
-print(plugin_status())
 """
-    done = run("-c", program)
-    assert "(False, " in done.stdout and "the plugin failed: ModuleNotFoundError: " in done.stdout, done.stderr
+    done = run("-c", program + DOCTOR)
+    assert done.stdout.startswith("BROKEN ") and "does not load: ModuleNotFoundError: " in done.stdout, done.stderr
 
 
 def test_the_platform_is_never_detected_by_itself() -> None:

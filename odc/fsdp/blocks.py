@@ -1,0 +1,32 @@
+"""The blocks of a Hugging Face model: the modules that are sharded, and recomputed, one by one.
+
+Chose the classes that the model itself says must not be split, as FSDP2's users do, over names of attributes, which
+differ from model to model. The price: a model that names none must be told. Needs none of Hugging Face's libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from odc.errors import ConfigError
+
+
+def blocks_of(model: nn.Module, classes: str | Iterable[str] | None = None) -> list[nn.Module]:
+    """The outermost modules of `classes` in the order of `model.modules()`, `fully_shard`'s before the root.
+
+    Args:
+        model: any module.
+        classes: class names; what the model lists in `_no_split_modules` unless given.
+
+    Raises ConfigError where no module is of such a class.
+    """
+    named = classes or getattr(model, "_no_split_modules", None)
+    names = {named} if isinstance(named, str) else set(named or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        looked = ", ".join(sorted(names)) or "none named"
+        raise ConfigError(f"no block to shard in {type(model).__name__} (looked for {looked}): name their class")
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return [block for block in found if id(block) not in inner]

@@ -1,0 +1,32 @@
+"""A model's blocks, on modules that only look like Hugging Face's."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from odc.errors import ConfigError
+from odc.fsdp.blocks import blocks_of
+
+
+class Block(nn.Linear): ...
+
+
+class Layer(nn.Sequential): ...
+
+
+def test_blocks_come_in_order_and_whole() -> None:
+    layers = [Layer(Block(2, 2), nn.ReLU()), Layer(nn.Sequential(Block(2, 2)))]
+    model = nn.Sequential(Block(3, 3), *layers)
+    assert blocks_of(model, "Layer") == layers
+    assert blocks_of(model, ["Layer", "Block"]) == [model[0], *layers], "a block inside a block is part of it"
+    model._no_split_modules = {"Block"}
+    assert blocks_of(model) == [model[0], layers[0][0], layers[1][0][0]]
+    assert blocks_of(model, ("Layer",)) == layers, "what is said counts for more than what the model says"
+
+
+def test_no_block() -> None:
+    with pytest.raises(ConfigError, match="no block to shard in Linear \\(looked for none named\\)"):
+        blocks_of(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="looked for Block, Layer\\): name their class"):
+        blocks_of(nn.Linear(1, 1), ["Layer", "Block"])
