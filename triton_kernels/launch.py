@@ -8,13 +8,16 @@ stream has passed it).
 
 Whether kernels are interpreted is triton's own choice, made when a kernel is defined: TRITON_INTERPRET was set in the
 environment, or not. The interpreter patches triton's language module while it runs and is not thread-safe, so one lock
-is held around interpreted launches; programs of one launch run one after the other, and none may wait for another.
+is held around interpreted launches; programs of one launch run one after the other, and none may wait for another. No
+garbage is collected meanwhile: the end of a root waits for the server's thread, which may be waiting for that lock.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,12 +54,24 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
                 f"interpreted kernels cannot reach memory of {device}: unset TRITON_INTERPRET and start the process "
                 "again"
             )
-        with _interpreter:
+        with _interpreter, _no_garbage_collection():
             kernel[grid](*args, **constants)
         return
     if device.type == "cpu":
         refuse_compiled()
     kernel[grid](*args, num_warps=WARPS, **constants)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Finalizers of any kind wait until the block is over."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def refuse_compiled() -> None:
