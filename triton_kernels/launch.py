@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,24 +53,24 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
                 f"interpreted kernels cannot reach memory of {device}: unset TRITON_INTERPRET and start the process "
                 "again"
             )
-        with _interpreter, _no_garbage_collection():
-            kernel[grid](*args, **constants)
+        _interpret(kernel[grid], args, constants)
         return
     if device.type == "cpu":
         refuse_compiled()
     kernel[grid](*args, num_warps=WARPS, **constants)
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Finalizers of any kind wait until the block is over."""
+def _interpret(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One interpreted launch. The collector is on again only where nothing is allocated before the lock is released."""
+    _interpreter.acquire()
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield
+        run(*args, **constants)
     finally:
         if collects:
             gc.enable()
+        _interpreter.release()
 
 
 def refuse_compiled() -> None:
