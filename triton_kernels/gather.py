@@ -25,13 +25,14 @@ from odc.kernels.rows import row_of, row_table
 _COLUMNS = tl.constexpr(7)
 
 
-@triton.jit(do_not_specialize=["first", "shards", "own"])
+@triton.jit(do_not_specialize=["rows_at", "rows", "table", "first", "shards", "own", "pes"])
 def gather_kernel(
-    rows: tl.tensor,
+    rows_at: tl.tensor,
+    rows: tl.int64,
     table: tl.tensor,
-    first: tl.tensor,
-    shards: tl.tensor,
-    own: tl.tensor,
+    first: tl.int32,
+    shards: tl.int32,
+    own: tl.int64,
     pes: tl.tensor,
     TO: tl.constexpr,
     FROM: tl.constexpr,
@@ -39,14 +40,14 @@ def gather_kernel(
     NVSHMEM: tl.constexpr,
 ) -> None:
     """Grid: blocks of one shard of all parameters, owners."""
-    shard = (tl.program_id(1) + first) % shards
+    shard = ((tl.program_id(1) + first) % shards).to(tl.int64)
     program = tl.program_id(0)
-    row = row_of(rows, program, _COLUMNS)
-    block = program - tl.load(row)
+    row = row_of(rows_at, rows, program, _COLUMNS)
+    block = program - tl.load(row).to(tl.int32)
     n = tl.load(row + 3)
-    blocks = tl.load(row + 4)
-    line = block // blocks
-    at = (block % blocks) * BLOCK
+    blocks = tl.load(row + 4).to(tl.int32)  # divided in 32 bits: in 64 it is a call
+    line = (block // blocks).to(tl.int64)
+    at = (block % blocks).to(tl.int64) * BLOCK
     offset = tl.load(row + 1) + line * n * (FROM.primitive_bitwidth // 8)
     target = tl.load(row + 2) + line * tl.load(row + 5) + shard * tl.load(row + 6)
     pull(target, table, shard, own, pes, offset, at, n, TO, FROM, BLOCK, NVSHMEM)
@@ -101,7 +102,7 @@ def gather(
         gather_kernel,
         (sum(programs), table.numel()),
         device,
-        *(row_table(programs, columns, device), table, first, table.numel(), *args),
+        *(*row_table(programs, columns, device), table, first, table.numel(), *args),
         TO=kernel_dtype(to),
         FROM=kernel_dtype(source),
         BLOCK=size,

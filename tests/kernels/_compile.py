@@ -27,7 +27,6 @@ from odc.kernels.gather import gather_kernel
 from odc.kernels.get import get_kernel
 from odc.kernels.launch import TILE_BYTES, WARPS
 from odc.kernels.nvshmem import LIBRARY, device_library
-from odc.kernels.pack import runs_kernel
 from odc.kernels.publish import publish_kernel
 from odc.kernels.put import put_kernel
 from odc.kernels.signal import signal_kernel
@@ -35,9 +34,9 @@ from odc.kernels.wait import poll_kernel
 
 #: Types of the kernels' arguments by name; what is not here is an int64.
 TYPES = {
-    **dict.fromkeys(("rows", "runs", "table", "seen"), "*i64"),
+    **dict.fromkeys(("rows_at", "table", "seen"), "*i64"),
     **dict.fromkeys(("arrived", "pes"), "*i32"),
-    **dict.fromkeys(("peer", "first", "shards", "looks"), "i32"),
+    **dict.fromkeys(("first", "shards"), "i32"),
 }
 
 
@@ -66,7 +65,6 @@ def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "accumulate-bf16", accumulate_kernel, widen
     yield "accumulate-fp32", accumulate_kernel, {**widen, "FROM": tl.float32}
     yield "accumulate-fp64", accumulate_kernel, {**widen, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
-    yield "pack", runs_kernel, words
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: str | None) -> dict[str, Any]:

@@ -40,15 +40,15 @@ def launches_from_threads(rank: int, world: int) -> None:
 
 
 class Cyclic:
-    """Garbage that only the collector finds; its finalizer notes whether the interpreter's lock is held."""
+    """Garbage that only the collector finds; its finalizer notes whether the lock of launches is held."""
 
     def __init__(self, notes: list[bool]) -> None:
         self.itself, self.notes = self, notes
 
     def __del__(self) -> None:
-        from odc.kernels.launch import _interpreter
+        from odc.kernels.launch import _launching
 
-        self.notes.append(_interpreter.locked())
+        self.notes.append(_launching.locked())
 
 
 def finalizes_outside(rank: int, world: int) -> None:
