@@ -30,7 +30,8 @@ from odc.errors import UnsupportedError
 from odc.kernels.tile import move_tile
 
 TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/kernels.md)
-WARPS = 4
+#: Of compiled kernels. Nothing is multiplied, so nothing can be fused; triton 3.9 warns unless it is told.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _LARGEST_INTERPRETED = 1 << 16  # elements; an interpreted program costs about the same whatever its share
 _launching = threading.Lock()
 
@@ -61,7 +62,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     if device.type == "cpu":
         refuse_compiled()
     with _launching, torch.cuda.device(device):
-        kernel[grid](*args, num_warps=WARPS, **constants)
+        kernel[grid](*args, **OPTIONS, **constants)
 
 
 def _interpret(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
