@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.rows import row_of, row_table
 from odc.kernels.tile import move_tile
 
@@ -83,7 +83,7 @@ def accumulate(
         mine = [i for i, gradient in enumerate(gradients) if gradient.dtype == source]
         largest = max(min(shard_numels[i], gradients[i].numel()) for i in mine)
         size = block or block_of(accumulate_kernel, max(dtype.itemsize, source.itemsize), largest)
-        programs = [triton.cdiv(min(shard_numels[i], gradients[i].numel()), size) for i in mine]
+        programs = [ceil_div(min(shard_numels[i], gradients[i].numel()), size) for i in mine]
         columns = [
             (gradients[i].data_ptr(), gradients[i].numel(), shard_numels[i], offsets[i] * dtype.itemsize) for i in mine
         ]

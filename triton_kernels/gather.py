@@ -16,7 +16,7 @@ import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import Symmetric, options_for
 from odc.kernels.rows import row_of, row_table
 
@@ -91,7 +91,7 @@ def gather(
     lines = [_lines(out, dim, table.numel()) for out, dim in zip(outs, dims or [0] * len(outs), strict=True)]
     words = [n * (out.dtype.itemsize // to.itemsize) for (_, n), out in zip(lines, outs, strict=True)]
     size = block or block_of(gather_kernel, max(to.itemsize, source.itemsize), max(words))
-    blocks = [triton.cdiv(n, size) for n in words]
+    blocks = [ceil_div(n, size) for n in words]
     columns = [
         (offset, out.data_ptr(), n, each, n * to.itemsize * table.numel(), n * to.itemsize)
         for out, offset, n, each in zip(outs, offsets, words, blocks, strict=True)
@@ -114,7 +114,8 @@ def _lines(out: torch.Tensor, dim: int, shards: int) -> tuple[int, int]:
     """(lines, elements of a line) of one shard: along `dim` a shard is contiguous within a line of the parameter."""
     if out.dim() <= dim or out.shape[dim] % shards:
         raise ValueError(f"a parameter of shape {tuple(out.shape)} does not divide into {shards} shards along {dim}")
-    return out.shape[:dim].numel(), out.shape[dim:].numel() // shards
+    lines = out.shape[:dim].numel() if dim else 1
+    return lines, out.numel() // (lines * shards) if lines else 0
 
 
 def gather_reference(

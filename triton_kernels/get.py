@@ -14,7 +14,7 @@ import triton.language as tl
 
 from odc.errors import UnsupportedError
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import Symmetric, getmem_block, options_for
 from odc.kernels.tile import move_tile
 
@@ -103,7 +103,7 @@ def get(
     args, constants = options_for(table, symmetric)
     launch(
         get_kernel,
-        (triton.cdiv(n, block),),
+        (ceil_div(n, block),),
         device,
         *(out.data_ptr(), table, peer, *args, offset, n),
         TO=kernel_dtype(to),

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
-from odc.kernels.launch import block_of, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, contiguous, launch
 from odc.kernels.rows import row_table
 
 PAIR_COLUMNS = tl.constexpr(4)  # first program, source, target, elements
@@ -64,6 +63,6 @@ def launch_addresses(
         block: elements for one program.
     """
     size = block or block_of(kernel, itemsize, max((n for _, _, n in pairs), default=0))
-    programs = [triton.cdiv(n, size) for _, _, n in pairs]
+    programs = [ceil_div(n, size) for _, _, n in pairs]
     write, read = types
     launch(kernel, (sum(programs),), device, *row_table(programs, pairs, device), TO=write, FROM=read, BLOCK=size)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import (
     SIGNAL_SET,
     Symmetric,
@@ -148,7 +148,7 @@ def put(
     numels = [value.nbytes // word.itemsize for value in values]
     size = block or block_of(put_kernel, word.itemsize, max(numels))
     places = [sum(numels[:i]) * word.itemsize for i in range(len(numels))]
-    programs = [triton.cdiv(n, size) for n in numels]
+    programs = [ceil_div(n, size) for n in numels]
     columns = [(v.data_ptr(), at, n) for v, at, n in zip(values, places, numels, strict=True)]
     if signal is not None:
         refuse_unaligned(signal.offset)
