@@ -58,7 +58,7 @@ def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.
     """One stream alone uses it: its work follows the copy, and memory given back serves that stream first."""
     on_cuda = device.type == "cuda"
     # From pageable memory torch would wait for the copy, and so for all that the stream was asked to do before.
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda)
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda and len(numbers) > 0)
     return host.to(device, non_blocking=True) if on_cuda else host
 
 
