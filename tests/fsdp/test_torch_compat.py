@@ -113,7 +113,7 @@ def test_every_name_that_is_used_is_checked() -> None:
 
 
 def test_a_unit_of_several_modules_is_one_group() -> None:
-    """torch 2.11 lists the state once for each of its modules."""
+    """In torch 2.11 the state is listed once for each of its modules."""
     one, other, none = (SimpleNamespace(_fsdp_param_groups=groups) for groups in (["one"], ["other"], []))
     root: Any = SimpleNamespace(_state_ctx=SimpleNamespace(all_states=[one, none, one, other, one]))
     assert compat.groups_of_root(root) == ["one", "other"]
