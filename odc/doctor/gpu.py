@@ -97,13 +97,21 @@ def triton() -> list[Finding]:
         return [absent("Triton", "not installed", do, "kernels")]
     pinned = _pinned("torch", "triton")
     numpy = _version("numpy") or "0"
-    if version_tuple(version) < (3, 7) and version_tuple(numpy) >= (2, 4):
-        said = f"{version} with numpy {numpy}: its interpreter fails on loops with run-time bounds"
+    interprets = version_tuple(version) >= (3, 7) or version_tuple(numpy) < (2, 4)
+    lame = f"its interpreter fails on loops with run-time bounds beside numpy {numpy}"
+    if not interprets and not _device_is_here():
+        said = f"{version}: {lame}, and without a CUDA device kernels can only be interpreted"
         return [broken("Triton", said, "triton 3.7 or newer, or numpy older than 2.4", "kernels")]
     if pinned and pinned != version:
         said = f"{version}, but this torch asks for {pinned}"
         return [broken("Triton", said, f"pip install triton=={pinned}", "kernels")]
-    return [ok("Triton", version, "kernels")]
+    return [ok("Triton", version if interprets else f"{version} (compiles for the device; {lame})", "kernels")]
+
+
+def _device_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def nvshmem() -> list[Finding]:

@@ -92,19 +92,21 @@ def test_devices_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("versions", "pinned", "state", "said"),
+    ("versions", "pinned", "device", "state", "said"),
     [
-        ({}, None, State.ABSENT, "pip install triton"),
-        ({"triton": "3.7.1", "numpy": "2.4.6"}, "3.7.1", State.OK, "3.7.1"),
-        ({"triton": "3.7.1", "numpy": "2.4.6"}, None, State.OK, "3.7.1"),
-        ({"triton": "3.6.0", "numpy": "2.4.6"}, None, State.BROKEN, "interpreter fails"),
-        ({"triton": "3.6.0", "numpy": "2.3.5"}, "3.6.0", State.OK, "3.6.0"),
-        ({"triton": "3.9.0", "numpy": "2.4.6"}, "3.7.1", State.BROKEN, "triton==3.7.1"),
+        ({}, None, False, State.ABSENT, "pip install triton"),
+        ({"triton": "3.7.1", "numpy": "2.4.6"}, "3.7.1", False, State.OK, "3.7.1"),
+        ({"triton": "3.7.1", "numpy": "2.4.6"}, None, False, State.OK, "3.7.1"),
+        ({"triton": "3.6.0", "numpy": "2.4.6"}, None, False, State.BROKEN, "interpreter fails"),
+        ({"triton": "3.6.0", "numpy": "2.4.6"}, "3.6.0", True, State.OK, "compiles for the device; its interpreter"),
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, "3.6.0", False, State.OK, "3.6.0"),
+        ({"triton": "3.9.0", "numpy": "2.4.6"}, "3.7.1", True, State.BROKEN, "triton==3.7.1"),
     ],
 )
 def test_triton(
     versions: dict[str, str],
     pinned: str | None,
+    device: bool,
     state: State,
     said: str,
     installed: Callable[..., None],
@@ -112,6 +114,7 @@ def test_triton(
 ) -> None:
     installed(**versions)
     monkeypatch.setattr(gpu, "_pinned", lambda package, needed: pinned)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
     (found,) = gpu.triton()
     assert found.state is state and said in f"{found.found} {found.do}"
 
