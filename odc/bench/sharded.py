@@ -74,16 +74,15 @@ def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settin
     moved = sum(unit.published_bytes for unit in root.space.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = rivals.copy(moved, device, dtype=compute)
+    space, me, epoch = root.space, root.geometry.me, root.verbs.epoch
+    places = [[space.published(me, unit, i, epoch) for i in range(len(unit.params))] for unit in space.units]
     # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
-    actions = [Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)), limit]
-    if device == "cuda":  # a publish ends with a wait for the device: its copies alone, which have a rate
-        places = [
-            [root.space.published(root.geometry.me, unit, i, root.verbs.epoch) for i in range(len(unit.params))]
-            for unit in root.space.units
-        ]
-        values = [[shard.detach() for shard in each] for each in shards]
-        actions.append(Action(f"{name}, its copies", _copier(root, places, values), moved, (limit.name,), queued=True))
-    return actions
+    return [
+        Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)),
+        # A publish ends with a wait for the device; its copies alone have a rate there.
+        Action(f"{name}, its copies", _copier(root, places, shards), moved, (limit.name,), queued=True),
+        limit,
+    ]
 
 
 def _copier(root: Root, places: list[list[torch.Tensor]], shards: list[list[torch.Tensor]]) -> Callable[[], object]:
