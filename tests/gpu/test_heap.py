@@ -41,7 +41,9 @@ def follows(rank: int, world: int, identity: str) -> None:
     """A mark of one lane holds back another: a long kernel before it, a copy of its result after it."""
     with sealed(cuda_group, identity, rank, world) as heap:
         values = torch.zeros(1 << 24, device=heap.device)
+        zeroed = heap.lanes.mark()
         with heap.lanes.lane("push"):
+            heap.lanes.follow(zeroed)
             torch.cuda._sleep(200_000_000)
             values.fill_(3.0)
             mark = heap.lanes.mark()
