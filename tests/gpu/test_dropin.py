@@ -161,6 +161,7 @@ def stale(rank: int, world: int) -> str:
     model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
     with torch.no_grad():
         model(torch.randn(2, 64, device=device))
+        model.reshard()  # a root stays unsharded after its forward
         for parameter in model.parameters():
             parameter.to_local().add_(1.0)
         with pytest.raises(StaleParametersError) as failure:
