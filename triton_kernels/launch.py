@@ -11,8 +11,7 @@ environment, or not. The interpreter patches triton's language module while it r
 one launch run one after the other, and none may wait for another. So one lock is held around every launch, also of
 compiled kernels: the first of a kind compiles it (about a second), which threads should neither do twice nor at once.
 
-No garbage is collected while kernels are interpreted: the end of a root waits for the server's thread, which may be
-waiting for that lock.
+No garbage is collected meanwhile: the end of a root waits for the server's thread, which may be waiting for that lock.
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
                 f"interpreted kernels cannot reach memory of {device}: unset TRITON_INTERPRET and start the process "
                 "again"
             )
-        _interpret(kernel[grid], args, constants)
+        _alone(kernel[grid], args, constants)
         return
     if device.type == "cpu":
         refuse_compiled()
-    with _launching, torch.cuda.device(device):
-        kernel[grid](*args, **OPTIONS, **constants)
+    with torch.cuda.device(device):
+        _alone(kernel[grid], args, {**OPTIONS, **constants})
 
 
-def _interpret(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """One interpreted launch. The collector is on again only where nothing is allocated before the lock is released."""
+def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One launch at a time. The collector is on again only where nothing is allocated before the lock is released."""
     _launching.acquire()
     collects = gc.isenabled()
     gc.disable()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +101,24 @@ def refuses_other_memory(rank: int, world: int) -> None:
         contiguous("thing", [torch.zeros(1), torch.zeros(1, device="meta")], torch.device("cpu"))
     assert [block_of(get_kernel, 4, n) for n in (0, 17, 1 << 30)] == [16, 32, 1 << 16]
     assert TILE_BYTES % 16 == 0 and TILE_BYTES & (TILE_BYTES - 1) == 0, "blocks are powers of two, of whole 16 bytes"
+
+
+def test_compiled_kernels_are_compiled_once(tmp_path: Path) -> None:
+    """By three threads, for any numbers and tables: a variant more is a second lost in the middle of training."""
+    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(Path(__file__).with_name("_launched.py"))],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["launched"] == found["expected"] == 3 * 12 * 9
+    assert set(found["variants"].values()) == {1}, found
 
 
 def test_threads_take_turns_in_the_interpreter(interpreted: Pools) -> None:

@@ -1,0 +1,96 @@
+"""Launches compiled kernels by triton's own way to launch, with a stand-in for the driver; prints what came of it.
+
+Run as a script by `test_launch`, in a process where nothing is interpreted. Kernels are compiled for sm_90 and never
+run: the stand-in takes their launches and drops them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from odc import kernels
+
+launched: list[tuple[Any, ...]] = []
+
+
+class Utils:
+    def load_binary(self, *_: object) -> tuple[int, ...]:
+        return 0, 0, 32, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+
+
+class Launcher:
+    def __init__(self, *_: object) -> None: ...
+
+    def __call__(self, *args: Any) -> None:
+        launched.append(args)
+
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def everything(n: int, offset: int, table: torch.Tensor) -> int:
+    """One launch of each launcher, with these numbers; how many there should be."""
+    values, words = torch.empty(n), torch.zeros(3, dtype=torch.int64)
+    signal = kernels.Signal(offset // 8 * 8, offset, torch.zeros(3, dtype=torch.int32)[1:2])
+    kernels.get(values, table, 0, offset)
+    kernels.gather([torch.empty(n * table.numel())], [offset], table, first=offset % 3)
+    kernels.publish([values], [torch.empty(n)])
+    kernels.add([values], [torch.empty(n)])
+    kernels.accumulate([values], [n], [offset], table, first=offset % 3)
+    kernels.put([values], table, 0, offset, signal=signal)
+    kernels.signal(table, 0, offset // 8 * 8, offset)
+    kernels.poll(table, 0, offset // 8 * 8, offset, words[1:2], looks=n)
+    kernels.pack(values, [0], [n], torch.empty(n))
+    return 9
+
+
+def main() -> None:
+    """Print variants compiled by kernel, launches that were expected, and those that came."""
+    driver.set_active(Driver())
+    launch = importlib.import_module("odc.kernels.launch")
+    launch.refuse_compiled = lambda: None  # tensors of the CPU stand for a device's
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
+    expected: list[int] = []
+
+    def work(at: int) -> None:
+        for n in (1, 16, 4097):
+            for offset in (0, 1, 16, 1 << 40):
+                expected.append(everything(n, offset, torch.zeros(4, dtype=torch.int64)[at:]))
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = ("get", "gather", "publish", "add", "accumulate", "put", "signal", "wait")
+    variants = {}
+    for name in names:
+        module = importlib.import_module(f"odc.kernels.{name}")
+        kernel = getattr(module, "poll_kernel" if name == "wait" else f"{name}_kernel")
+        variants[name] = len(kernel.device_caches[0][0])
+    print(json.dumps({"variants": variants, "expected": sum(expected), "launched": len(launched)}))
+
+
+if __name__ == "__main__":
+    main()
