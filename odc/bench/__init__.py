@@ -2,7 +2,7 @@
 
 from odc.bench.comparison import compare, load
 from odc.bench.crew import Crew, alone, held
-from odc.bench.suite import PARTS, QUICK, SIZES, Effort, fitting_ranks, parts_of, run
+from odc.bench.suite import PARTS, QUICK, SIZES, Effort, fitting_ranks, parts_of, run, unfit
 from odc.bench.tables import show, to_stderr
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "run",
     "show",
     "to_stderr",
+    "unfit",
 ]

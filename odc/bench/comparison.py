@@ -55,24 +55,27 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _line(a: Row, b: Row) -> dict[str, Any]:
+    # The device's own times, where both runs took them.
+    clock = "device_" if a.get("device_seconds") and b.get("device_seconds") else ""
+    mine, theirs = a[f"{clock}seconds"], b[f"{clock}seconds"]
     # The first that both have: the limit, where there is one.
-    rival = next((name for name in a["rivals"] if name in b["rivals"]), None)
+    rival = next((name for name in a[f"{clock}rivals"] if name in b[f"{clock}rivals"]), None)
     line: dict[str, Any] = {
         "what": a["what"],
         "ranks": a["ranks"],
         "size": text_of(a["size"]) if a["size"] else "",
-        "a ms": a["seconds"]["median"] * 1e3,
-        "b ms": b["seconds"]["median"] * 1e3,
-        "b/a": b["seconds"]["median"] / a["seconds"]["median"],
-        "beyond noise": _apart(a["seconds"], b["seconds"]),
+        "a ms": mine["median"] * 1e3,
+        "b ms": theirs["median"] * 1e3,
+        "b/a": theirs["median"] / mine["median"],
+        "beyond noise": _apart(mine, theirs),
         "rival": rival or "",
-        "b/a against rival": _relative(b, rival) / _relative(a, rival) if rival else "",
+        "b/a against rival": _relative(b, rival, clock) / _relative(a, rival, clock) if rival else "",
     }
     return line
 
 
-def _relative(row: Row, rival: str) -> float:
-    return float(row["seconds"]["median"] / row["rivals"][rival]["median"])
+def _relative(row: Row, rival: str, clock: str) -> float:
+    return float(row[f"{clock}seconds"]["median"] / row[f"{clock}rivals"][rival]["median"])
 
 
 def _apart(a: dict[str, float], b: dict[str, float]) -> str:

@@ -39,7 +39,7 @@ class Action:
         limit: what no way of doing the same could beat, such as a plain copy.
         queued: on CUDA `run` waits for nothing, so the device's own time is taken too.
         most: rounds at most, for slow rivals; None for all.
-        optional: a rival that may be refused here; then it is left out, with the reason.
+        optional: it may be refused here; then it is left out, with the reason.
     """
 
     name: str
@@ -85,10 +85,10 @@ def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) 
                 continue
             try:
                 took, asked = _wall(action, device)
-            except RuntimeError as error:
+            except Exception as error:
                 if not action.optional:
                     raise
-                timed[i] = replace(timed[i], seconds=[], refused=str(error).splitlines()[0])
+                timed[i] = replace(timed[i], seconds=[], refused=f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
             own = _own(action, asked) if device == "cuda" and action.queued else None
             if turn >= warm:

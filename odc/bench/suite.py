@@ -28,7 +28,7 @@ SCHEMA = "odc-bench-1"
 KIB = 1 << 10
 SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 SAMPLES = (512, 4096)
-_TIMEOUT_S = {"cpu": 600.0, "cuda": 120.0}  # a lent device is not spent on waiting for one case
+_TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # a lent device is not spent on waiting for one case
 _PATIENCE = 3  # failures, after which nothing more is tried
 _FASTER = {"cpu": 1, "cuda": 64}  # as many times as many bytes go into the effort of a case
 
@@ -99,6 +99,11 @@ def fitting_ranks(device: str) -> list[int]:
 def parts_of(device: str) -> list[str]:
     """Names of what can be measured on `device` here."""
     return [name for name, part in PARTS.items() if not _unfit(part, device)]
+
+
+def unfit(device: str) -> list[str]:
+    """What cannot be measured on `device` here, and why."""
+    return [f"{name} {why}" for name, part in PARTS.items() if (why := _unfit(part, device))]
 
 
 def _unfit(part: Part, device: str) -> str:

@@ -58,6 +58,8 @@ def bench(
     wanted = [_bytes(word) for word in sizes.split(",")] if sizes else suite.SIZES
     effort = suite.QUICK if quick else suite.Effort()
     result = suite.run(parts, worlds, wanted, on, effort, suite.to_stderr)
+    if on == "cuda" and not only:
+        result["left_out"] += suite.unfit(on)
     print(suite.show(result))
     _write(json, jsonlib.dumps(result, indent=1) + "\n")
     print(f"\nfigures  {json}")

@@ -1,8 +1,9 @@
 """Data moved on a CUDA device by torch and the driver's copies (see `odc.comm.moves`).
 
 Chose the copy engine for large pieces, which takes no multiprocessor from compute, and one kernel of torch's for all
-small ones together, which a copy each would drown in launches. The boundary between them is a guess until it is
-measured: `odc bench --only get` shows both sides of it (docs/gpu.md). Nothing here waits for the device.
+small ones together, which a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a
+guess until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from odc.errors import OdcError
 
-COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch
+COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
 
 
 @cache

@@ -62,6 +62,13 @@ def test_a_difference_within_the_ranges_is_noise(factor: float, said: str) -> No
     assert cells(text, "get")["beyond noise"] == said
 
 
+def test_times_of_a_device_are_compared_where_both_have_them() -> None:
+    own = {"device_seconds": {"median": 2e-3, "min": 2e-3, "max": 2e-3}, "device_rivals": {}}
+    a, b = row("get", 1.0, 1.0) | own, row("get", 9.0, 1.0) | own
+    assert cells(compare(saved(a), saved(b)), "get")["b/a"] == "1"
+    assert cells(compare(saved(a), saved(row("get", 9.0, 1.0))), "get")["b/a"] == "9", "of an older file"
+
+
 def test_what_else_differs_is_said_and_a_load_is_not() -> None:
     text = compare(saved(row("get", 1.0, 1.0)), saved(row("get", 1.0, 1.0), cores=16))
     assert "cores: 2 in a, 16 in b" in text

@@ -59,7 +59,7 @@ def test_a_rival_may_refuse_and_a_slow_one_has_fewer_rounds() -> None:
         for (own, rival, slow), order in crew.each(refused, 64, "cpu"):
             assert order == ["asked", "slow", "slow"]
             assert (len(own.seconds), own.refused) == (3, "")
-            assert (rival.seconds, rival.refused) == ([], "not here")
+            assert (rival.seconds, rival.refused) == ([], "RuntimeError: not here")
             assert len(slow.seconds) == 1
 
 
