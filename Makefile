@@ -18,6 +18,8 @@ READY := $(VENV)/.ready
 # Environments over .venv for libraries whose versions do not go together: their extras, and what they must hold.
 EXTRAS_integrations := transformers,verl
 EXTRAS_evaluation := lm-eval,lmms-eval
+# torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -31,23 +33,23 @@ demo: $(READY)  ## train a small model under each arm on this machine, compare t
 	@$(BIN)/odc compare --demo $(ARGS)
 
 test: $(READY)  ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	$(ON_CPU) $(BIN)/python -m pytest $(ARGS)
 
 test-integrations: .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
+	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
 	    --timeout 600 --installed accelerate,transformers,verl $(ARGS)
-	OMP_NUM_THREADS=1 .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
+	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --timeout 600 --installed lm_eval,lmms_eval $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.dynamic --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.server_homes --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.handover --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.grpo --results $(RESULTS))
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.evaluation --results $(RESULTS))
+	$(ON_CPU) $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.dynamic --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.server_homes --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))
 
 # On a GPU machine that has torch with CUDA already: make test-gpu BIN=$(dirname $(which python3)) READY=
 test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)

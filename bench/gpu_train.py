@@ -1,14 +1,17 @@
 """Training of a 0.5B-parameter Qwen2 (random weights) on CUDA by two arms: losses, step time, memory.
 
-Run as `OMP_NUM_THREADS=1 python -m bench.gpu_train --results bench/results` (`make bench-gpu` does). Both arms get the
-same samples, weights and optimizer; a loss is summed over all tokens of the step. Where ranks share a device NCCL
-refuses to work, so FSDP2 then runs on one rank with all samples: its losses are still the reference, its time and
-memory are those of another job and say nothing of odc's.
+Run as `OMP_NUM_THREADS=1 python -m bench.gpu_train --results bench/results` (`make bench-gpu` does); with `--rehearse`
+the same script trains a tiny model on the CPU. Both arms get the same samples, weights and optimizer; a loss is summed
+over all tokens of the step. Where ranks share a device NCCL refuses to work, so FSDP2 then runs on one rank with all
+samples: its losses are still the reference, its time and memory are those of another job and say nothing of odc's. With
+`--gloo` it has as many ranks as odc there, by way of the host: its memory compares, its time is gloo's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -20,40 +23,42 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 
-from odc.bench.crew import Crew, held
+from odc.bench.crew import Crew, alone, held
 from odc.bench.report import store
 from odc.bench.units import drop
 
 SAMPLES, TOKENS, STEPS, WARM = 8, 1024, 6, 2
 GIB = float(1 << 30)
 LARGEST_GAP = 2e-2  # of losses near 12, in bf16
+#: Qwen2-0.5B's shape, and one for the CPU.
+QWEN2 = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+TINY = {**dict.fromkeys(QWEN2, 2), "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
 
 
-def qwen2() -> Any:
-    """Qwen2-0.5B's shape."""
+def qwen2(shape: dict[str, int]) -> Any:
+    """With random weights, the same on every rank."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        max_position_embeddings=TOKENS,
-        attn_implementation="sdpa",
-    )
+    config = Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=TOKENS, attn_implementation="sdpa")
     torch.manual_seed(0)
     return Qwen2ForCausalLM(config)
 
 
-def build(arm: str) -> None:
+def build(arm: str, device: str) -> None:
     """The sharded model and its optimizer, in `held`."""
     drop()
-    device = torch.device("cuda", torch.cuda.current_device())
-    model = qwen2().to(device)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    held.device = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    held.shape = QWEN2 if device == "cuda" else TINY
+    with held.device:
+        model = qwen2(held.shape)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if arm == "odc":
         from odc.fsdp import fully_shard
@@ -62,9 +67,10 @@ def build(arm: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    held.model, held.device = model, device
+    held.model = model
     held.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    torch.cuda.reset_peak_memory_stats(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats(held.device)
 
 
 def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]:
@@ -72,9 +78,11 @@ def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, seconds = [], []
     for step in range(steps):
-        rows = torch.randint(151936, (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+        rows = torch.randint(
+            held.shape["vocab_size"], (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(step)
+        )
         mine = rows[rank::world].to(held.device)
-        torch.cuda.synchronize()
+        settle()
         begin = time.perf_counter()
         total = torch.zeros((), device=held.device)
         for i, row in enumerate(mine):
@@ -91,7 +99,7 @@ def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]
             held.block.__exit__(None, None, None)
         held.optimizer.step()
         held.optimizer.zero_grad()
-        torch.cuda.synchronize()
+        settle()
         seconds.append(time.perf_counter() - begin)
         whole = total.cpu()
         dist.all_reduce(whole)
@@ -101,20 +109,27 @@ def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]
         from odc.fsdp import root_of
 
         heap = root_of(held.model).space.heap.nbytes
-    return losses, seconds, torch.cuda.max_memory_allocated(held.device) / GIB, heap / GIB
+    peak = torch.cuda.max_memory_allocated(held.device) if held.device.type == "cuda" else 0
+    return losses, seconds, peak / GIB, heap / GIB
 
 
-def run(arm: str, ranks: int, steps: int) -> dict[str, Any]:
+def settle() -> None:
+    if held.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(arm: str, ranks: int, steps: int, device: str) -> dict[str, Any]:
     """One arm's row; its losses beside."""
-    with Crew(ranks, 900.0, "cuda") as crew:
-        crew.each(build, arm)
+    with Crew(ranks, 300.0, device) as crew:
+        crew.each(build, arm, device)
         answers = crew.each(train, arm, steps)
         crew.each(drop)
     losses, seconds = answers[0][0], [max(each) for each in zip(*(answer[1] for answer in answers), strict=True)]
     return {
         "arm": arm,
         "ranks": ranks,
-        "step_s": median(seconds[WARM:]),
+        "step_s": median(seconds[WARM:] or seconds),
+        "tokens_s": SAMPLES * TOKENS / median(seconds[WARM:] or seconds),
         "peak_GiB_a_rank": max(answer[2] for answer in answers),
         "heap_GiB_a_rank": max(answer[3] for answer in answers),
         "losses": [round(loss, 5) for loss in losses],
@@ -126,20 +141,35 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--gloo", action="store_true", help="FSDP2 by way of the host where ranks share a device")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: does the script run?")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not (options.rehearse or torch.cuda.is_available()):
         parser.exit(1, "bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)\n")
-    rows = []
+    device = "cpu" if options.rehearse else "cuda"
+    rows: list[dict[str, Any]] = []
     for ranks in options.ranks:
-        shared = ranks > torch.cuda.device_count()
-        reference = run("fsdp2", 1 if shared else ranks, options.steps)
-        row = run("odc", ranks, options.steps)
-        gap = max(abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True))
-        rows += [reference | {"largest_loss_gap": 0.0}, row | {"largest_loss_gap": gap}]
-        if gap > LARGEST_GAP:
-            raise SystemExit(f"losses differ by {gap}: {row['losses']} against {reference['losses']}")
+        shared = device == "cuda" and ranks > torch.cuda.device_count()
+        reference = measured(rows, "fsdp2", 1 if shared and not options.gloo else ranks, options.steps, device, None)
+        measured(rows, "odc", ranks, options.steps, device, reference["losses"])
     title = (__doc__ or "").splitlines()[0]
-    store(options.results, "gpu_train", title, rows, tokens_a_step=SAMPLES * TOKENS, steps=options.steps)
+    name = "gpu_train"
+    if options.rehearse:
+        title, name = "A rehearsal of bench.gpu_train: a tiny model on the CPU", "gpu_train_rehearsal"
+    store(options.results, name, title, rows, tokens_a_step=SAMPLES * TOKENS, steps=options.steps)
+    if far := [row for row in rows if row["largest_loss_gap"] > LARGEST_GAP]:
+        raise SystemExit(f"losses differ by {far[0]['largest_loss_gap']} from FSDP2's with {far[0]['ranks']} ranks")
+
+
+def measured(
+    rows: list[dict[str, Any]], arm: str, ranks: int, steps: int, device: str, reference: list[float] | None
+) -> dict[str, Any]:
+    """The row of an arm, also in `rows`; told at once, in case a later one fails."""
+    row = alone(run, arm, ranks, steps, device)
+    row["largest_loss_gap"] = max(abs(a - b) for a, b in zip(row["losses"], reference or row["losses"], strict=True))
+    rows.append(row)
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def _demo(demo: dict[str, Any]) -> str:
 _EMULATED = (
     "**Eight ranks, emulated**: compute is slept, communication is real. The first row is LB-Micro as published, with "
     "equal samples a rank; ours balances sample counts too. The bound is what no plan can beat, whatever the transport."
+    " Steps differ, so figures are means over all of them; the pictures in `bench/results` show two steps, and medians."
 )
 
 
@@ -78,7 +79,7 @@ def _emulated(emulated: dict[str, Any]) -> str:
     lines = [
         {
             "arm": row["arm"],
-            "step, s": f"{row['step_s']:.1f}",
+            "step, s (mean)": f"{row['step_s']:.1f}",
             "speed-up": f"{row['speed-up']:.2f}",
             "bubble": f"{row['bubble']:.0%}",
             "bound / step": f"{row['bound / step']:.2f}",

@@ -12,6 +12,7 @@ from odc.kernels.nvshmem import Symmetric
 from odc.kernels.pack import pack, pack_reference
 from odc.kernels.publish import publish, publish_reference
 from odc.kernels.put import Signal, put, put_reference
+from odc.kernels.rows import pointer_table
 from odc.kernels.signal import signal, signal_reference
 from odc.kernels.unpack import unpack, unpack_reference
 from odc.kernels.wait import poll, wait, wait_reference
@@ -29,6 +30,7 @@ __all__ = [
     "get_reference",
     "pack",
     "pack_reference",
+    "pointer_table",
     "poll",
     "publish",
     "publish_reference",

@@ -17,27 +17,28 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.rows import row_of, row_table
-from odc.kernels.tile import atomic_add_tile
+from odc.kernels.tile import move_tile
 
 _COLUMNS = tl.constexpr(5)  # first program, source, elements, elements of a shard, accumulator's byte offset
 
 
-@triton.jit(do_not_specialize=["first", "shards"])
+@triton.jit(do_not_specialize=["rows_at", "rows", "table", "first", "shards"])
 def accumulate_kernel(
-    rows: tl.tensor,
+    rows_at: tl.tensor,
+    rows: tl.int64,
     table: tl.tensor,
-    first: tl.tensor,
-    shards: tl.tensor,
+    first: tl.int32,
+    shards: tl.int32,
     TO: tl.constexpr,
     FROM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid: blocks of all shards' pieces, owners."""
-    owner = (tl.program_id(1) + first) % shards
+    owner = ((tl.program_id(1) + first) % shards).to(tl.int64)
     program = tl.program_id(0)
-    row = row_of(rows, program, _COLUMNS)
+    row = row_of(rows_at, rows, program, _COLUMNS)
     at = (program - tl.load(row)) * BLOCK
     shard = tl.load(row + 3)
     begin = owner * shard
@@ -45,7 +46,7 @@ def accumulate_kernel(
     if n > 0:
         source = tl.load(row + 1) + (begin + at) * (FROM.primitive_bitwidth // 8)
         target = tl.load(table + owner) + tl.load(row + 4) + at * (TO.primitive_bitwidth // 8)
-        atomic_add_tile(target, source, n, TO, FROM, BLOCK)
+        move_tile(target, source, n, TO, FROM, BLOCK, "atomic")
 
 
 def accumulate(
@@ -82,7 +83,7 @@ def accumulate(
         mine = [i for i, gradient in enumerate(gradients) if gradient.dtype == source]
         largest = max(min(shard_numels[i], gradients[i].numel()) for i in mine)
         size = block or block_of(accumulate_kernel, max(dtype.itemsize, source.itemsize), largest)
-        programs = [triton.cdiv(min(shard_numels[i], gradients[i].numel()), size) for i in mine]
+        programs = [ceil_div(min(shard_numels[i], gradients[i].numel()), size) for i in mine]
         columns = [
             (gradients[i].data_ptr(), gradients[i].numel(), shard_numels[i], offsets[i] * dtype.itemsize) for i in mine
         ]
@@ -90,7 +91,7 @@ def accumulate(
             accumulate_kernel,
             (sum(programs), table.numel()),
             device,
-            *(row_table(programs, columns, device), table, first, table.numel()),
+            *(*row_table(programs, columns, device), table, first, table.numel()),
             TO=to,
             FROM=kernel_dtype(source),
             BLOCK=size,

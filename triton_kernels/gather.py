@@ -16,7 +16,7 @@ import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import Symmetric, options_for
 from odc.kernels.rows import row_of, row_table
 
@@ -25,13 +25,14 @@ from odc.kernels.rows import row_of, row_table
 _COLUMNS = tl.constexpr(7)
 
 
-@triton.jit(do_not_specialize=["first", "shards", "own"])
+@triton.jit(do_not_specialize=["rows_at", "rows", "table", "first", "shards", "own", "pes"])
 def gather_kernel(
-    rows: tl.tensor,
+    rows_at: tl.tensor,
+    rows: tl.int64,
     table: tl.tensor,
-    first: tl.tensor,
-    shards: tl.tensor,
-    own: tl.tensor,
+    first: tl.int32,
+    shards: tl.int32,
+    own: tl.int64,
     pes: tl.tensor,
     TO: tl.constexpr,
     FROM: tl.constexpr,
@@ -39,14 +40,14 @@ def gather_kernel(
     NVSHMEM: tl.constexpr,
 ) -> None:
     """Grid: blocks of one shard of all parameters, owners."""
-    shard = (tl.program_id(1) + first) % shards
+    shard = ((tl.program_id(1) + first) % shards).to(tl.int64)
     program = tl.program_id(0)
-    row = row_of(rows, program, _COLUMNS)
-    block = program - tl.load(row)
+    row = row_of(rows_at, rows, program, _COLUMNS)
+    block = program - tl.load(row).to(tl.int32)
     n = tl.load(row + 3)
-    blocks = tl.load(row + 4)
-    line = block // blocks
-    at = (block % blocks) * BLOCK
+    blocks = tl.load(row + 4).to(tl.int32)  # divided in 32 bits: in 64 it is a call
+    line = (block // blocks).to(tl.int64)
+    at = (block % blocks).to(tl.int64) * BLOCK
     offset = tl.load(row + 1) + line * n * (FROM.primitive_bitwidth // 8)
     target = tl.load(row + 2) + line * tl.load(row + 5) + shard * tl.load(row + 6)
     pull(target, table, shard, own, pes, offset, at, n, TO, FROM, BLOCK, NVSHMEM)
@@ -90,7 +91,7 @@ def gather(
     lines = [_lines(out, dim, table.numel()) for out, dim in zip(outs, dims or [0] * len(outs), strict=True)]
     words = [n * (out.dtype.itemsize // to.itemsize) for (_, n), out in zip(lines, outs, strict=True)]
     size = block or block_of(gather_kernel, max(to.itemsize, source.itemsize), max(words))
-    blocks = [triton.cdiv(n, size) for n in words]
+    blocks = [ceil_div(n, size) for n in words]
     columns = [
         (offset, out.data_ptr(), n, each, n * to.itemsize * table.numel(), n * to.itemsize)
         for out, offset, n, each in zip(outs, offsets, words, blocks, strict=True)
@@ -101,7 +102,7 @@ def gather(
         gather_kernel,
         (sum(programs), table.numel()),
         device,
-        *(row_table(programs, columns, device), table, first, table.numel(), *args),
+        *(*row_table(programs, columns, device), table, first, table.numel(), *args),
         TO=kernel_dtype(to),
         FROM=kernel_dtype(source),
         BLOCK=size,
@@ -113,7 +114,8 @@ def _lines(out: torch.Tensor, dim: int, shards: int) -> tuple[int, int]:
     """(lines, elements of a line) of one shard: along `dim` a shard is contiguous within a line of the parameter."""
     if out.dim() <= dim or out.shape[dim] % shards:
         raise ValueError(f"a parameter of shape {tuple(out.shape)} does not divide into {shards} shards along {dim}")
-    return out.shape[:dim].numel(), out.shape[dim:].numel() // shards
+    lines = out.shape[:dim].numel() if dim else 1
+    return lines, out.numel() // (lines * shards) if lines else 0
 
 
 def gather_reference(

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from odc.errors import UnsupportedError
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import Symmetric, getmem_block, options_for
-from odc.kernels.tile import copy_tile
+from odc.kernels.tile import move_tile
 
 
 @triton.jit
@@ -46,20 +46,20 @@ def pull(
             if at == 0:
                 getmem_block(target, own + offset, n * (FROM.primitive_bitwidth // 8), tl.load(pes + peer))
         else:
-            copy_tile(place, source, n - at, TO, FROM, BLOCK)
+            move_tile(place, source, n - at, TO, FROM, BLOCK, "copy")
     else:
-        copy_tile(place, source, n - at, TO, FROM, BLOCK)
+        move_tile(place, source, n - at, TO, FROM, BLOCK, "copy")
 
 
-@triton.jit(do_not_specialize=["target", "peer", "own", "offset", "n"])
+@triton.jit(do_not_specialize=["target", "table", "peer", "own", "pes", "offset", "n"])
 def get_kernel(
-    target: tl.tensor,
+    target: tl.int64,
     table: tl.tensor,
-    peer: tl.tensor,
-    own: tl.tensor,
+    peer: tl.int64,
+    own: tl.int64,
     pes: tl.tensor,
-    offset: tl.tensor,
-    n: tl.tensor,
+    offset: tl.int64,
+    n: tl.int64,
     TO: tl.constexpr,
     FROM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,7 +103,7 @@ def get(
     args, constants = options_for(table, symmetric)
     launch(
         get_kernel,
-        (triton.cdiv(n, block),),
+        (ceil_div(n, block),),
         device,
         *(out.data_ptr(), table, peer, *args, offset, n),
         TO=kernel_dtype(to),

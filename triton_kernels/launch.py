@@ -7,14 +7,19 @@ launchers check what they are given, and callers keep the memory alive until the
 stream has passed it).
 
 Whether kernels are interpreted is triton's own choice, made when a kernel is defined: TRITON_INTERPRET was set in the
-environment, or not. The interpreter patches triton's language module while it runs and is not thread-safe, so one lock
-is held around interpreted launches; programs of one launch run one after the other, and none may wait for another.
+environment, or not. The interpreter patches triton's language module while it runs and is not thread-safe; programs of
+one launch run one after the other, and none may wait for another. So one lock is held around every launch, also of
+compiled kernels: the first of a kind compiles it (about a second), which threads should neither do twice nor at once.
+
+No garbage is collected while kernels are interpreted: the end of a root waits for the server's thread, which may be
+waiting for that lock.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +27,13 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from odc.errors import UnsupportedError
-from odc.kernels.tile import copy_tile
+from odc.kernels.tile import move_tile
 
 TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/kernels.md)
-WARPS = 4
+#: Of compiled kernels. Nothing is multiplied, so nothing can be fused; triton 3.9 warns unless it is told.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _LARGEST_INTERPRETED = 1 << 16  # elements; an interpreted program costs about the same whatever its share
-_interpreter = threading.Lock()
+_launching = threading.Lock()
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -38,7 +44,7 @@ def is_interpreted(kernel: Any) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on `device`, on its current stream; returns at once on a GPU, when done on the CPU.
 
-    May be called from any thread; on a GPU `device` must be the current one. An empty grid launches nothing.
+    May be called from any thread. An empty grid launches nothing.
 
     Raises:
         UnsupportedError: compiled kernels were asked to work on CPU memory, or interpreted ones on a GPU's.
@@ -51,17 +57,30 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
                 f"interpreted kernels cannot reach memory of {device}: unset TRITON_INTERPRET and start the process "
                 "again"
             )
-        with _interpreter:
-            kernel[grid](*args, **constants)
+        _interpret(kernel[grid], args, constants)
         return
     if device.type == "cpu":
         refuse_compiled()
-    kernel[grid](*args, num_warps=WARPS, **constants)
+    with _launching, torch.cuda.device(device):
+        kernel[grid](*args, **OPTIONS, **constants)
+
+
+def _interpret(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """One interpreted launch. The collector is on again only where nothing is allocated before the lock is released."""
+    _launching.acquire()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        run(*args, **constants)
+    finally:
+        if collects:
+            gc.enable()
+        _launching.release()
 
 
 def refuse_compiled() -> None:
     """Raise `UnsupportedError` if kernels are compiled in this process: on CPU memory only the interpreter works."""
-    if not is_interpreted(copy_tile):
+    if not is_interpreted(move_tile):
         raise UnsupportedError(
             "Triton kernels work on CPU memory in the interpreter only, for tests: set TRITON_INTERPRET=1 in the "
             "environment before the process starts, or keep Settings(kernels='torch')"
@@ -79,6 +98,11 @@ def block_of(kernel: Any, itemsize: int, largest: int) -> int:
     if is_interpreted(kernel):
         return int(min(_LARGEST_INTERPRETED, max(16, triton.next_power_of_2(largest))))
     return TILE_BYTES // itemsize
+
+
+def ceil_div(n: int, size: int) -> int:
+    """How many blocks of `size` hold `n` elements. Not triton's: that takes microseconds, here for each tensor."""
+    return -(-n // size)
 
 
 def contiguous(what: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.language import core
 
@@ -72,6 +73,16 @@ def _call(symbol: str, args: list[Any], types: tuple[str, ...], semantic: Any, r
     return core.extern_elementwise("", "", args, signature, is_pure=False, _semantic=semantic)
 
 
+@triton.jit
+def first_thread() -> tl.tensor:
+    """True in one thread of the program alone, so for branches that hold nothing but calls of one thread.
+
+    A scalar call is made by every thread: right for what a whole program does together (`getmem_block`), but 128
+    additions where one is meant.
+    """
+    return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1) == 0
+
+
 @core.extern
 def getmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
     """Copy from `source` on `pe` to the own `target`, by the whole program; returns when it has arrived."""
@@ -98,20 +109,20 @@ def putmem_signal_block(
 
 @core.extern
 def signal_op(word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None) -> Any:
-    """SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`; orders nothing by itself."""
+    """SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`, by this thread; orders nothing by itself."""
     types = ("int64", "int64", "int32", "int32")
     return _call("nvshmemx_signal_op", [word, value, operation, pe], types, _semantic)
 
 
 @core.extern
 def atomic_add(word: Any, value: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Add `value` to the 64-bit `word` on `pe`."""
+    """Add `value` to the 64-bit `word` on `pe`, by this thread."""
     return _call("nvshmem_uint64_atomic_add", [word, value, pe], ("int64", "int64", "int32"), _semantic)
 
 
 @core.extern
 def atomic_fetch(word: Any, pe: Any, _semantic: Any = None) -> Any:
-    """The 64-bit `word` on `pe`."""
+    """The 64-bit `word` on `pe`, for this thread."""
     return _call("nvshmem_uint64_atomic_fetch", [word, pe], ("int64", "int32"), _semantic, returns="int64")
 
 

@@ -1,6 +1,7 @@
 """pack: runs of rows, of any lengths and in any order, side by side (what a batch exchange sends to one rank).
 
-Chose a program (or several) for each run over one for each row: a run of rows is contiguous, and token rows are short.
+Chose to handle runs as `publish` handles parameters, by its kernel, over a program for each row: a run of rows is
+contiguous, token rows are short, and a long run keeps the whole device busy.
 """
 
 from __future__ import annotations
@@ -8,29 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.launch import block_of, contiguous, launch
-from odc.kernels.tile import copy_tile
-
-_SPLITS = 16  # most programs that share a run
-_COLUMNS = tl.constexpr(3)  # source, target, words
-
-
-@triton.jit
-def runs_kernel(runs: tl.tensor, WORD: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Grid: runs, programs that share one."""
-    run = runs + tl.program_id(0) * _COLUMNS
-    source = tl.load(run)
-    target = tl.load(run + 1)
-    n = tl.load(run + 2)
-    size = WORD.primitive_bitwidth // 8
-    at = tl.program_id(1).to(tl.int64) * BLOCK
-    while at < n:
-        copy_tile(target + at * size, source + at * size, n - at, WORD, WORD, BLOCK)
-        at += tl.num_programs(1) * BLOCK
+from odc.kernels.launch import contiguous
+from odc.kernels.pairs import launch_addresses
+from odc.kernels.publish import publish_kernel
 
 
 def pack(
@@ -92,11 +75,8 @@ def launch_runs(
         (source.data_ptr() + here * nbytes, target.data_ptr() + there * nbytes, length * words)
         for here, there, length in zip(sources, targets, lengths, strict=True)
     ]
-    longest = max((n for _, _, n in runs), default=0)
-    size = block or block_of(runs_kernel, word.itemsize, longest)
-    table = torch.tensor(runs, dtype=torch.int64).to(source.device)
-    grid = (len(runs), min(_SPLITS, triton.cdiv(longest, size)))
-    launch(runs_kernel, grid, source.device, table, WORD=kernel_dtype(word), BLOCK=size)
+    types = kernel_dtype(word), kernel_dtype(word)
+    launch_addresses(publish_kernel, runs, types, word.itemsize, source.device, block)
 
 
 def pack_reference(rows: torch.Tensor, starts: Sequence[int], lengths: Sequence[int], out: torch.Tensor) -> int:

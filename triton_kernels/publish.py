@@ -16,18 +16,20 @@ import triton.language as tl
 from odc.kernels.dtypes import kernel_dtype, word_dtype
 from odc.kernels.pairs import PAIR_COLUMNS, launch_pairs
 from odc.kernels.rows import row_of
-from odc.kernels.tile import copy_tile
+from odc.kernels.tile import move_tile
 
 
-@triton.jit
-def publish_kernel(rows: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["rows_at", "rows"])
+def publish_kernel(
+    rows_at: tl.tensor, rows: tl.int64, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """Grid: blocks of all parameters."""
     program = tl.program_id(0)
-    row = row_of(rows, program, PAIR_COLUMNS)
+    row = row_of(rows_at, rows, program, PAIR_COLUMNS)
     at = (program - tl.load(row)) * BLOCK
     source = tl.load(row + 1) + at * (FROM.primitive_bitwidth // 8)
     target = tl.load(row + 2) + at * (TO.primitive_bitwidth // 8)
-    copy_tile(target, source, tl.load(row + 3) - at, TO, FROM, BLOCK)
+    move_tile(target, source, tl.load(row + 3) - at, TO, FROM, BLOCK, "copy")
 
 
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, block: int | None = None) -> None:

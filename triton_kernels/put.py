@@ -15,11 +15,20 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.launch import block_of, check_table, contiguous, launch
-from odc.kernels.nvshmem import SIGNAL_SET, Symmetric, options_for, putmem_block, putmem_signal_block, quiet, signal_op
+from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
+from odc.kernels.nvshmem import (
+    SIGNAL_SET,
+    Symmetric,
+    first_thread,
+    options_for,
+    putmem_block,
+    putmem_signal_block,
+    quiet,
+    signal_op,
+)
 from odc.kernels.rows import row_of, row_table
 from odc.kernels.signal import refuse_unaligned, tell
-from odc.kernels.tile import copy_tile
+from odc.kernels.tile import move_tile
 
 _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginning of the put, elements
 
@@ -46,17 +55,20 @@ def _count(arrived: tl.tensor, programs: tl.tensor) -> tl.tensor:
     return tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
-@triton.jit(do_not_specialize=["peer", "own", "offset", "word_offset", "value"])
+@triton.jit(
+    do_not_specialize=["rows_at", "rows", "table", "peer", "own", "pes", "offset", "arrived", "word_offset", "value"]
+)
 def put_kernel(
-    rows: tl.tensor,
+    rows_at: tl.tensor,
+    rows: tl.int64,
     table: tl.tensor,
-    peer: tl.tensor,
-    own: tl.tensor,
+    peer: tl.int64,
+    own: tl.int64,
     pes: tl.tensor,
-    offset: tl.tensor,
+    offset: tl.int64,
     arrived: tl.tensor,
-    word_offset: tl.tensor,
-    value: tl.tensor,
+    word_offset: tl.int64,
+    value: tl.int64,
     WORD: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGNAL: tl.constexpr,
@@ -65,7 +77,7 @@ def put_kernel(
 ) -> None:
     """Grid: blocks of all tensors. `ONE`: there is one tensor, which NVSHMEM can signal with."""
     program = tl.program_id(0)
-    row = row_of(rows, program, _COLUMNS)
+    row = row_of(rows_at, rows, program, _COLUMNS)
     at = (program - tl.load(row)) * BLOCK
     n = tl.load(row + 3)
     size = WORD.primitive_bitwidth // 8
@@ -87,15 +99,16 @@ def put_kernel(
                     quiet()
                     if _count(arrived, tl.num_programs(0)):
                         tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                        signal_op(own + word_offset, value, SIGNAL_SET, pe)
+                        if first_thread():
+                            signal_op(own + word_offset, value, SIGNAL_SET, pe)
         else:
-            copy_tile(base + place, source, n - at, WORD, WORD, BLOCK)
+            move_tile(base + place, source, n - at, WORD, WORD, BLOCK, "copy")
             if SIGNAL:
                 if _count(arrived, tl.num_programs(0)):
                     tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
                     tell(base, word_offset, value, False)
     else:
-        copy_tile(base + place, source, n - at, WORD, WORD, BLOCK)
+        move_tile(base + place, source, n - at, WORD, WORD, BLOCK, "copy")
         if SIGNAL:
             if _count(arrived, tl.num_programs(0)):
                 tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
@@ -135,7 +148,7 @@ def put(
     numels = [value.nbytes // word.itemsize for value in values]
     size = block or block_of(put_kernel, word.itemsize, max(numels))
     places = [sum(numels[:i]) * word.itemsize for i in range(len(numels))]
-    programs = [triton.cdiv(n, size) for n in numels]
+    programs = [ceil_div(n, size) for n in numels]
     columns = [(v.data_ptr(), at, n) for v, at, n in zip(values, places, numels, strict=True)]
     if signal is not None:
         refuse_unaligned(signal.offset)
@@ -147,7 +160,7 @@ def put(
         put_kernel,
         (sum(programs),),
         device,
-        *(row_table(programs, columns, device), table, peer, *args, offset, *told),
+        *(*row_table(programs, columns, device), table, peer, *args, offset, *told),
         WORD=kernel_dtype(word),
         BLOCK=size,
         SIGNAL=signal is not None,

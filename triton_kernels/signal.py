@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.launch import check_table, launch
-from odc.kernels.nvshmem import SIGNAL_SET, Symmetric, atomic_add, options_for, quiet, signal_op
+from odc.kernels.nvshmem import SIGNAL_SET, Symmetric, atomic_add, first_thread, options_for, quiet, signal_op
 
 
 @triton.jit
@@ -26,14 +26,14 @@ def tell(base: tl.tensor, offset: tl.tensor, value: tl.tensor, ADD: tl.constexpr
         tl.atomic_xchg(word, value, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["peer", "own", "offset", "value"])
+@triton.jit(do_not_specialize=["table", "peer", "own", "pes", "offset", "value"])
 def signal_kernel(
     table: tl.tensor,
-    peer: tl.tensor,
-    own: tl.tensor,
+    peer: tl.int64,
+    own: tl.int64,
     pes: tl.tensor,
-    offset: tl.tensor,
-    value: tl.tensor,
+    offset: tl.int64,
+    value: tl.int64,
     ADD: tl.constexpr,
     NVSHMEM: tl.constexpr,
 ) -> None:
@@ -45,10 +45,11 @@ def signal_kernel(
         if base == 0:
             quiet()
             pe = tl.load(pes + peer)
-            if ADD:
-                atomic_add(own + offset, value, pe)
-            else:
-                signal_op(own + offset, value, SIGNAL_SET, pe)
+            if first_thread():
+                if ADD:
+                    atomic_add(own + offset, value, pe)
+                else:
+                    signal_op(own + offset, value, SIGNAL_SET, pe)
         else:
             tell(base, offset, value, ADD)
     else:

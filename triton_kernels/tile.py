@@ -1,8 +1,9 @@
 """What one program does with its share: copy, add or add atomically, between two addresses.
 
-Chose to look at run time whether a share is whole and both addresses are 16-byte aligned, and to promise the compiler
-alignment only in that branch: it moves 16 bytes an instruction wherever the data allows, and every other share (the end
-of a parameter, an odd offset) is masked and moved element by element. Nothing has to be padded for it.
+Chose to look at run time whether both addresses are aligned, and to promise the compiler alignment only in that branch:
+it moves 16 bytes an instruction wherever the data allows, also in the last, short share of a parameter, of which up to
+15 elements are left over. Those, and shares at other addresses, go element by element, in a loop: unrolled, it would
+take so many registers that the aligned branch would spill them. Nothing has to be padded for it.
 
 Addresses are int64 scalars; `FROM` and `TO` are the element types behind them, `n` the elements left to handle. The
 promise is made for the pointer that the branch itself makes, never for one that both branches see.
@@ -17,50 +18,49 @@ from odc.kernels.dtypes import cast
 
 
 @triton.jit
-def copy_tile(
-    target: tl.tensor, source: tl.tensor, n: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
+def move_tile(
+    target: tl.tensor,
+    source: tl.tensor,
+    n: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HOW: tl.constexpr,
 ) -> None:
-    """Copy min(n, BLOCK) elements, converting."""
-    at = tl.arange(0, BLOCK)
-    if ((target | source) % 16 == 0) & (n >= BLOCK):
-        read = tl.multiple_of(source.to(tl.pointer_type(FROM)), 16)
-        write = tl.multiple_of(target.to(tl.pointer_type(TO)), 16)
-        tl.store(write + at, cast(tl.load(read + at), TO))
-    else:
-        read = source.to(tl.pointer_type(FROM))
-        write = target.to(tl.pointer_type(TO))
-        tl.store(write + at, cast(tl.load(read + at, mask=at < n), TO), mask=at < n)
+    """Move min(n, BLOCK) elements, converting.
+
+    `HOW`: "copy"; "add", where nobody else may write to `target` meanwhile; "atomic", where each addition is one atomic
+    operation of the whole system.
+    """
+    WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
+    # No instruction adds two fp64.
+    WRITE: tl.constexpr = 8 if HOW == "atomic" and TO.primitive_bitwidth == 64 else 16
+    # A thread reads the elements that it writes; else they would change threads on the way, through shared memory.
+    READ: tl.constexpr = WRITE * FROM.primitive_bitwidth // TO.primitive_bitwidth if WIDE else WRITE
+    STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
+    count = tl.minimum(n, BLOCK).to(tl.int32)
+    done = count * 0
+    if (target % WRITE == 0) & (source % READ == 0):
+        at = tl.arange(0, BLOCK)
+        write = tl.multiple_of(target.to(tl.pointer_type(TO)), WRITE) + at
+        read = tl.multiple_of(source.to(tl.pointer_type(FROM)), READ) + at
+        done = tl.multiple_of(count // 16 * 16, 16)
+        _move(write, read, at < done, TO, HOW)
+    while done < count:
+        each = done + tl.arange(0, STEP)
+        write = target.to(tl.pointer_type(TO)) + each
+        read = source.to(tl.pointer_type(FROM)) + each
+        _move(write, read, each < count, TO, HOW)
+        done += STEP
 
 
 @triton.jit
-def add_tile(
-    target: tl.tensor, source: tl.tensor, n: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Add min(n, BLOCK) elements, converting; nobody else may write to `target` meanwhile."""
-    at = tl.arange(0, BLOCK)
-    if ((target | source) % 16 == 0) & (n >= BLOCK):
-        read = tl.multiple_of(source.to(tl.pointer_type(FROM)), 16)
-        write = tl.multiple_of(target.to(tl.pointer_type(TO)), 16)
-        tl.store(write + at, tl.load(write + at) + cast(tl.load(read + at), TO))
+def _move(write: tl.tensor, read: tl.tensor, mask: tl.tensor, TO: tl.constexpr, HOW: tl.constexpr) -> None:
+    values = cast(tl.load(read, mask=mask), TO)
+    if HOW == "copy":
+        tl.store(write, values, mask=mask)
+    elif HOW == "add":
+        tl.store(write, tl.load(write, mask=mask) + values, mask=mask)
     else:
-        read = source.to(tl.pointer_type(FROM))
-        write = target.to(tl.pointer_type(TO))
-        sums = tl.load(write + at, mask=at < n) + cast(tl.load(read + at, mask=at < n), TO)
-        tl.store(write + at, sums, mask=at < n)
-
-
-@triton.jit
-def atomic_add_tile(
-    target: tl.tensor, source: tl.tensor, n: tl.tensor, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Add min(n, BLOCK) elements, converting; each addition is one atomic operation of the whole system."""
-    at = tl.arange(0, BLOCK)
-    if ((target | source) % 16 == 0) & (n >= BLOCK):
-        read = tl.multiple_of(source.to(tl.pointer_type(FROM)), 16)
-        write = tl.multiple_of(target.to(tl.pointer_type(TO)), 16)
-        tl.atomic_add(write + at, cast(tl.load(read + at), TO), sem="relaxed", scope="sys")
-    else:
-        read = source.to(tl.pointer_type(FROM))
-        write = target.to(tl.pointer_type(TO))
-        values = cast(tl.load(read + at, mask=at < n), TO)
-        tl.atomic_add(write + at, values, mask=at < n, sem="relaxed", scope="sys")
+        tl.static_assert(HOW == "atomic")
+        tl.atomic_add(write, values, mask=mask, sem="relaxed", scope="sys")

@@ -16,22 +16,22 @@ import triton.language as tl
 
 from odc.errors import WaitTimeoutError
 from odc.kernels.launch import check_table, launch
-from odc.kernels.nvshmem import Symmetric, atomic_fetch, options_for
+from odc.kernels.nvshmem import Symmetric, atomic_fetch, first_thread, options_for
 from odc.kernels.signal import refuse_unaligned
 
 LOOKS = 100  # in one poll; in the interpreter they take some 60 ms
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
-@triton.jit(do_not_specialize=["peer", "own", "offset", "target", "looks"])
+@triton.jit(do_not_specialize=["table", "peer", "own", "pes", "offset", "target", "looks", "seen"])
 def poll_kernel(
     table: tl.tensor,
-    peer: tl.tensor,
-    own: tl.tensor,
+    peer: tl.int64,
+    own: tl.int64,
     pes: tl.tensor,
-    offset: tl.tensor,
-    target: tl.tensor,
-    looks: tl.tensor,
+    offset: tl.int64,
+    target: tl.int64,
+    looks: tl.int64,
     seen: tl.tensor,
     NVSHMEM: tl.constexpr,
 ) -> None:
@@ -44,7 +44,8 @@ def poll_kernel(
     while (value < target) & (looks > 0):
         if NVSHMEM:
             if base == 0:
-                value = atomic_fetch(own + offset, tl.load(pes + peer))
+                if first_thread():  # whose value is stored in the end; the others only count their looks
+                    value = atomic_fetch(own + offset, tl.load(pes + peer))
             else:
                 value = tl.atomic_add(word, nothing, sem="acquire", scope="sys")
         else:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from odc.bench.report import table
-from odc.bench.suite import SCHEMA, text_of
+from odc.bench.suite import SCHEMA
+from odc.bench.tables import text_of
 from odc.errors import ConfigError
 
 Row = dict[str, Any]

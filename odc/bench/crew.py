@@ -17,6 +17,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace, TracebackType
@@ -33,6 +34,8 @@ held = SimpleNamespace()
 
 class Crew:
     """`world` ranks in one gloo group; this process is rank 0. Use as a context manager, one at a time.
+
+    On CUDA one in a process: see `alone`.
 
     Args:
         world: ranks, this process included.
@@ -126,6 +129,22 @@ class Crew:
         return [mine, *self.finish()]
 
 
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a fresh process, with crews of its own; both and the result are pickled.
+
+    For crews on CUDA, of which a process may have only one: torch counts the exchanges of device handles that a process
+    has taken part in and looks for its peers' under that number, so all ranks must have taken part in as many.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent, (os.getpid(),)) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _join(rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
     from odc.fsdp.registry import forget_calls
 
@@ -166,10 +185,8 @@ def _leave() -> None:
 
 
 def _follow(pipe: Connection, parent: int, rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides when it ends
-    if os.getppid() != parent:
-        return
     _join(rank, world, store, timeout_s, device)
     while True:
         try:

@@ -1,7 +1,8 @@
-"""Cases on a bare heap: get, put, and a signal there and back.
+"""Cases on a bare heap: get, put, add, and a signal there and back.
 
 Chose heaps without a model around them, one region of data and one of words: what is timed is the memory and the copy,
-as one rank would do it to one peer. All ranks do it at once, each with the next rank.
+as one rank would do it to one peer. All ranks do it at once, each with the next rank. On a device every way of doing it
+is there, side by side: by size, as odc chooses, and each alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,12 @@ from odc.memory import Attachment, ShmHeap, SymmetricHeap
 
 _TRIPS = 100
 _DEADLINE_S = 60.0
-_SMALL_ON_DEVICE = 256 << 20
 _SMALL = 1 << 20  # bytes; below, an action is a loop, or the clock would be measured too
+DEVICE_SPAN, _DEVICE_TIMES = 256 << 20, 256  # the same on a device: bytes, and launches that its queue takes
+
+Pieces = Sequence[torch.Tensor]
+Ways = dict[str, Callable[[int], object]]  # by name: does it once, on the i-th piece of memory
+COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL = "cuMemcpyAsync", "torch's kernel", "Triton kernel"
 
 
 def open_heap(nbytes: int, device: str) -> SymmetricHeap:
@@ -67,48 +72,106 @@ def _next() -> int:
 
 
 def _times(nbytes: int, device: str) -> int:
-    """On a device a copy of 16 MiB takes microseconds, as its launch does: many in a row show the copy."""
-    return max(1, (_SMALL if device == "cpu" else _SMALL_ON_DEVICE) // nbytes)
+    """How often an action does it: a device copies 16 MiB in microseconds, and needs as many to be asked."""
+    return max(1, (_SMALL if device == "cpu" else min(DEVICE_SPAN, _DEVICE_TIMES * nbytes)) // nbytes)
 
 
 def get(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of the next rank's heap into private memory; on a device by copy engine and by two kernels."""
-    heap = open_heap(nbytes, device)
-    peer = heap.tensor(_next(), "data", torch.float32)
-    mine = torch.empty_like(peer)
-    ways: dict[str, Callable[[], object]] = {"get": lambda: mine.copy_(peer)}
-    if device == "cuda":
-        ways["get, torch's kernel"] = lambda: torch._foreach_copy_([mine], [peer])
-        if triton_is_here():
-            from odc import kernels
+    """Copy `nbytes` of the next rank's heap into private memory; on a device in each way that there is."""
+    times = _times(nbytes, device)
+    heap = open_heap(nbytes * rivals.slices(times, device), device)
+    peers = heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
+    mine = torch.empty(len(peers) * nbytes // 4, device=device).split(nbytes // 4)
+    ways = {"get": lambda i: mine[i].copy_(peers[i])} if device == "cpu" else _device_gets(heap, mine, peers)
+    return _copies(ways, nbytes, device, times, rivals.all_gather(nbytes, device))
 
-            table, at = heap.base_addresses().to(heap.device), heap.layout.offset("data")
-            ways["get, Triton kernel"] = lambda: kernels.get(mine, table, _next(), at)
-    return _copies(ways, nbytes, device, rivals.all_gather(nbytes, device))
+
+def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
+    """As a fetch does it (by size), and each way alone; `_copies` adds the plain copy, which is torch's."""
+    from odc.comm import by_cuda
+
+    peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
+    raw = [piece.view(torch.uint8) for piece in peers]
+    ways: Ways = {
+        "get": lambda i: by_cuda.gather([mine[i]], [0], 1, iter([(0, raw[i])])),
+        f"get, {COPY_ENGINE}": lambda i: by_cuda.copy(mine[i].data_ptr(), peers[i].data_ptr(), size),
+        f"get, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([mine[i]], [peers[i]]),
+    }
+    if triton_is_here():
+        from odc import kernels
+
+        table = heap.base_addresses().to(heap.device)
+        ways[f"get, {TRITON_KERNEL}"] = lambda i: kernels.get(mine[i], table, peer, at + i * size)
+    return ways
 
 
 def put(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of private memory into the next rank's heap; on a device in the same three ways."""
-    heap = open_heap(nbytes, device)
-    peer = heap.tensor(_next(), "data", torch.float32)
-    mine = torch.ones_like(peer)
-    ways: dict[str, Callable[[], object]] = {"put": lambda: peer.copy_(mine)}
-    if device == "cuda":
-        ways["put, torch's kernel"] = lambda: torch._foreach_copy_([peer], [mine])
-        if triton_is_here():
-            from odc import kernels
-
-            table, at = heap.base_addresses().to(heap.device), heap.layout.offset("data")
-            ways["put, Triton kernel"] = lambda: kernels.put([mine], table, _next(), at)
-    return _copies(ways, nbytes, device, rivals.all_to_all(nbytes, device))
-
-
-def _copies(ways: dict[str, Callable[[], object]], nbytes: int, device: str, collectives: list[Action]) -> list[Action]:
+    """Copy `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
     times = _times(nbytes, device)
+    heap = open_heap(nbytes * rivals.slices(times, device), device)
+    peers = heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
+    mine = torch.ones(len(peers) * nbytes // 4, device=device).split(nbytes // 4)
+    ways = {"put": lambda i: peers[i].copy_(mine[i])} if device == "cpu" else _device_puts(heap, mine, peers)
+    return _copies(ways, nbytes, device, times, rivals.all_to_all(nbytes, device))
+
+
+def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
+    """As a push fills a staging slot, and by kernels."""
+    from odc.comm import by_cuda
+
+    peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
+    ways: Ways = {
+        "put": lambda i: by_cuda.put(peers[i].data_ptr(), mine[i].data_ptr(), size),
+        f"put, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([peers[i]], [mine[i]]),
+    }
+    if triton_is_here():
+        from odc import kernels
+
+        table = heap.base_addresses().to(heap.device)
+        ways[f"put, {TRITON_KERNEL}"] = lambda i: kernels.put([mine[i]], table, peer, at + i * size)
+    return ways
+
+
+def _copies(ways: Ways, nbytes: int, device: str, times: int, collectives: list[Action]) -> list[Action]:
     limit = rivals.copy(nbytes, device, times)
-    against = (limit.name, *(other.name for other in collectives))
-    made = [Action(name, rivals.repeated(run, times), nbytes, against, times) for name, run in ways.items()]
-    return [*made, limit, *collectives]
+    return [*_actions(ways, nbytes, times, rivals.slices(times, device), [limit, *collectives]), limit, *collectives]
+
+
+def _actions(ways: Ways, nbytes: int, times: int, apart: int, others: list[Action]) -> list[Action]:
+    against = tuple(other.name for other in others)
+    return [
+        Action(name, rivals.repeated(run, times, apart), nbytes, against, times, queued=True)
+        for name, run in ways.items()
+    ]
+
+
+def add(nbytes: int, device: str) -> list[Action]:
+    """Add `nbytes` of fp32, and half as many of bf16, to fp32 in the next rank's heap: no locks, the kernels alone.
+
+    On a device only. The limit of each is a copy that reads and writes as many bytes.
+    """
+    times, numel = _times(nbytes, device), nbytes // 4
+    heap = open_heap(nbytes * times, device)
+    peers = heap.tensor(_next(), "data", torch.float32).split(numel)
+    full = torch.ones(times * numel, device=device).split(numel)
+    half = torch.ones(times * numel, device=device, dtype=torch.bfloat16).split(numel)
+    made: list[Action] = []
+    for of, values in (("", full), (" of bf16", half)):
+        # Reads the values and the sum, writes the sum.
+        moved = values[0].nbytes + 2 * nbytes
+        limit = rivals.roofline(nbytes, moved, device, times, of)
+        made += [*_actions(_device_adds(of, values, peers), nbytes, times, times, [limit]), limit]
+    return made
+
+
+def _device_adds(of: str, values: Pieces, peers: Pieces) -> Ways:
+    ways: Ways = {f"add{of}, {TORCH_KERNEL}": lambda i: torch._foreach_add_([peers[i]], [values[i]])}
+    if triton_is_here():
+        from odc import kernels
+
+        numel, table = peers[0].numel(), torch.tensor([peers[0].data_ptr()], device=peers[0].device)
+        ways[f"add{of}, {TRITON_KERNEL}"] = lambda i: kernels.accumulate([values[i]], [numel], [i * numel], table)
+    return ways
 
 
 def triton_is_here() -> bool:

@@ -56,6 +56,8 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
+    with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as driver:
+        found["driver"] = next((word for word in driver.readline().split() if word[:1].isdigit()), "unknown")
     return found
 
 
@@ -91,13 +93,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "(no rows)"
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
     lines = [columns, ["-" * width for width in widths], *cells]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as a table shows it."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

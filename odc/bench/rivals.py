@@ -2,18 +2,22 @@
 
 Chose to size a collective by what reaches a rank from others: an all-gather in which `nbytes` arrive here, a
 reduce-scatter and an all-to-all in which `nbytes` leave here. gloo on the CPU; on CUDA NCCL and torch's
-symmetric-memory collectives, where every rank has a device of its own (NCCL refuses to share one, and a barrier on the
-device between processes that take turns on it measures the turns).
+symmetric-memory collectives, where every rank has a device of its own. Where ranks share one there is gloo alone, by
+way of the host: NCCL refuses to share a device, and a barrier on the device between processes that take turns on it
+measures the turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from odc.bench.rounds import Action
+from odc.bench.rounds import Action, nothing
+
+_FEW = 3  # rounds of what goes by way of the host
 
 
 def own_device_each() -> bool:
@@ -21,48 +25,68 @@ def own_device_each() -> bool:
     return dist.get_world_size() <= torch.cuda.device_count()
 
 
-def transport(device: str) -> str | None:
-    """Of collectives on `device`; None where there is none to measure against."""
-    if device == "cpu":
-        return "gloo"
-    return "nccl" if own_device_each() else None
+def transport(device: str) -> str:
+    """Of collectives on `device`."""
+    return "nccl" if device == "cuda" and own_device_each() else "gloo"
 
 
 def copy(nbytes: int, device: str, times: int = 1, dtype: torch.dtype = torch.float32) -> Action:
     """Private memory to private memory: `nbytes` written, read as fp32 and written as `dtype`."""
-    numel = nbytes // dtype.itemsize
-    source, target = torch.ones(numel, device=device), torch.empty(numel, dtype=dtype, device=device)
     name = {"cpu": "memcpy", "cuda": "device copy"}[device] if dtype is torch.float32 else "local cast"
-    return Action(name, repeated(lambda: target.copy_(source), times), nbytes, times=times)
+    return _copy(name, nbytes, device, times, dtype)
 
 
-def add(nbytes: int, device: str, times: int = 1) -> Action:
-    """`nbytes` of fp32 into a private fp32 tensor."""
-    source, target = torch.ones(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
-    return Action("local add_", repeated(lambda: target.add_(source), times), nbytes, times=times)
+def roofline(nbytes: int, read_and_written: int, device: str, times: int = 1, of: str = "") -> Action:
+    """A copy that reads and writes `read_and_written` bytes in all, as the action of `nbytes` must."""
+    made = _copy(f"byte roofline{of}", read_and_written // 8 * 4, device, times, torch.float32)
+    return replace(made, nbytes=nbytes)
 
 
-def repeated(run: Callable[[], object], times: int) -> Callable[[], object]:
-    """`run`, `times` times over."""
-    if times == 1:
-        return run
+def _copy(name: str, nbytes: int, device: str, times: int, dtype: torch.dtype) -> Action:
+    numel, apart = nbytes // dtype.itemsize, slices(times, device)
+    source = torch.ones(apart * numel, device=device).split(numel)
+    target = torch.empty(apart * numel, dtype=dtype, device=device).split(numel)
+    run = repeated(lambda i: target[i].copy_(source[i]), times, apart)
+    return Action(name, run, nbytes, times=times, limit=True, queued=True)
+
+
+def add(nbytes: int, device: str, times: int = 1) -> list[Action]:
+    """`nbytes` of fp32 into a private fp32 tensor; on a device also a copy of as many bytes as that reads and writes.
+
+    The first is the limit.
+    """
+    apart = slices(times, device)
+    source = torch.ones(apart * nbytes // 4, device=device).split(nbytes // 4)
+    target = torch.zeros(apart * nbytes // 4, device=device).split(nbytes // 4)
+    run = repeated(lambda i: target[i].add_(source[i]), times, apart)
+    plain = Action("local add_", run, nbytes, times=times, limit=device == "cpu", queued=True)
+    return [plain] if device == "cpu" else [roofline(nbytes, 3 * nbytes, device, times), plain]
+
+
+def repeated(run: Callable[[int], object], times: int, apart: int = 1) -> Callable[[], object]:
+    """`run(i)`, `times` times over, on `apart` slices of memory in turn."""
 
     def loop() -> None:
-        for _ in range(times):
-            run()
+        for i in range(times):
+            run(i % apart)
 
     return loop
+
+
+def slices(times: int, device: str) -> int:
+    """On a device each repetition has memory of its own, or the caches would be measured; on the CPU all have one."""
+    return times if device == "cuda" else 1
 
 
 def all_gather(nbytes: int, device: str) -> list[Action]:
     """`nbytes` of others reach this rank."""
     kind, peers = transport(device), max(1, dist.get_world_size() - 1)
-    if kind is None or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         return []
     part = torch.ones(max(1, nbytes // 4 // peers), device=device)
     whole = torch.empty(part.numel() * dist.get_world_size(), device=device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-    made = [Action(f"{kind} all_gather", lambda: gather(whole, part), nbytes)]
+    made = [collective(f"{kind} all_gather", lambda: gather(whole, part), nbytes, device)]
     if kind == "nccl":
         made.append(_symmetric("_low_contention_all_gather", part, nbytes))
     return made
@@ -71,12 +95,12 @@ def all_gather(nbytes: int, device: str) -> list[Action]:
 def reduce_scatter(nbytes: int, device: str) -> list[Action]:
     """`nbytes` of fp32 leave this rank."""
     kind, world = transport(device), dist.get_world_size()
-    if kind is None or world == 1:
+    if world == 1:
         return []
     part = torch.empty(max(1, nbytes // 4 // (world - 1)), device=device)
     whole = torch.ones(part.numel() * world, device=device)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch < 2.13
-    made = [Action(f"{kind} reduce_scatter", lambda: scatter(part, whole), nbytes)]
+    made = [collective(f"{kind} reduce_scatter", lambda: scatter(part, whole), nbytes, device)]
     if kind == "nccl":
         made.append(_symmetric("_low_contention_reduce_scatter", whole, nbytes, "sum"))
     return made
@@ -85,11 +109,20 @@ def reduce_scatter(nbytes: int, device: str) -> list[Action]:
 def all_to_all(nbytes: int, device: str) -> list[Action]:
     """`nbytes` leave this rank, as many reach it."""
     kind, world = transport(device), dist.get_world_size()
-    if kind is None or world == 1:
+    if world == 1:
         return []
     sent = torch.ones(max(1, nbytes // 4 // (world - 1)) * world, device=device)
     got = torch.empty_like(sent)
-    return [Action(f"{kind} all_to_all", lambda: dist.all_to_all_single(got, sent), nbytes)]
+    return [collective(f"{kind} all_to_all", lambda: dist.all_to_all_single(got, sent), nbytes, device)]
+
+
+def collective(
+    name: str, run: Callable[[], object], nbytes: int, device: str, after: Callable[[], object] = nothing
+) -> Action:
+    """A collective as a rival; by way of the host it is slow, and not every one is there for memory of a device."""
+    if device == "cuda" and transport(device) == "gloo":
+        return Action(f"{name} (via host)", run, nbytes, after=after, most=_FEW, optional=True)
+    return Action(name, run, nbytes, after=after, queued=device == "cuda")
 
 
 def barrier() -> Action:
@@ -100,8 +133,8 @@ def barrier() -> Action:
 
 def _symmetric(name: str, tensor: torch.Tensor, nbytes: int, *options: str) -> Action:
     """One of torch's symmetric-memory collectives: copy engines, no SM taken from compute."""
-    from odc.memory._torch_symmetric import collective
+    from odc.memory import _torch_symmetric as symmetric
 
-    run = collective(name, tensor.nbytes)
+    run = symmetric.collective(name, tensor.nbytes)
     label = f"symm_mem {name.removeprefix('_low_contention_')}"
-    return Action(label, lambda: run(tensor, *options), nbytes)
+    return Action(label, lambda: run(tensor, *options), nbytes, queued=True)

@@ -3,14 +3,18 @@
 Chose rounds in which each action runs once after a meeting of all ranks, and of each round the slowest rank's time: a
 collective and a one-sided copy are then the same question ("until every rank has its bytes"), and a machine that slows
 down for a second slows all of them alike. The price is a meeting before every action (not timed).
+
+On CUDA an action that only asks the device for work has a second time, the device's own: a kernel that spins holds the
+device back until everything is asked for, and events are taken around it. That is the rate of the copy itself; the
+first time is what a caller who waits for it would see, launches and waiting included. Where ranks share a device they
+take turns on it, which the first time shows and the second mostly does not, for odc and its rivals alike.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +36,10 @@ class Action:
         against: names of the actions it is measured against; empty for those themselves.
         times: how often `run` does it.
         after: undoes it, not timed.
+        limit: what no way of doing the same could beat, such as a plain copy.
+        queued: on CUDA `run` waits for nothing, so the device's own time is taken too.
+        most: rounds at most, for slow rivals; None for all.
+        optional: a rival that may be refused here; then it is left out, with the reason.
     """
 
     name: str
@@ -40,16 +48,28 @@ class Action:
     against: tuple[str, ...] = ()
     times: int = 1
     after: Callable[[], object] = nothing
+    limit: bool = False
+    queued: bool = False
+    most: int | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one action, round after round; of one time, wherever `run` did several."""
+    """Seconds of one action, round after round; of one time, wherever `run` did several.
+
+    Attributes:
+        device_seconds: the same by the device's clock; empty where that was not taken.
+        refused: why it could not be done here; then there are no seconds.
+    """
 
     name: str
     nbytes: int
     against: tuple[str, ...]
     seconds: list[float]
+    device_seconds: list[float] = field(default_factory=list)
+    limit: bool = False
+    refused: str = ""
 
 
 Prepare = Callable[[int, str], list[Action]]
@@ -58,25 +78,71 @@ Prepare = Callable[[int, str], list[Action]]
 def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) -> list[Timed]:
     """Run the actions of `prepare(nbytes, device)` for `warm + rounds` rounds; on every rank at the same time."""
     actions = prepare(nbytes, device)
-    settle: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else nothing
-    seconds: list[list[float]] = [[] for _ in actions]
+    timed = [Timed(a.name, a.nbytes, a.against, [], limit=a.limit) for a in actions]
     for turn in range(warm + rounds):
-        for action, taken in zip(actions, seconds, strict=True):
-            settle()
-            meet()
-            begin = time.perf_counter()
-            action.run()
-            settle()
-            took = time.perf_counter() - begin
-            action.after()
+        for i, action in enumerate(actions):
+            if timed[i].refused or turn >= warm + (action.most or rounds):
+                continue
+            try:
+                took, asked = _wall(action, device)
+            except RuntimeError as error:
+                if not action.optional:
+                    raise
+                timed[i] = replace(timed[i], seconds=[], refused=str(error).splitlines()[0])
+                continue
+            own = _own(action, asked) if device == "cuda" and action.queued else None
             if turn >= warm:
-                taken.append(took / action.times)
-    return [Timed(a.name, a.nbytes, a.against, taken) for a, taken in zip(actions, seconds, strict=True)]
+                timed[i].seconds.append(took / action.times)
+                timed[i].device_seconds.extend([] if own is None else [own / action.times])
+    return timed
+
+
+def _wall(action: Action, device: str) -> tuple[float, float]:
+    """Seconds until it is done, and until it was asked for."""
+    _settle(device)
+    meet()
+    begin = time.perf_counter()
+    action.run()
+    asked = time.perf_counter() - begin
+    _settle(device)
+    took = time.perf_counter() - begin
+    action.after()
+    return took, asked
+
+
+_CYCLES_A_SECOND = 2e9  # at least: a device with a slower clock is only held back for longer
+
+
+def _own(action: Action, asked: float) -> float:
+    """Seconds on the device, where asking for it takes the processor `asked` seconds."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    _settle("cuda")
+    meet()
+    torch.cuda._sleep(int((2 * asked + 1e-4) * _CYCLES_A_SECOND))
+    begin.record()
+    action.run()
+    end.record()
+    _settle("cuda")
+    action.after()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def slowest(ranks: Sequence[list[Timed]]) -> list[Timed]:
     """The same actions with each round's slowest rank."""
     return [
-        replace(first, seconds=[max(round_) for round_ in zip(*(one.seconds for one in (first, *others)), strict=True)])
+        replace(
+            first,
+            seconds=_most([one.seconds for one in (first, *others)]),
+            device_seconds=_most([one.device_seconds for one in (first, *others)]),
+        )
         for first, *others in zip(*ranks, strict=True)
     ]
+
+
+def _most(ranks: Sequence[list[float]]) -> list[float]:
+    return [max(round_) for round_ in zip(*ranks, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import torch.distributed as dist
 
 from odc.bench import rivals
 from odc.bench.crew import held
+from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL
 from odc.bench.rounds import Action
 from odc.bench.units import Shape, build, sharded_by
-from odc.comm import Adder, Gradient, Piece
+from odc.comm import Adder, Gradient, Piece, by_cuda
 from odc.fsdp import Root, root_of
 from odc.settings import Settings
 
@@ -42,9 +44,9 @@ def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
     owner = root.geometry.row[(root.geometry.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
     adder, moved = Adder(root.space), unit.numel * 4
-    limit, others = rivals.add(moved, device), rivals.reduce_scatter(moved, device)
-    against = (limit.name, *(other.name for other in others))
-    return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), limit, *others]
+    others = [*rivals.add(moved, device), *rivals.reduce_scatter(moved, device)]
+    against = tuple(other.name for other in others)
+    return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), *others]
 
 
 def accumulate_kernel(nbytes: int, device: str) -> list[Action]:
@@ -72,8 +74,24 @@ def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settin
     moved = sum(unit.published_bytes for unit in root.space.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = rivals.copy(moved, device, dtype=compute)
+    space, me, epoch = root.space, root.geometry.me, root.verbs.epoch
+    places = [[space.published(me, unit, i, epoch) for i in range(len(unit.params))] for unit in space.units]
     # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
-    return [Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)), limit]
+    return [
+        Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)),
+        # A publish ends with a wait for the device; its copies alone have a rate there.
+        Action(f"{name}, its copies", _copier(root, places, shards), moved, (limit.name,), queued=True),
+        limit,
+    ]
+
+
+def _copier(root: Root, places: list[list[torch.Tensor]], shards: list[list[torch.Tensor]]) -> Callable[[], object]:
+    def run() -> None:
+        with torch.no_grad():
+            for place, shard in zip(places, shards, strict=True):
+                root.space.moves.publish(place, shard)
+
+    return run
 
 
 class PlainCopy:
@@ -114,13 +132,34 @@ def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
     module = held.module
     plain = PlainCopy(root, module, device)
     kind = rivals.transport(device)
-    limit = Action("plain copy", plain, plain.nbytes, after=plain.free)
-    actions = [limit]
-    if kind is not None:
-        other: Any = sharded_by("fsdp2", nbytes, torch.float32, "block", None, device)
-        actions.append(Action(f"FSDP2 on {kind}", other.unshard, plain.nbytes, after=other.reshard))
-    against = tuple(action.name for action in actions)
-    return [Action("unit gather", module.unshard, plain.nbytes, against, after=module.reshard), *actions]
+    limit = Action("plain copy", plain, plain.nbytes, after=plain.free, limit=True)
+    if device == "cuda":  # nine copies are nine launches: the limit is one
+        limit = rivals.copy(plain.nbytes, device)
+    other: Any = sharded_by("fsdp2", nbytes, torch.float32, "block", None, device)
+    collective = rivals.collective(f"FSDP2 on {kind}", other.unshard, plain.nbytes, device, other.reshard)
+    against = (limit.name, collective.name)
+    ways = {"unit gather": by_cuda.COPY_ENGINE_BYTES}
+    if device == "cuda" and root.space.settings.kernels == "torch":
+        ways |= {f"unit gather, {COPY_ENGINE}": 1, f"unit gather, {TORCH_KERNEL}": 1 << 62}
+    gathers = [
+        Action(name, _unsharded(module, from_size), plain.nbytes, against, after=module.reshard, queued=True)
+        for name, from_size in ways.items()
+    ]
+    return [*gathers, limit, collective]
+
+
+def _unsharded(module: Any, copy_engine_bytes: int) -> Callable[[], object]:
+    """`module.unshard()`, on CUDA with the copy engine for pieces from this size on."""
+
+    def run() -> None:
+        usual = by_cuda.COPY_ENGINE_BYTES
+        by_cuda.COPY_ENGINE_BYTES = copy_engine_bytes
+        try:
+            module.unshard()
+        finally:
+            by_cuda.COPY_ENGINE_BYTES = usual
+
+    return run
 
 
 def push(nbytes: int, device: str) -> list[Action]:
@@ -130,7 +169,7 @@ def push(nbytes: int, device: str) -> list[Action]:
     (unit,) = space.units
     gradients = [Gradient(i, torch.ones(root.shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
     moved = root.shards * unit.numel * 4
-    limit, others = rivals.add(moved, device), rivals.reduce_scatter(moved, device)
+    others = [*rivals.add(moved, device), *rivals.reduce_scatter(moved, device)]
 
     def run() -> None:
         root.verbs.push(unit, gradients)
@@ -140,7 +179,7 @@ def push(nbytes: int, device: str) -> list[Action]:
                 time.sleep(0)
                 root.verbs.waiter.check("pushing")
 
-    return [Action("push of a unit", run, moved, (limit.name, *(o.name for o in others))), limit, *others]
+    return [Action("push of a unit", run, moved, tuple(other.name for other in others)), *others]
 
 
 def minibatch(nbytes: int, device: str) -> list[Action]:

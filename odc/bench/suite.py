@@ -8,26 +8,29 @@ made of the same parts. The price is that measuring code ships with the runtime;
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import BrokenExecutor
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from odc.bench import exchanges, heaps, plans, sharded
-from odc.bench.crew import Crew
-from odc.bench.report import facts, spread, table
+from odc.bench.crew import Crew, alone
+from odc.bench.report import facts, spread
 from odc.bench.rounds import Prepare, Timed, measure, slowest
+from odc.bench.tables import MIB, brief, text_of
 from odc.bench.units import drop
 from odc.errors import ConfigError
 from odc.memory import free_memory
 
 SCHEMA = "odc-bench-1"
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
 SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 SAMPLES = (512, 4096)
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = {"cpu": 600.0, "cuda": 120.0}  # a lent device is not spent on waiting for one case
+_PATIENCE = 3  # failures, after which nothing more is tried
+_FASTER = {"cpu": 1, "cuda": 64}  # as many times as many bytes go into the effort of a case
 
 
 @dataclass(frozen=True)
@@ -38,30 +41,31 @@ class Part:
         prepare: makes its actions, on every rank.
         copies: of its size that it holds on one rank at once, at most; to refuse what does not fit.
         compiled: by compiled Triton kernels, so on CUDA alone.
-        host: of memory of the host, so on the CPU alone.
+        on: the only device it is measured on; None for any.
     """
 
     prepare: Prepare
     copies: int = 3
     compiled: bool = False
-    host: bool = False
+    on: Literal["cpu", "cuda"] | None = None
 
 
 PARTS: dict[str, Part] = {
     "get": Part(heaps.get, 6),
     "put": Part(heaps.put, 7),
-    "accumulate": Part(sharded.accumulate, 12),
+    "accumulate": Part(sharded.accumulate, 13),
     "publish": Part(sharded.publish, 10),
     "publish-cast": Part(sharded.publish_cast, 14),
     "signal": Part(heaps.signal),
     "gather": Part(sharded.gather, 8),
-    "push": Part(sharded.push, 8),
+    "push": Part(sharded.push, 11),
     "minibatch": Part(sharded.minibatch, 6),
-    "exchange": Part(exchanges.exchange, 24, host=True),
-    "planners": Part(plans.planners),
-    "accumulate-kernel": Part(sharded.accumulate_kernel, 12, compiled=True),
-    "publish-kernel": Part(sharded.publish_kernel, 10, compiled=True),
-    "gather-kernel": Part(sharded.gather_kernel, 8, compiled=True),
+    "exchange": Part(exchanges.exchange, 24, on="cpu"),
+    "planners": Part(plans.planners, on="cpu"),
+    "add": Part(heaps.add, 9, on="cuda"),
+    "accumulate-kernel": Part(sharded.accumulate_kernel, 13, compiled=True, on="cuda"),
+    "publish-kernel": Part(sharded.publish_kernel, 10, compiled=True, on="cuda"),
+    "gather-kernel": Part(sharded.gather_kernel, 8, compiled=True, on="cuda"),
 }
 _SIZELESS = {"signal": (64,), "planners": SAMPLES}
 
@@ -94,11 +98,17 @@ def fitting_ranks(device: str) -> list[int]:
 
 def parts_of(device: str) -> list[str]:
     """Names of what can be measured on `device` here."""
-    compiled = device == "cuda" and heaps.triton_is_here()
-    fitting = {
-        name: (compiled or not part.compiled) and not (part.host and device != "cpu") for name, part in PARTS.items()
-    }
-    return [name for name, fits in fitting.items() if fits]
+    return [name for name, part in PARTS.items() if not _unfit(part, device)]
+
+
+def _unfit(part: Part, device: str) -> str:
+    """Why a part cannot be measured."""
+    if part.on not in (None, device):
+        return "is measured on the CPU (--device cpu)" if part.on == "cpu" else "needs a CUDA device"
+    return "needs triton (pip install 'odc-fsdp[kernels]')" if part.compiled and not heaps.triton_is_here() else ""
+
+
+Case = tuple[str, int]
 
 
 def run(
@@ -109,44 +119,87 @@ def run(
     effort: Effort = Effort(),
     say: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """Measure; returns what is saved as JSON.
+    """Measure; returns what is saved as JSON. A case that fails is named under "failed", and the others go on.
 
     Args:
         parts: names of `PARTS`.
-        worlds: numbers of ranks; this process is rank 0 of each.
+        worlds: numbers of ranks; this process is rank 0 of each, on CUDA a fresh one (so `say` must pickle).
         sizes: in bytes.
         device: "cpu" or "cuda".
         effort: how many rounds.
-        say: told what comes next.
+        say: told what comes next and what came out.
     """
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    found = _Found()
     chosen = list(parts)
     for name in chosen:
         if name not in PARTS:
             raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
-        if PARTS[name].compiled and not (device == "cuda" and heaps.triton_is_here()):
-            raise ConfigError(f"only: {name} needs a CUDA device and triton (pip install 'odc-fsdp[kernels]')")
-        if PARTS[name].host and device != "cpu":
-            raise ConfigError(f"only: {name} is measured on the CPU (--device cpu)")
+        if why := _unfit(PARTS[name], device):
+            raise ConfigError(f"only: {name} {why}")
     if "planners" in chosen:
-        rows += _planned(effort, say)
-    for world in worlds if set(chosen) - {"planners"} else ():
-        with Crew(world, _TIMEOUT_S, device) as crew:
-            for name in [name for name in chosen if name != "planners"]:
-                for size in _SIZELESS.get(name, sizes):
-                    missing = _lacking(PARTS[name], size, world, device)
-                    if missing:
-                        left_out.append(f"{name} of {text_of(size)}, {world} ranks: {missing}")
-                        continue
-                    say(f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}"))
-                    prepare, rounds = PARTS[name].prepare, effort.rounds(size)
-                    timed = slowest(crew.each(measure, prepare, size, device, rounds, effort.warm))
-                    crew.each(drop)
-                    rows += _rows(name, timed, world, None if name in _SIZELESS else size, rounds, device)
-    if device == "cuda" and any(world > torch.cuda.device_count() for world in worlds):
-        left_out.append("NCCL and symmetric-memory collectives: ranks share a device")
-    return {"schema": SCHEMA, **facts(), "device": device, "left_out": left_out, "rows": rows}
+        found.rows += _planned(effort, say)
+    for world in worlds:
+        cases = [(name, size) for name in chosen if name != "planners" for size in _SIZELESS.get(name, sizes)]
+        while cases:  # all in one go, unless one fails
+            if len(found.failed) >= _PATIENCE:
+                found.left_out.append(f"{len(cases)} cases with {world} ranks: too many others failed")
+                break
+            args = (world, cases, device, effort, say)
+            try:
+                more, cases = alone(_measured, *args) if device == "cuda" else _measured(*args)
+            except BrokenExecutor:
+                more, cases = _Found(failed=[f"{world} ranks: the process of rank 0 died; see its output"]), []
+            found = _Found(*(mine + others for mine, others in zip(astuple(found), astuple(more), strict=True)))
+    return {"schema": SCHEMA, **facts(), "device": device, **vars(found)}
+
+
+@dataclass
+class _Found:
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+def _measured(
+    world: int, cases: list[Case], device: str, effort: Effort, say: Callable[[str], object]
+) -> tuple[_Found, list[Case]]:
+    """What was found, and the cases that are left after one that failed: its crew cannot go on."""
+    found = _Found()
+    if device == "cuda" and world > torch.cuda.device_count():
+        found.left_out.append(f"{world} ranks: NCCL and symmetric-memory collectives (ranks share a device)")
+    left, what = list(cases), ""
+    try:
+        with Crew(world, _TIMEOUT_S[device], device) as crew:
+            while left:
+                name, size = left.pop(0)
+                what = f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}")
+                if missing := _lacking(PARTS[name], size, world, device):
+                    found.left_out.append(f"{what}: {missing}")
+                    continue
+                say(what)
+                _case(crew, name, size, device, effort, found, say)
+    except Exception as error:
+        if not what:
+            raise  # no crew at all
+        found.failed.append(f"{what}: {type(error).__name__}: {error}")
+        say(f"failed: {found.failed[-1]}")
+        return found, left
+    return found, []
+
+
+def _case(
+    crew: Crew, name: str, size: int, device: str, effort: Effort, found: _Found, say: Callable[[str], object]
+) -> None:
+    rounds = effort.rounds(size // _FASTER[device])
+    timed = slowest(crew.each(measure, PARTS[name].prepare, size, device, rounds, effort.warm))
+    crew.each(drop)
+    found.left_out += [
+        f"{each.name}, {crew.world} ranks, {text_of(size)}: {each.refused}" for each in timed if each.refused
+    ]
+    rows = _rows(name, timed, crew.world, None if name in _SIZELESS else size, device)
+    found.rows += rows
+    for row in rows:
+        say(brief(row))
 
 
 def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -154,9 +207,9 @@ def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any
     rows = []
     for samples in SAMPLES:
         say(f"planners, {samples} samples")
-        with Crew(1, _TIMEOUT_S) as crew:
+        with Crew(1, _TIMEOUT_S["cpu"]) as crew:
             timed = slowest(crew.each(measure, plans.planners, samples, "cpu", effort.least, 1))
-        for row in _rows("planners", timed, samples // plans.SAMPLES_A_RANK, None, effort.least, "cpu"):
+        for row in _rows("planners", timed, samples // plans.SAMPLES_A_RANK, None, "cpu"):
             rows.append(row | {"what": f"{row['what']}, {samples} samples"})
     return rows
 
@@ -165,15 +218,13 @@ def _lacking(part: Part, size: int, world: int, device: str) -> str:
     needed, free = part.copies * size * world, free_memory().nbytes
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
-        needed = part.copies * size * -(-world // torch.cuda.device_count())
+        needed = part.copies * max(size, heaps.DEVICE_SPAN) * -(-world // torch.cuda.device_count())
     return f"needs about {needed / MIB:.0f} MiB, {free / MIB:.0f} MiB are free" if needed > free * 0.9 else ""
 
 
-def _rows(
-    part: str, timed: Sequence[Timed], ranks: int, size: int | None, rounds: int, device: str
-) -> list[dict[str, Any]]:
+def _rows(part: str, timed: Sequence[Timed], ranks: int, size: int | None, device: str) -> list[dict[str, Any]]:
     """`size` is what was asked for; `nbytes` what moved, which padding and a unit's shape make a little less."""
-    by_name = {each.name: each for each in timed}
+    by_name = {each.name: each for each in timed if not each.refused}
     return [
         {
             "part": part,
@@ -182,42 +233,17 @@ def _rows(
             "ranks": ranks,
             "size": size,
             "nbytes": each.nbytes,
-            "rounds": rounds,
+            "rounds": len(each.seconds),
             "seconds": spread(each.seconds),
-            "rivals": {name: spread(by_name[name].seconds) for name in each.against},
+            "device_seconds": spread(each.device_seconds) if each.device_seconds else None,
+            "limit": next((name for name in each.against if name in by_name and by_name[name].limit), None),
+            "rivals": {name: spread(by_name[name].seconds) for name in each.against if name in by_name},
+            "device_rivals": {
+                name: spread(by_name[name].device_seconds)
+                for name in each.against
+                if name in by_name and by_name[name].device_seconds and each.device_seconds
+            },
         }
-        for each in timed
+        for each in by_name.values()
         if each.against
     ]
-
-
-def text_of(nbytes: int) -> str:
-    """64 KiB, 16 MiB."""
-    size, unit = (nbytes / MIB, "MiB") if nbytes >= MIB else (nbytes / KIB, "KiB")
-    return f"{size:.3g} {unit}"
-
-
-def show(result: dict[str, Any]) -> str:
-    """The table. "against" says how many times as fast as each rival it is; over 1 is faster."""
-    lines = []
-    for row in result["rows"]:
-        took = row["seconds"]["median"]
-        rivals = ", ".join(f"{name} {rival['median'] / took:.3g}x" for name, rival in row["rivals"].items())
-        lines.append(
-            {
-                "what": row["what"],
-                "ranks": row["ranks"],
-                "size": text_of(row["size"]) if row["size"] else "",
-                "ms": took * 1e3,
-                "GB/s": row["nbytes"] / took / 1e9 if row["nbytes"] else "",
-                "against": rivals,
-            }
-        )
-    notes = "".join(f"\nleft out: {reason}" for reason in result["left_out"])
-    where = ", ".join(f"{key} {value}" for key, value in {**result["machine"], **result["versions"]}.items())
-    return f"{where}\n\n{table(lines)}{notes}"
-
-
-def to_stderr(text: str) -> None:
-    """Progress of the command."""
-    print(f"odc bench: {text}", file=sys.stderr, flush=True)

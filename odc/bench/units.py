@@ -27,7 +27,7 @@ Shape = Literal["block", "one"]
 class Unit(nn.Module):
     """Seven matrices and two vectors ("block"), or a single matrix ("one"), of `nbytes` bytes in all."""
 
-    def __init__(self, nbytes: int, dtype: torch.dtype, shape: Shape = "block") -> None:
+    def __init__(self, nbytes: int, dtype: torch.dtype, shape: Shape = "block", device: str = "cpu") -> None:
         super().__init__()
         numel = nbytes // dtype.itemsize
         if shape == "block":
@@ -36,7 +36,7 @@ class Unit(nn.Module):
             shapes: list[tuple[int, ...]] = [(rows, _COLUMNS)] * _MATRICES + [(n,) for n in vectors]
         else:
             shapes = [(numel // _COLUMNS, _COLUMNS)]
-        self.weights = nn.ParameterList(torch.randn(shape).to(dtype) for shape in shapes)
+        self.weights = nn.ParameterList(torch.randn(shape, device=device).to(dtype) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Touches every parameter; a gradient of ones for each."""
@@ -61,7 +61,7 @@ def sharded_by(
 ) -> nn.Module:
     """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. On every rank."""
     torch.manual_seed(0)
-    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape).to(device)
+    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape, device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     if arm == "odc":
         from odc.fsdp import fully_shard
@@ -97,3 +97,5 @@ def drop() -> None:
         root.leave()
     let_go()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # ranks may share the device

@@ -24,14 +24,14 @@ PARTS = (
     "exchange",
     "planners",
 )
-COMPILED = ("accumulate-kernel", "publish-kernel", "gather-kernel")  # on CUDA only
+CUDA_ONLY = ("add", "accumulate-kernel", "publish-kernel", "gather-kernel")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bench(
     only: Annotated[
         str | None,
-        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(COMPILED)}. [default: all]"),
+        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(CUDA_ONLY)}. [default: all]"),
     ] = None,
     ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. [default: what fits]")] = None,
     sizes: Annotated[str | None, Option(help="Bytes, with commas. [default: 64K,1M,16M,64M,256M]")] = None,
@@ -45,7 +45,7 @@ def bench(
     """Measure get, put, accumulate, publish, signal, unit gather, push, begin and finish, and planners.
 
     Prints one table, with what each is measured against in the same run, and writes it as JSON with machine and
-    versions.
+    versions. Exit code 1: something could not be measured, and the last lines say why.
     """
     from odc import bench as suite
 
@@ -61,6 +61,8 @@ def bench(
     print(suite.show(result))
     _write(json, jsonlib.dumps(result, indent=1) + "\n")
     print(f"\nfigures  {json}")
+    if result["failed"]:
+        raise SystemExit(1)
 
 
 def _device(name: str | None) -> str:

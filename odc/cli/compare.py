@@ -50,6 +50,7 @@ def compare(
     activation_checkpointing: options.Checkpointing = None,
     cache: options.Cache = None,
     ranks: options.Ranks = None,
+    device: options.Device = None,
     steps: options.Steps = None,
     minibatch_size: options.MinibatchSize = None,
     max_tokens: options.MaxTokens = None,

@@ -31,24 +31,24 @@ def doctor(
     if as_json:
         print(doctors.to_json(findings))
     else:
-        _print(findings, uses, bool(missing), doctors.State.OK)
+        _print(findings, missing, uses, doctors.State.OK)
     if missing:
         raise Exit(1)
 
 
-def _print(findings: Any, uses: list[str], failed: bool, well: str) -> None:
+def _print(findings: Any, missing: Any, uses: list[str], well: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     made = Table("", "state", "found", title="odc doctor")
     for finding in findings:
         bad = finding.state != well
-        style = ("red" if finding.use in uses else "yellow") if bad else "green"
+        style = ("red" if finding in missing else "yellow") if bad else "green"
         text = _plain(finding.found) + (f"\n[bold]->[/bold] {_plain(finding.do)}" if bad else "")
         made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
     Console().print(made)
     wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
-    print(f"odc {'cannot run here' if failed else 'can run here'}{wanted}")
+    print(f"odc {'cannot run here' if missing else 'can run here'}{wanted}")
 
 
 def _plain(text: str) -> str:

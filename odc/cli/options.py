@@ -20,6 +20,9 @@ Cache = Annotated[
 ]
 
 Ranks = Annotated[int | None, Option(help="Processes on this machine. [default: 2]", rich_help_panel=_WORK)]
+Device = Annotated[
+    str | None, Option(help="cpu, or cuda: this machine's devices in turn. [default: cpu]", rich_help_panel=_WORK)
+]
 Steps = Annotated[int | None, Option(help="Optimizer steps. [default: 10]", rich_help_panel=_WORK)]
 MinibatchSize = Annotated[
     int | None, Option(help="Samples of one step, over all ranks. [default: 8]", rich_help_panel=_WORK)

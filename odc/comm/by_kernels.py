@@ -1,7 +1,10 @@
 """Data moved by the Triton kernels of `odc.kernels` (see `odc.comm.moves`).
 
 Chose to run the very kernels of the GPU on the CPU's heaps, in triton's interpreter, so that a whole minibatch can be
-held against torch's without a GPU. It is slow (about a millisecond a program): for tests, never for training.
+held against torch's without a GPU. It is slow (milliseconds a program): for tests, never for training.
+
+On a GPU nothing here waits for the device. A call is one launch a pair of dtypes, and before it at most one copy of a
+small table each for its tensors and its peers, where these have not been asked for at the same addresses before.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import torch
 from odc.kernels import accumulate as accumulate_pieces
 from odc.kernels import add as add_pairs
 from odc.kernels import gather as gather_unit
+from odc.kernels import pointer_table, refuse_compiled
 from odc.kernels import publish as publish_shards
 from odc.kernels import put as put_values
-from odc.kernels import refuse_compiled
 
 
 def refuse_unusable() -> None:
@@ -35,7 +38,7 @@ def gather(
 ) -> None:
     """See `Moves.gather`; one launch, once every owner can be read."""
     memory = dict(owners)  # held: the memory stays mapped while it is copied
-    table = torch.tensor([memory[shard].data_ptr() for shard in range(shards)], device=outs[0].device)
+    table = pointer_table([memory[shard].data_ptr() for shard in range(shards)], outs[0].device)
     gather_unit(outs, offsets, table, first=next(iter(memory)))
 
 
@@ -55,4 +58,5 @@ def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     first = places[0].data_ptr()
     offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
     numels = [value.numel() for value in values]
-    accumulate_pieces(values, numels, offsets, torch.tensor([first], device=places[0].device), dtype=places[0].dtype)
+    table = pointer_table([first], places[0].device)
+    accumulate_pieces(values, numels, offsets, table, dtype=places[0].dtype)

@@ -39,6 +39,7 @@ USES = {
     "loaders": "data loaders with workers",
     "verl": "reinforcement learning with verl",
 }
+_WITH = {"nvshmem": ("cuda",)}  # what a use needs besides: a library that loads is no device
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def known_uses() -> set[str]:
 
 def lacking(findings: Iterable[Finding], uses: Iterable[str]) -> list[Finding]:
     """What stands in the way of `uses`."""
-    wanted = set(uses)
+    wanted = {one for use in uses for one in (use, *_WITH.get(use, ()))}
     return [finding for finding in findings if finding.use in wanted and finding.state is not State.OK]
 
 

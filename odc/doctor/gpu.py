@@ -90,16 +90,15 @@ def _symmetric() -> Finding:
 
 
 def triton() -> list[Finding]:
-    """Triton: there, and fitting torch and numpy."""
+    """Triton: there, new enough, and fitting torch."""
     version = _version("triton")
     if version is None:
         do = "for odc's own kernels: pip install triton (the version that torch pins)"
         return [absent("Triton", "not installed", do, "kernels")]
     pinned = _pinned("torch", "triton")
-    numpy = _version("numpy") or "0"
-    if version_tuple(version) < (3, 7) and version_tuple(numpy) >= (2, 4):
-        said = f"{version} with numpy {numpy}: its interpreter fails on loops with run-time bounds"
-        return [broken("Triton", said, "triton 3.7 or newer, or numpy older than 2.4", "kernels")]
+    if version_tuple(version) < (3, 6):
+        said = f"{version}, which odc's kernels have never been compiled with"
+        return [broken("Triton", said, "triton 3.6 or newer, as torch 2.11 and newer bring along", "kernels")]
     if pinned and pinned != version:
         said = f"{version}, but this torch asks for {pinned}"
         return [broken("Triton", said, f"pip install triton=={pinned}", "kernels")]

@@ -144,8 +144,11 @@ def is_root(state: FSDPState) -> bool | None:
 
 
 def groups_of_root(state: FSDPState) -> list[FSDPParamGroup]:
-    """Every group below an initialised root, in module order, the same on all ranks."""
-    return [group for below in state._state_ctx.all_states for group in groups_of_state(below)]
+    """Every group below an initialised root, once, in module order, the same on all ranks.
+
+    torch before 2.12 lists the state of several modules in one unit once for each of them.
+    """
+    return list(dict.fromkeys(group for below in state._state_ctx.all_states for group in groups_of_state(below)))
 
 
 def clear_forward_order(state: FSDPState) -> None:

@@ -56,10 +56,10 @@ def _view(handle: Any, peer: int, own: torch.Tensor) -> torch.Tensor:
     address = int(handle.buffer_ptrs[peer])
     if not address:
         raise RuntimeError(f"rank {peer} of the group has no pointer here: it is on another host")
-    view = torch.as_tensor(_Range(handle, address, own.numel()), device=own.device)
-    if view.data_ptr() == address:
-        return view
-    # This torch takes in another device's memory by copying it; its own view does not, but ends with the handle.
+    # Tried on one byte: what torch takes for another device's memory it copies.
+    if torch.as_tensor(_Range(handle, address, 1), device=own.device).data_ptr() == address:
+        return torch.as_tensor(_Range(handle, address, own.numel()), device=own.device)
+    # torch's own view copies nothing, but ends with the handle.
     _kept.append(handle)
     seen: torch.Tensor = handle.get_buffer(peer, (own.numel(),), torch.uint8)
     return seen

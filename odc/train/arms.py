@@ -24,7 +24,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from odc.balance import Cost, Plan, lb_dynamic, lb_micro, lb_mini, queue_of
 from odc.errors import ConfigError
@@ -82,8 +84,24 @@ class Arm:
         """The plan's own prediction, by its cost model, for how often the ranks of this arm meet."""
         return plan.bubble_per_microbatch if self.transport == "collectives" else plan.bubble
 
-    def shard(self, model: nn.Module, blocks: Sequence[nn.Module], settings: Settings, **options: Any) -> None:
-        """Shards each block and then the model, in place, over the world. `options` go to `fully_shard`."""
+    def shard(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        settings: Settings,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        """Shards each block and then the model, in place, over the world. Every rank calls it; a mesh may be made.
+
+        Args:
+            model: on `device`.
+            blocks: of it, in order.
+            settings: of the odc arms.
+            device: type of the mesh's devices. Said, because torch's default is a GPU wherever there is one.
+            options: for `fully_shard`.
+        """
+        options["mesh"] = init_device_mesh(device, (dist.get_world_size(),))
         if self.transport == "on demand":
             from odc.fsdp import fully_shard as on_demand
 
@@ -100,7 +118,8 @@ class Arm:
                 fully_shard(module, reshard_after_forward=False, **options)
             else:
                 fully_shard(module, **options)
-        record_collectives(model)
+        if device == "cpu":  # elsewhere the processor sees only when they are asked for
+            record_collectives(model)
 
     def run(self, model: nn.Module, count: int, backward: Callable[[int], None]) -> None:
         """Calls `backward(m)` for each microbatch m and leaves complete gradients in `.grad`; meets the other ranks."""

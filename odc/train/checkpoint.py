@@ -29,6 +29,7 @@ from odc.errors import ConfigError, OdcError
 FOLDER = "checkpoints"
 LATEST = "latest"
 JOB_FILE = "job.json"
+_ON_CUDA = "-cuda"
 
 
 class CheckpointError(OdcError):
@@ -88,26 +89,29 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any
     job = read_job(checkpoint)
     state = _state(model, optimizer)
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    key = _random_key()
-    if f"random.{key}" not in saved:
-        del state["random"]
+    random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
     try:
         state_dict_loader.load(state, checkpoint_id=checkpoint)
     except Exception as error:
         raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {error}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    if "random" in state:
-        torch.set_rng_state(state["random"][key])
+    for key, own in random.items():
+        (torch.cuda.set_rng_state if key.endswith(_ON_CUDA) else torch.set_rng_state)(own)
     return job
 
 
 def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
     parameters, moments = get_state_dict(model, optimizer)
-    return {"model": parameters, "optimizer": moments, "random": {_random_key(): torch.get_rng_state()}}
+    return {"model": parameters, "optimizer": moments, "random": _random_state()}
 
 
-def _random_key() -> str:
-    return f"{dist.get_rank()}of{dist.get_world_size()}"
+def _random_state() -> dict[str, torch.Tensor]:
+    """uint8 state of this rank's generators: the CPU's, and its CUDA device's where it has one."""
+    key = f"{dist.get_rank()}of{dist.get_world_size()}"
+    found = {key: torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found[key + _ON_CUDA] = torch.cuda.get_rng_state()
+    return found
 
 
 def _clear(folder: Path, partial: Path) -> None:

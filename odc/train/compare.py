@@ -89,7 +89,7 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[ArmName,
     from odc.train.job import launch_ranks, prepare
 
     for arm in config.arms:
-        check_arm(arm)
+        check_arm(config.job, arm)
     prepare(config.job.with_(label="odc compare"))
     runs: dict[ArmName, list[Run]] = {arm: [] for arm in config.arms}
     total = config.repeats * len(config.arms)
@@ -139,11 +139,16 @@ def read_spans(folder: Path, ranks: int) -> dict[int, list[Span]]:
 def write_pictures(config: CompareConfig) -> dict[str, Path]:
     """The timeline of the last repeat, one panel an arm, and its trace files; returns their paths by kind.
 
-    Without matplotlib there is no timeline, and `"timeline"` is not among the keys.
+    Arms whose spans say nothing (`odc.train.device.can_time`) are left out. Without matplotlib, or without any arm,
+    there is no timeline, and `"timeline"` is not among the keys.
     """
+    from odc.train.device import can_time
+
     written: dict[str, Path] = {}
     panels = []
     for arm in config.arms:
+        if not can_time(config.job, arm):
+            continue
         spans = split_waits(read_spans(spans_folder(config, arm, config.repeats - 1), config.job.ranks)).spans_by_rank
         panels.append((arm, spans))
         path = config.output / f"trace-{arm}.json.gz"
@@ -151,6 +156,8 @@ def write_pictures(config: CompareConfig) -> dict[str, Path]:
         written[f"trace {arm}"] = path
     path = config.output / "timeline.png"
     last = range(max(config.skip, config.job.steps - 2) + 1, config.job.steps + 1)
+    if not panels:
+        return written
     try:
         draw(path, panels, epochs=last, skip=config.skip)
     except OdcError as error:

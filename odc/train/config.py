@@ -19,6 +19,7 @@ ArmName = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-dynamic"]
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
 TokenizerName = Literal["auto", "bytes", "bpe"]
+Device = Literal["cpu", "cuda"]
 
 ARM_NAMES: tuple[ArmName, ...] = get_args(ArmName)
 #: What is compared unless told otherwise.
@@ -37,6 +38,7 @@ class JobConfig:
         output: folder for checkpoints and results; None writes nothing.
         arm: how ranks communicate and how work is balanced, see `odc.train.arms`.
         ranks: processes on this machine.
+        device: "cpu", or "cuda": ranks take this machine's CUDA devices in turn, and share them where there are fewer.
         steps: optimizer steps of the whole schedule; a resumed job goes on to this step.
         minibatch_size: samples of one optimizer step, over all ranks.
         max_tokens: most tokens of one microbatch (one forward and backward on one rank).
@@ -66,6 +68,7 @@ class JobConfig:
     output: str | None = None
     arm: ArmName = "odc"
     ranks: int = 2
+    device: Device = "cpu"
     steps: int = 10
     minibatch_size: int = 8
     max_tokens: int = 4096
@@ -115,6 +118,8 @@ class JobConfig:
             raise ConfigError(f"warmup ({self.warmup} steps) is longer than the job ({self.steps} steps)")
         if self.save_every and self.output is None:
             raise ConfigError("save_every needs an output folder (--output)")
+        if self.slow is not None and self.device != "cpu":
+            raise ConfigError("slow emulates a slower processor; it says nothing about a CUDA device")
         self.slowed()
 
     def settings(self) -> Settings:
@@ -159,6 +164,7 @@ class JobConfig:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arm": ARM_NAMES,
+    "device": get_args(Device),
     "long": get_args(Long),
     "precision": get_args(Precision),
     "tokenizer": get_args(TokenizerName),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from odc.train.config import JobConfig
 from odc.train.dataset import load_dataset
+from odc.train.device import backend, take_device
 from odc.train.group import rank_group
 from odc.train.launch import launch, start_server
 from odc.train.preflight import preflight
@@ -59,7 +60,7 @@ def run_rank(config: JobConfig) -> JobResult:
     from whoever started them, or from odc.
     """
     with (
-        rank_group(config.ranks, config.timeout_s),
+        rank_group(config.ranks, config.timeout_s, backend(config)),
         closing(Progress(config.steps, config.label, shown=dist.get_rank() == 0)) as progress,
     ):
-        return RankJob(config, progress).run()
+        return RankJob(config, progress, take_device(config)).run()

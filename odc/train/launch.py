@@ -23,6 +23,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -60,6 +61,8 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     start_server()
+    # torch 2.11 has no such choice and gives ranks 30 seconds to end before it kills them.
+    grace: Any = {"shutdown_timeout": 5} if "shutdown_timeout" in {one.name for one in fields(LaunchConfig)} else {}
     with tempfile.TemporaryDirectory(prefix="odc-ranks-") as logs, _quiet_agent(logs):
         config = LaunchConfig(
             min_nodes=1,
@@ -72,8 +75,8 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",
-            shutdown_timeout=5,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            **grace,
         )
         try:
             results = elastic_launch(config, _rank)(entry, args)

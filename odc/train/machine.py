@@ -45,9 +45,11 @@ def steal(before: tuple[int, int] | None, after: tuple[int, int] | None) -> floa
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a run's figures depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("odc-fsdp", "torch", "transformers", "tokenizers", "numpy"):
+    """Of Python and of the packages that a run's figures depend on; torch's says which build it is (cpu, cu130)."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("odc-fsdp", "transformers", "tokenizers", "numpy"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

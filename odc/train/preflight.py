@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from odc.errors import ConfigError
-from odc.train.config import JobConfig
+from odc.train.config import ArmName, JobConfig
 
 
 def preflight(config: JobConfig) -> None:
@@ -19,7 +19,7 @@ def preflight(config: JobConfig) -> None:
     Makes the output and export folders if they are missing. Raises `ConfigError` naming the option, or
     `UnsupportedError` where this machine lacks what the arm needs.
     """
-    check_arm(config.arm)
+    check_arm(config, config.arm)
     model_source(config.model)
     if config.data != "stdlib" and not Path(config.data).exists():
         raise ConfigError(f"data: there is no file or folder {config.data}")
@@ -35,12 +35,16 @@ def preflight(config: JobConfig) -> None:
         find_checkpoint(Path(config.resume))
 
 
-def check_arm(arm: str) -> None:
-    """Raises `UnsupportedError`, naming the package to install, if this machine lacks what the arm needs."""
+def check_arm(config: JobConfig, arm: ArmName) -> None:
+    """Raises `UnsupportedError`, or `ConfigError`, if this machine lacks what the arm needs; says what to do."""
     if arm == "odc-dynamic":
         from odc.memory import require_add  # loads torch
 
         require_add()
+    if config.device != "cpu":
+        from odc.train.device import check_device  # loads torch
+
+        check_device(config, arm)
 
 
 def model_source(model: str) -> Path:

@@ -21,12 +21,15 @@ from odc.train.arms import arm_named
 from odc.train.checkpoint import find_checkpoint, load, save
 from odc.train.config import JobConfig
 from odc.train.dataset import load_dataset
+from odc.train.device import can_time
 from odc.train.export import export
 from odc.train.progress import Progress
 from odc.train.results import JobResult, StepRecord
 from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import build_sharded, plan_cost
 from odc.train.step import Step
+
+_CPU = torch.device("cpu")
 
 
 class RankJob:
@@ -35,10 +38,11 @@ class RankJob:
     Args:
         config: the same on every rank.
         progress: shown on one rank.
+        device: own device.
     """
 
-    def __init__(self, config: JobConfig, progress: Progress) -> None:
-        self.config, self.progress, self.rank = config, progress, dist.get_rank()
+    def __init__(self, config: JobConfig, progress: Progress, device: torch.device = _CPU) -> None:
+        self.config, self.progress, self.rank, self.device = config, progress, dist.get_rank(), device
         self.output = Path(config.output) if config.output is not None else None
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -52,10 +56,10 @@ class RankJob:
         progress.phase("building the model")
         _quiet_transformers()
         footprint.trim()
-        self.baseline = footprint.held_bytes()
+        self.baseline = footprint.held_bytes(device)
         arm, vocab = arm_named(config.arm), self.dataset.tokenizer.vocab_size
-        self.model, self.optimizer = build_sharded(config, arm, vocab)
-        self.step = Step(config, arm, self.model, self.optimizer, self.dataset, plan_cost(config, vocab))
+        self.model, self.optimizer = build_sharded(config, arm, vocab, device)
+        self.step = Step(config, arm, self.model, self.optimizer, self.dataset, plan_cost(config, vocab), device)
 
     def run(self) -> JobResult:
         """All steps that are left, then the last checkpoint and the export."""
@@ -69,10 +73,10 @@ class RankJob:
             self._report(records[-1])
             if step == first:
                 with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
-                    footprint.reset_peak()
+                    footprint.reset_peak(self.device)
             if self.output is not None and self._due(step + 1):
                 self._save(self.output, step + 1)
-        peak = footprint.peak_bytes()
+        peak = footprint.peak_bytes(self.device)
         if self.config.spans is not None:
             save_spans(Path(self.config.spans) / f"rank-{self.rank}.jsonl", self.spans)
         if self.config.export is not None:
@@ -107,12 +111,12 @@ class RankJob:
     def _probe(self) -> None:
         """Memory between two microbatches: what the arm holds when no activation is alive."""
         footprint.trim()
-        self.held = footprint.held_bytes()
+        self.held = footprint.held_bytes(self.device)
 
     def _measured(self) -> float | None:
         """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks.
 
-        None where a rank's recorder could not hold the whole step.
+        None where a rank's recorder could not hold the whole step, or where spans do not tell (`can_time`).
         """
         spans = recorder().spans()
         recorder().clear()
@@ -122,7 +126,7 @@ class RankJob:
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         starts, ends, busy = torch.stack(rows).unbind(1)
-        if not ends.all():
+        if not ends.all() or not can_time(self.config, self.config.arm):
             return None
         return 1.0 - float(busy.double().mean()) / float(ends.max() - starts.min())
 

@@ -17,6 +17,7 @@ from typing import Any
 from odc.trace import CATEGORIES, EpochBreakdown, Stat
 from odc.train.compare import CompareConfig, Run
 from odc.train.config import ArmName
+from odc.train.device import can_time, device_names
 from odc.train.machine import machine, versions
 from odc.train.results import StepRecord
 
@@ -29,11 +30,11 @@ def report(config: CompareConfig, runs: dict[ArmName, list[Run]], command: Seque
     return {
         "schema": SCHEMA,
         "reference": config.reference,
-        "arms": {arm: _arm(config, own, reference) for arm, own in runs.items()},
+        "arms": {arm: _arm(config, arm, own, reference) for arm, own in runs.items()},
         "job": config.job.to_dict(),
         "repeats": config.repeats,
         "skipped_steps": config.skip,
-        "machine": machine(),
+        "machine": machine() | ({"devices": device_names()} if config.job.device == "cuda" else {}),
         "versions": versions(),
         "seed": config.job.seed,
         "command": list(command),
@@ -47,8 +48,8 @@ def write_report(path: Path, figures: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict[str, Any]:
-    measured = [run.measured.steps for run in runs]
+def _arm(config: CompareConfig, arm: ArmName, runs: list[Run], reference: list[float]) -> dict[str, Any]:
+    measured, timed = [run.measured.steps for run in runs], can_time(config.job, arm)
     seconds = _over_repeats(measured, lambda step: step.step_s)
     steps = runs[0].results[0].steps[config.skip :]
     samples, tokens = sum(step.samples for step in steps), sum(step.tokens for step in steps)
@@ -61,9 +62,9 @@ def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict
             "samples_per_s": samples / sum(seconds),
             "tokens_per_s": tokens / sum(seconds),
         },
-        "bubble": Stat.of(_over_repeats(measured, lambda step: step.bubble)).to_dict(),
+        "bubble": Stat.of(_over_repeats(measured, lambda step: step.bubble)).to_dict() if timed else None,
         "breakdown": {
-            category: Stat.of(_over_repeats(measured, methodcaller("mean_s", category))).to_dict()
+            category: Stat.of(_over_repeats(measured, methodcaller("mean_s", category))).to_dict() if timed else None
             for category in CATEGORIES
         },
         "loss": _losses(runs, reference),
@@ -72,7 +73,7 @@ def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict
         "baseline_bytes": min(result.baseline_bytes for run in runs for result in run.results),
         "plan": _plan(steps),
         "steal": median(known) if (known := [run.steal for run in runs if run.steal is not None]) else None,
-        "runs": [_run(run) for run in runs],
+        "runs": [_run(run, timed) for run in runs],
     }
 
 
@@ -97,10 +98,10 @@ def _plan(steps: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: Run, timed: bool) -> dict[str, Any]:
     return {
         "step_s": [step.step_s for step in run.measured.steps],
-        "bubble": [step.bubble for step in run.measured.steps],
+        "bubble": [step.bubble if timed else None for step in run.measured.steps],
         "steal": run.steal,
         "peak_bytes": [result.peak_bytes for result in run.results],
         "held_bytes": [result.held_bytes for result in run.results],

@@ -26,14 +26,15 @@ from odc.train.model import build_model, config_of
 from odc.train.preflight import model_source
 
 
-def build_sharded(config: JobConfig, arm: Arm, vocab_size: int) -> tuple[Any, AdamW]:
+def build_sharded(config: JobConfig, arm: Arm, vocab_size: int, device: torch.device) -> tuple[Any, AdamW]:
     """The job's model, sharded over the world, and AdamW over it. On every rank; no collective but a mesh's.
 
-    Weights are the same bits in every arm. Parameters are fp32; under "bf16" compute is in bf16 and gradients are
-    reduced in fp32. Vectors (norms, biases) get no weight decay.
+    Weights are drawn on the CPU, the same bits in every arm, and moved to `device` whole. Parameters are fp32; under
+    "bf16" compute is in bf16 and gradients are reduced in fp32. Vectors (norms, biases) get no weight decay.
     """
     model = build_model(model_source(config.model), vocab_size=vocab_size, dtype=torch.float32, seed=config.seed)
     use_document_loss(model)
+    model.to(device)
     blocks = blocks_of(model)
     if config.activation_checkpointing:
         for block in blocks:
@@ -41,7 +42,7 @@ def build_sharded(config: JobConfig, arm: Arm, vocab_size: int) -> tuple[Any, Ad
     options: dict[str, Any] = {}
     if config.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    arm.shard(model, blocks, config.settings(), **options)
+    arm.shard(model, blocks, config.settings(), device.type, **options)
     return model, adamw(model.parameters(), config)
 
 

@@ -24,6 +24,7 @@ from odc.trace import OPTIMIZER, recorder
 from odc.train.arms import Arm
 from odc.train.config import JobConfig
 from odc.train.dataset import Dataset
+from odc.train.device import settle
 from odc.train.finish import agree, update
 from odc.train.loss import loss_scale
 from odc.train.packing import Microbatch, pack, padded_dummy
@@ -44,6 +45,7 @@ class Step:
         optimizer: over the model's parameters.
         dataset: what sample indices point to.
         cost: the planner's cost model.
+        device: where the model is.
         computed: microbatches that this rank ran in its last step.
     """
 
@@ -53,6 +55,7 @@ class Step:
     optimizer: Optimizer
     dataset: Dataset
     cost: Cost
+    device: torch.device
     computed: int = 0
 
     def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
@@ -79,6 +82,7 @@ class Step:
         loss = total / max(1, label_tokens)
         with recorder().span(OPTIMIZER):
             norm = update(step, self.model.parameters(), self.optimizer, self.config.clip)
+            settle(self.device)
         return StepRecord(
             step=step + 1,
             loss=loss,
@@ -110,9 +114,9 @@ class Step:
                 between()
             with recorder().microbatch(m):
                 began = time.thread_time()
-                loss = self.model(**microbatch.model_inputs())
+                loss = self.model(**microbatch.to(self.device).model_inputs())
                 (loss * scale).backward()
-                losses.append(float(loss.detach()))
+                losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
                 self._slow_down(time.thread_time() - began)
 
         def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -51,8 +51,8 @@ def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
         ("step, s", lambda arm: f"{arm['step_s']['median']:.2f}"),
         ("  from-to", lambda arm: f"{arm['step_s']['min']:.2f}-{arm['step_s']['max']:.2f}"),
         (None, str),
-        ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
-        ("  from-to", lambda arm: f"{arm['bubble']['min'] * 100:.1f}-{arm['bubble']['max']:.1%}"),
+        ("bubble, measured", _of("bubble", lambda stat: f"{stat['median']:.1%}")),
+        ("  from-to", _of("bubble", lambda stat: f"{stat['min'] * 100:.1f}-{stat['max']:.1%}")),
         ("  plan's prediction", lambda arm: f"{arm['plan']['bubble']:.1%}"),
         ("  any plan's bound", lambda arm: f"{arm['plan']['bound']:.1%}"),
         (None, str),
@@ -71,8 +71,13 @@ def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
     return rows
 
 
+def _of(figure: str, cell: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda arm: "-" if arm[figure] is None else cell(arm[figure])
+
+
 def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
-    return lambda arm: f"{arm['breakdown'][category]['median'] * 1e3:,.0f}"
+    cell = _of(category, lambda stat: f"{stat['median'] * 1e3:,.0f}")
+    return lambda arm: cell(arm["breakdown"])
 
 
 def between_passes(arm: dict[str, Any]) -> str:
@@ -86,7 +91,7 @@ def _title(figures: dict[str, Any]) -> str:
     job = figures["job"]
     return (
         f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
-        f"{job['precision']}{_slowed(job)}"
+        f"{job['precision']}{', on CUDA' if job['device'] == 'cuda' else ''}{_slowed(job)}"
     )
 
 
@@ -99,11 +104,15 @@ def _slowed(job: dict[str, Any]) -> str:
 
 
 def _caption(figures: dict[str, Any]) -> str:
+    on_cuda = (
+        " On CUDA spans are of the processor: a fetch's copies count as compute, and NCCL's ranks wait on the device, "
+        "where no span sees it. Memory is torch's allocator's and the heaps'."
+    )
     counted = figures["job"]["steps"] - figures["skipped_steps"]
     repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
     return (
         f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
         "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
         f"step that has two. The loss gap is to {figures['reference']}. Steal: cores' time that the host of a virtual "
-        "machine gave to others while the arm ran."
+        f"machine gave to others while the arm ran.{on_cuda if figures['job']['device'] == 'cuda' else ''}"
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,38 @@ def test_actions_take_turns_and_only_they_are_timed() -> None:
 def test_of_each_round_the_slowest_rank_counts() -> None:
     one, other = ([Timed("a", 8, (), seconds)] for seconds in ([1.0, 5.0], [2.0, 4.0]))
     assert slowest([one, other]) == [Timed("a", 8, (), [2.0, 5.0])]
+
+
+def refusing(nbytes: int, device: str) -> list[Action]:
+    def refuse() -> None:
+        calls.append("asked")
+        raise RuntimeError("not here\nstack")
+
+    calls.clear()
+    slow = Action("slow", lambda: calls.append("slow"), most=1)
+    return [Action("a", time.time, nbytes, ("b",)), Action("b", refuse, optional=True), slow]
+
+
+def refused(nbytes: int, device: str) -> tuple[list[Timed], list[str]]:
+    return measure(refusing, nbytes, device, rounds=3, warm=1), list(calls)
+
+
+def test_a_rival_may_refuse_and_a_slow_one_has_fewer_rounds() -> None:
+    with Crew(2) as crew:
+        for (own, rival, slow), order in crew.each(refused, 64, "cpu"):
+            assert order == ["asked", "slow", "slow"]
+            assert (len(own.seconds), own.refused) == (3, "")
+            assert (rival.seconds, rival.refused) == ([], "not here")
+            assert len(slow.seconds) == 1
+
+
+def test_what_odc_does_may_not_refuse() -> None:
+    with Crew(2) as crew, pytest.raises(RuntimeError, match="not here"):
+        crew.each(measure, must, 64, "cpu", 1, 0)
+
+
+def must(nbytes: int, device: str) -> list[Action]:
+    return [replace(refusing(nbytes, device)[1], optional=False)]
 
 
 def test_ranks_that_measured_otherwise_are_not_mixed() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from odc.bench import PARTS, Effort, compare, fitting_ranks, parts_of, run, show
+from odc.bench import PARTS, Effort, alone, compare, fitting_ranks, parts_of, run, show
 from odc.bench import suite as module
-from odc.bench.suite import text_of
+from odc.bench.rounds import Action
+from odc.bench.tables import text_of
 from odc.errors import ConfigError
 from odc.memory import FreeMemory
 
@@ -20,9 +21,10 @@ ONCE = Effort(nbytes=0, least=1, most=1, warm=0)
 def result() -> dict[str, Any]:
     said: list[str] = []
     found = run([part for part in parts_of("cpu") if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
-    assert said == [
+    assert [line for line in said if line[0] != " "] == [
         f"{part}, 2 ranks" + ("" if part == "signal" else ", 64 KiB") for part in parts_of("cpu") if part != "planners"
     ]
+    assert [line.split(":")[0].strip() for line in said if line[0] == " "] == [row["what"] for row in found["rows"]]
     return found
 
 
@@ -31,7 +33,7 @@ def test_every_part_has_rows_with_rivals(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         assert row["rivals"], row["what"]
         assert all(one["median"] > 0 for one in (row["seconds"], *row["rivals"].values())), row["what"]
-    assert not result["left_out"]
+    assert not result["left_out"] and not result["failed"]
 
 
 def test_bytes_are_those_that_moved(result: dict[str, Any]) -> None:
@@ -50,6 +52,7 @@ def test_facts_and_table(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         assert f"| {row['what']} " in text
     assert "gloo all_gather" in text and "FSDP2 on gloo" in text
+    assert "% of memcpy" in text and "device" not in text
 
 
 def test_it_compares_with_itself(result: dict[str, Any]) -> None:
@@ -62,7 +65,33 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(8 << 20, "a test"))
     found = run(["get"], [2], [64 << 10, 1 << 20], "cpu", ONCE)
     assert [row["size"] for row in found["rows"]] == [64 << 10]
-    assert found["left_out"] == ["get of 1 MiB, 2 ranks: needs about 12 MiB, 8 MiB are free"]
+    assert found["left_out"] == ["get, 2 ranks, 1 MiB: needs about 12 MiB, 8 MiB are free"]
+
+
+def fails(nbytes: int, device: str) -> list[Action]:
+    raise OSError("no such luck")
+
+
+def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
+    found = run(["get", "put", "signal"], [2], [64 << 10], "cpu", ONCE)
+    assert {row["part"] for row in found["rows"]} == {"get", "signal"}
+    (failed,) = found["failed"]
+    assert failed.startswith("put, 2 ranks, 64 KiB: OSError: no such luck")
+    assert f"FAILED: {failed}" in show(found)
+
+
+def test_where_all_fails_not_all_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
+    found = run(["put"], [2], [4096 * count for count in range(1, 6)], "cpu", ONCE)
+    assert len(found["failed"]) == 3 and not found["rows"]
+    assert found["left_out"] == ["2 cases with 2 ranks: too many others failed"]
+
+
+def test_on_a_device_every_world_has_a_fresh_process() -> None:
+    """What it takes on a device, on the CPU: arguments and results pass between processes."""
+    found, left = alone(module._measured, 2, [("signal", 64)], "cpu", ONCE, str)
+    assert [row["what"] for row in found.rows] == ["signal there and back"] and not left
 
 
 def test_planners_need_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +131,11 @@ def test_sizes_as_text() -> None:
 
 def test_compiled_kernels_are_measured_on_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in parts_of("cpu") if PARTS[name].compiled]
-    with pytest.raises(ConfigError, match="gather-kernel needs a CUDA device"):
-        run(["gather-kernel"], [2], [4096], "cpu")
+    for part, why in (("gather-kernel", "needs a CUDA device"), ("add", "needs a CUDA device")):
+        with pytest.raises(ConfigError, match=f"{part} {why}"):
+            run([part], [2], [4096], "cpu")
+    with pytest.raises(ConfigError, match="planners is measured on the CPU"):
+        run(["planners"], [2], [4096], "cuda")
     for here in (False, True):
         monkeypatch.setattr(module.heaps, "triton_is_here", lambda here=here: here)
         assert ("gather-kernel" in parts_of("cuda")) is here

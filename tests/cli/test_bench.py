@@ -54,7 +54,7 @@ def test_without_a_device_it_says_who_knows_more(capfd: pytest.CaptureFixture) -
 
 
 def test_parts_are_those_of_the_suite() -> None:
-    assert tuple(PARTS) == bench.PARTS + bench.COMPILED
+    assert tuple(PARTS) == bench.PARTS + bench.CUDA_ONLY
 
 
 @pytest.mark.parametrize(("text", "size"), [("65536", 65536), ("64K", 65536), (" 1m", 1 << 20), ("2G", 2 << 30)])

@@ -71,6 +71,7 @@ def test_what_is_lacking_depends_on_what_is_needed() -> None:
     fine, no_gpu = Finding("a", State.OK, ""), Finding("b", State.ABSENT, "", "cuda", "buy one")
     assert lacking([fine, no_gpu], ["run"]) == []
     assert lacking([fine, no_gpu], ["run", "cuda"]) == [no_gpu]
+    assert lacking([fine, no_gpu], ["run", "nvshmem"]) == [no_gpu], "there is no NVSHMEM without a device"
 
 
 def test_json_holds_every_field() -> None:

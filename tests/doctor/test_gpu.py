@@ -97,8 +97,8 @@ def test_devices_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
         ({}, None, State.ABSENT, "pip install triton"),
         ({"triton": "3.7.1", "numpy": "2.4.6"}, "3.7.1", State.OK, "3.7.1"),
         ({"triton": "3.7.1", "numpy": "2.4.6"}, None, State.OK, "3.7.1"),
-        ({"triton": "3.6.0", "numpy": "2.4.6"}, None, State.BROKEN, "interpreter fails"),
-        ({"triton": "3.6.0", "numpy": "2.3.5"}, "3.6.0", State.OK, "3.6.0"),
+        ({"triton": "3.5.1", "numpy": "2.4.6"}, None, State.BROKEN, "triton 3.6 or newer"),
+        ({"triton": "3.6.0", "numpy": "2.4.6"}, "3.6.0", State.OK, "3.6.0"),
         ({"triton": "3.9.0", "numpy": "2.4.6"}, "3.7.1", State.BROKEN, "triton==3.7.1"),
     ],
 )

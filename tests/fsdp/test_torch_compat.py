@@ -5,6 +5,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,3 +110,10 @@ def test_every_name_that_is_used_is_checked() -> None:
     assert private - checked - ours - public_of_dtensor == set()
     of_params = set(re.findall(r"(?:self\._param|\bparam)\.(\w+)", body[body.index("class ShardedParam") :]))
     assert of_params - checked == set()
+
+
+def test_a_unit_of_several_modules_is_one_group() -> None:
+    """In torch 2.11 the state is listed once for each of its modules."""
+    one, other, none = (SimpleNamespace(_fsdp_param_groups=groups) for groups in (["one"], ["other"], []))
+    root: Any = SimpleNamespace(_state_ctx=SimpleNamespace(all_states=[one, none, one, other, one]))
+    assert compat.groups_of_root(root) == ["one", "other"]

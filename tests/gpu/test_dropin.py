@@ -38,7 +38,10 @@ def leave() -> None:
 
 
 def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool) -> float:
-    """How far three steps lead from where they lead the unsharded model, as a share of the way."""
+    """How far three steps lead from where they lead the unsharded model, as a share of the way; of the own shards.
+
+    Shards are not gathered: gloo's gather of a DTensor reads device memory from the host.
+    """
     device = own_device(rank)
     whole, model = model_of(BLOCKS, WIDTH, device), model_of(BLOCKS, WIDTH, device)
     start = [parameter.detach().clone() for parameter in whole.parameters()]
@@ -61,8 +64,9 @@ def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool)
             optimizer.zero_grad()
     apart = way = 0.0
     for before, after, shard in zip(start, whole.parameters(), model.parameters(), strict=True):
-        apart += float((after - shard.full_tensor()).square().sum().detach())
-        way += float((after - before).square().sum().detach())
+        before, after = (one.detach().chunk(world)[rank] for one in (before, after))
+        apart += float((after - shard.detach().to_local()).square().sum())
+        way += float((after - before).square().sum())
     leave()
     assert way > 1e-6, "nothing was learnt"
     return (apart / way) ** 0.5
@@ -157,6 +161,7 @@ def stale(rank: int, world: int) -> str:
     model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
     with torch.no_grad():
         model(torch.randn(2, 64, device=device))
+        model.reshard()  # a root stays unsharded after its forward
         for parameter in model.parameters():
             parameter.to_local().add_(1.0)
         with pytest.raises(StaleParametersError) as failure:

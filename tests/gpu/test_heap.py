@@ -22,11 +22,11 @@ def copies_by_address(rank: int, world: int, identity: str, nbytes: int) -> None
     """Raw copies, as the staging slots are filled: out of private memory into the next rank's heap."""
     with sealed(cuda_group, identity, rank, world, (("flags", 64), ("large", nbytes))) as heap:
         source = torch.arange(nbytes, dtype=torch.int64, device=heap.device).to(torch.uint8) + rank
+        made = heap.lanes.mark()
         with heap.lanes.lane("push"):
-            heap.lanes.follow(made := torch.cuda.current_stream().record_event())
+            heap.lanes.follow(made)
             by_cuda.put(heap.address((rank + 1) % world, "large"), source.data_ptr(), nbytes)
             heap.lanes.settle()
-        del made
         dist.barrier()
         mine = heap.tensor(rank, "large", torch.uint8)
         assert torch.equal(mine, source - rank + (rank - 1) % world), "what was put is not there"
@@ -41,7 +41,9 @@ def follows(rank: int, world: int, identity: str) -> None:
     """A mark of one lane holds back another: a long kernel before it, a copy of its result after it."""
     with sealed(cuda_group, identity, rank, world) as heap:
         values = torch.zeros(1 << 24, device=heap.device)
+        zeroed = heap.lanes.mark()
         with heap.lanes.lane("push"):
+            heap.lanes.follow(zeroed)
             torch.cuda._sleep(200_000_000)
             values.fill_(3.0)
             mark = heap.lanes.mark()

@@ -1,22 +1,23 @@
 """Heaps of several processes for tests of kernels: one region a rank, reached by a pointer table.
 
 Chose real shared-memory heaps, attached through real doors, over one process's tensors: what a kernel reads and adds to
-is memory that another process maps at another address and writes at the same time.
+is memory that another process maps at another address and writes at the same time. Where torch's default device is a
+CUDA device (`tests/gpu/test_kernels.py`), the same functions work on CUDA heaps: all of it lies on the device then.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from _groups import shm_group
 
-from odc.memory import ShmHeap, Words
+from odc.memory import SymmetricHeap, Words
 
 WORDS = 64
 
@@ -30,7 +31,7 @@ class Shared:
         word_table: int64 [ranks]: address of each rank's words.
     """
 
-    heap: ShmHeap
+    heap: SymmetricHeap
     table: torch.Tensor
     word_table: torch.Tensor
 
@@ -38,21 +39,45 @@ class Shared:
         """1-D view of a rank's region."""
         return self.heap.tensor(rank, "region", dtype)
 
-    def words(self, rank: int) -> Words:
+    def words(self, rank: int) -> Words | DeviceWords:
         """A rank's words."""
-        return self.heap.words(rank, "words")
+        if self.heap.device.type == "cpu":
+            return self.heap.words(rank, "words")
+        return DeviceWords(self.heap.tensor(rank, "words", torch.int64))
+
+
+class DeviceWords:
+    """Words on a device, looked at and set by copies; nothing here is atomic."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    def load(self, i: int) -> int:
+        return int(self._memory[i])
+
+    def store(self, i: int, value: int) -> None:
+        self._memory[i] = value
+        torch.cuda.synchronize()
 
 
 @contextmanager
 def shared(name: str, rank: int, world: int, nbytes: int) -> Iterator[Shared]:
     """Heaps of `world` ranks with a zeroed region of `nbytes` each; no rank leaves before all are at the end."""
-    with shm_group(f"kernels-{name}", tuple(range(world)), rank, 60.0) as heap:
+    with _group()(f"kernels-{name}", tuple(range(world)), rank, 60.0) as heap:
         heap.allocate("region", nbytes)
         heap.allocate("words", 8 * WORDS)
         heap.seal()
-        bases = heap.base_addresses()
+        bases = heap.base_addresses().to(heap.device)
         yield Shared(heap, bases + heap.layout.offset("region"), bases + heap.layout.offset("words"))
         dist.barrier()
+
+
+def _group() -> Callable[..., AbstractContextManager[SymmetricHeap]]:
+    if torch.get_default_device().type == "cpu":
+        return shm_group
+    from _device import cuda_group  # of tests/gpu
+
+    return cuda_group
 
 
 def skew(draw: random.Random) -> None:
@@ -63,13 +88,14 @@ def skew(draw: random.Random) -> None:
 
 def numbers(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """1-D, normal, the same for the same seed."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(dtype).to(torch.get_default_device())
 
 
 def whole_numbers(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """1-D, small whole numbers: their sums are exact in any order."""
-    drawn = torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(dtype)
+    drawn = torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(dtype).to(torch.get_default_device())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

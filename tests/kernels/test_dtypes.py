@@ -22,8 +22,9 @@ def converts_every_number(rank: int, world: int) -> None:
         return out
 
     every_half = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=torch.Generator().manual_seed(0))
     edges = torch.tensor([0x7F7FFFFF, 0x00000001, 0x007FFFFF, 0x3F808000, 0x3F818000, 0x7F800000, 0x7F800001])
+    seeded = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=seeded, device="cpu").to(edges.device)
     singles = torch.cat([drawn, edges, edges - (1 << 31)]).to(torch.int32).view(F32)
     for values, to in [
         (every_half.view(BF16), F32),

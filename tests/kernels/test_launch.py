@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -38,6 +39,49 @@ def launches_from_threads(rank: int, world: int) -> None:
     assert not wrong, wrong
 
 
+class Cyclic:
+    """Garbage that only the collector finds; its finalizer notes whether the lock of launches is held."""
+
+    def __init__(self, notes: list[bool]) -> None:
+        self.itself, self.notes = self, notes
+
+    def __del__(self) -> None:
+        from odc.kernels.launch import _launching
+
+        self.notes.append(_launching.locked())
+
+
+def finalizes_outside(rank: int, world: int) -> None:
+    """A finalizer may wait for a thread that waits for the interpreter: within the lock that would be for ever."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from odc.kernels.launch import launch
+
+    notes: list[bool] = []
+
+    class Littering(InterpretedFunction):
+        def __init__(self) -> None:
+            pass
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[[], object]:
+            def run() -> object:
+                Cyclic(notes)
+                return [[i] for i in range(100)]  # more than the threshold: the collector would come by
+
+            return run
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(5):
+            launch(Littering(), (1,), torch.device("cpu"))
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert notes == [False] * 5, notes
+    assert gc.isenabled(), "the collector was left off"
+
+
 def refuses_other_memory(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels.get import get_kernel
@@ -56,6 +100,10 @@ def refuses_other_memory(rank: int, world: int) -> None:
 
 def test_threads_take_turns_in_the_interpreter(interpreted: Pools) -> None:
     interpreted(1).run(launches_from_threads)
+
+
+def test_garbage_is_not_collected_within_a_launch(interpreted: Pools) -> None:
+    interpreted(1).run(finalizes_outside)
 
 
 def test_other_memory_is_refused(interpreted: Pools) -> None:

@@ -13,17 +13,35 @@ Pools = Callable[[int], RankPool]
 def makes_tables(rank: int, world: int) -> None:
     from odc.kernels.rows import row_table
 
-    table = row_table([2, 0, 3], [(7, 8), (5, 6), (3, 4)], torch.device("cpu"))
-    assert table.dtype == torch.int64
-    assert table.tolist() == [[0, 7, 8], [2, 5, 6], [2, 3, 4], [5, 0, 0]]
-    assert row_table([], [], torch.device("cpu")).numel() == 1
+    cpu = torch.device("cpu")
+    table, rows = row_table([2, 0, 3, 0], [(7, 8), (5, 6), (3, 4), (1, 2)], cpu)
+    assert table.dtype == torch.int64 and table.is_contiguous()
+    assert table.tolist() == [[0, 7, 8], [2, 3, 4]] and rows == 2
+    none, rows = row_table([0], [(1, 2)], cpu)
+    assert none.numel() == rows == 0
+
+
+def keeps_tables(rank: int, world: int) -> None:
+    """Equal numbers are one table; no table stands for other numbers, however many there were."""
+    from odc.kernels import pointer_table
+
+    cpu = torch.device("cpu")
+    assert pointer_table([1, 2], cpu) is pointer_table([1, 2], cpu)
+    for i in range(3000):
+        assert pointer_table([i, -i], cpu).tolist() == [i, -i]
+    assert pointer_table([1, 2], cpu).tolist() == [1, 2]
+    assert pointer_table([1 << 62], cpu).tolist() == [1 << 62]
 
 
 def finds_rows(rank: int, world: int) -> None:
     """Rows of one program, of many and of none; every element is copied once, nothing else is touched."""
+    for numels in ([1, 0, 100, 16, 0, 0, 17, 1, 0], [5], [0, 40], [1] * 37):
+        finds_each(numels)
+
+
+def finds_each(numels: list[int]) -> None:
     from odc.kernels import publish
 
-    numels = [1, 0, 100, 16, 0, 0, 17, 1, 0]
     sources = [torch.arange(float(n)) + 1 for n in numels]
     buffer = torch.full((sum(numels) + 2,), -1.0)
     places = list(buffer[1:-1].split(numels))
@@ -34,6 +52,10 @@ def finds_rows(rank: int, world: int) -> None:
 
 def test_tables(interpreted: Pools) -> None:
     interpreted(1).run(makes_tables)
+
+
+def test_tables_are_kept(interpreted: Pools) -> None:
+    interpreted(1).run(keeps_tables)
 
 
 def test_every_program_finds_its_row(interpreted: Pools) -> None:

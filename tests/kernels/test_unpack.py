@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import same_bits, shared, skew
+from _heaps import numbers, same_bits, shared, skew
 from _ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -36,8 +36,7 @@ def gets_back_what_was_packed(rank: int, world: int) -> None:
             return heaps.memory(owner, BF16).view(count, width)
 
         def rows_of(source: int, i: int) -> torch.Tensor:
-            drawn = torch.randn(count, width, generator=torch.Generator().manual_seed(10 * source + i))
-            return drawn.to(BF16)
+            return numbers(10 * source + i, count * width, BF16).view(count, width)
 
         for i in range(4):
             skew(draw)

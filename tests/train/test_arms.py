@@ -37,7 +37,7 @@ def test_arms_of_one_balance_have_the_same_plan() -> None:
 def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     job = JobConfig(model="m", data="d", output=str(tmp_path))
     with mock.patch.object(atomics, "default_atomics", plain_x86_64):
-        check_arm("odc")
+        check_arm(job, "odc")
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
             run_arms(CompareConfig(job, arms=("odc", "odc-dynamic")), print)
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):

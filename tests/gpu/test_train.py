@@ -1,0 +1,54 @@
+"""`odc train` and `odc compare` on CUDA: as on the CPU, but for rounding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the train extra")
+
+_TRAIN = Path(__file__).parent.parent / "train"
+if str(_TRAIN) not in sys.path:
+    sys.path.insert(0, str(_TRAIN))
+
+from _tiny_job import tiny_job  # noqa: E402 (found by the path above)
+
+from odc.train.compare import CompareConfig, run_arms, write_pictures  # noqa: E402
+from odc.train.job import run  # noqa: E402
+from odc.train.report import report  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_arms_train_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
+    arms = ("odc-equal", "odc", "odc-dynamic")
+    if torch.cuda.device_count() >= 2:
+        arms = ("fsdp2", "fsdp2-resident", *arms)
+    expected = [step.loss for step in run(tiny_job(tmp_path, arm="odc", precision=precision))[0].steps]
+    config = CompareConfig(tiny_job(tmp_path, device="cuda", precision=precision, output=str(tmp_path / "out")), arms)
+    runs = run_arms(config, print)
+    near = {"rel": 2e-2} if precision == "bf16" else {"rel": 1e-3}
+    for arm, (only,) in runs.items():
+        assert only.losses == pytest.approx(expected, **near), arm
+        assert all(result.peak_bytes > result.baseline_bytes for result in only.results), "nothing lies on the device"
+    figures = report(config, runs, ["odc", "compare"])
+    assert figures["machine"]["devices"], "a device has a name"
+    assert figures["arms"]["odc"]["bubble"]["median"] < 1
+    assert "trace odc" in write_pictures(config)
+
+
+def test_a_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    whole = run(tiny_job(tmp_path, device="cuda", steps=4, output=str(tmp_path / "whole")))[0].steps
+    first = str(tmp_path / "first")
+    run(tiny_job(tmp_path, device="cuda", steps=4, save_every=2, output=first))
+    (tmp_path / "first" / "checkpoints" / "latest").write_text("step-00000002\n")
+    resumed = run(tiny_job(tmp_path, device="cuda", steps=4, resume=first))[0].steps
+    assert [step.loss for step in resumed] == pytest.approx([step.loss for step in whole[2:]], rel=1e-5)

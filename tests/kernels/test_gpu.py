@@ -1,0 +1,262 @@
+"""Compiled kernels on a CUDA device against plain torch there: bits, races between programs, sizes, hidden waits.
+
+One process and one device are enough: addresses of the own memory stand for peers'. The bodies take a device, so that
+those without streams run in the interpreter as well, with fewer sizes: a test that is wrong itself is found without a
+GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from _heaps import numbers, same_bits, whole_numbers
+from _ranks import RankPool
+
+pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on(device: torch.device, seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return numbers(seed, numel, dtype).to(device)
+
+
+def table_of(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([one.data_ptr() for one in tensors]).to(tensors[0].device)
+
+
+def moves_any_share(device: torch.device, sizes: list[int], *shifts: tuple[int, int]) -> None:
+    """publish, add, accumulate and get between all types, at aligned and unaligned addresses."""
+    from odc import kernels
+
+    for n in sizes:
+        for target in (F64, F32, F16, BF16):
+            for here, there in shifts:
+                for source in (F64, F32, F16, BF16):
+                    what = f"{n} of {source} to {target}, from {here} to {there}"
+                    values = on(device, n, n + 8, source)[here : here + n]
+                    found, expected = on(device, 1, n + 9, target), on(device, 1, n + 9, target)
+                    kernels.publish([found[there : there + n]], [values])
+                    kernels.publish_reference([expected[there : there + n]], [values])
+                    assert same_bits(found, expected), f"publish: {what}"
+                    kernels.get(found[: n // 2], table_of(values), 0, dtype=source)
+                    expected[: n // 2] = values[: n // 2].to(target)
+                    assert same_bits(found, expected), f"get: {what}"
+                    if target in (F16, BF16):
+                        continue
+                    kernels.add([found[there : there + n]], [values])
+                    kernels.add_reference([expected[there : there + n]], [values])
+                    assert same_bits(found, expected), f"add: {what}"
+                    kernels.accumulate([values], [n], [there], table_of(found), dtype=target)
+                    kernels.accumulate_reference([values], [n], [there], [expected])
+                    assert same_bits(found, expected), f"accumulate: {what}"
+
+
+def converts_every_number(device: torch.device, drawn: int) -> None:
+    from odc import kernels
+
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).to(device)
+    singles = torch.randint(-(1 << 31), 1 << 31, (drawn,), generator=torch.Generator().manual_seed(0))
+    singles = singles.to(torch.int32).to(device).view(F32)
+    for values, to in ((every.view(BF16), F32), (every.view(F16), F32), (singles, BF16), (singles, F16)):
+        found, expected = torch.empty_like(values, dtype=to), values.to(to)
+        kernels.publish([found], [values])
+        nan = expected.isnan()
+        assert torch.equal(found.isnan(), nan), f"{values.dtype} to {to}: not the same numbers are NaN"
+        assert same_bits(found[~nan], expected[~nan]), f"{values.dtype} to {to}"
+
+
+def gathers_units(device: torch.device, width: int) -> None:
+    from odc import kernels
+
+    shapes = [((3, width), 0), ((width, 5), 1), ((2, width, 7), 1), ((width,), 0), ((1,), 0)]
+    for dtype, published in ((BF16, None), (F32, BF16), (BF16, F32)):
+        theirs = published or dtype
+        offsets, end = [], 0
+        for shape, _ in shapes:
+            offsets.append(end)
+            end += -(-torch.Size(shape).numel() * theirs.itemsize // 16) * 16
+        owners = [on(device, shard, end // theirs.itemsize, theirs).view(torch.uint8) for shard in range(3)]
+        found, expected = (
+            [
+                torch.zeros([size * (3 if i == dim else 1) for i, size in enumerate(shape)], dtype=dtype, device=device)
+                for shape, dim in shapes
+            ]
+            for _ in range(2)
+        )
+        dims = [dim for _, dim in shapes]
+        kernels.gather(found, offsets, table_of(*owners), dims=dims, dtype=published, first=1)
+        kernels.gather_reference(expected, offsets, owners, dims=dims, dtype=published)
+        assert all(map(same_bits, found, expected)), f"{theirs} to {dtype}"
+
+
+def packs_rows(device: torch.device, rows: int) -> None:
+    from odc import kernels
+
+    values = on(device, 0, rows * 6, BF16).view(rows, 6)
+    starts, lengths = [rows // 2, 0, 3, rows - 1], [rows // 2, rows // 3, 0, 1]
+    packed, expected = torch.zeros_like(values), torch.zeros_like(values)
+    count = kernels.pack(values, starts, lengths, packed)
+    assert count == kernels.pack_reference(values, starts, lengths, expected) and same_bits(packed, expected)
+    back, expected = torch.zeros_like(values), torch.zeros_like(values)
+    kernels.unpack(packed, starts[:2], lengths[:2], back)
+    kernels.unpack_reference(packed, starts[:2], lengths[:2], expected)
+    assert same_bits(back, expected)
+
+
+def puts_and_signals(device: torch.device, numel: int) -> None:
+    from odc import kernels
+
+    slot = torch.zeros(4 * numel + 64, dtype=torch.uint8, device=device)
+    word = slot[-64:].view(torch.int64)
+    arrived, seen = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    table = table_of(slot)
+    at = slot.numel() - 64
+    for i in range(1, 4):
+        values = [on(device, i, numel, F32)[1:], on(device, -i, 1, F32)]
+        kernels.put(values, table, 0, signal=kernels.Signal(at, i, arrived))
+        assert same_bits(slot[:-64].view(F32), torch.cat(values)), f"round {i}"
+        assert int(word[0]) == i and int(arrived) == 0
+        kernels.signal(table, 0, at + 8, 1 << 32, add=True)
+        kernels.poll(table, 0, at + 8, i << 32, seen, looks=5)
+        assert int(seen) == i << 32 == kernels.wait(table, 0, at + 8, i << 32, "the own word", timeout_s=10)
+    kernels.poll(table, 0, at, 9, seen, looks=5)
+    assert int(seen) == 3
+
+
+#: What a device gets, and what the interpreter.
+BODIES: dict[str, tuple[Callable[..., None], tuple[object, ...], tuple[object, ...]]] = {
+    "shares": (moves_any_share, ([1, 15, 16, 4096, 8191, 50_001], (0, 0), (1, 0), (0, 3), (8, 8)), ([17], (1, 3))),
+    "conversions": (converts_every_number, (1 << 24,), (1 << 10,)),
+    "units": (gathers_units, (1001,), (9,)),
+    "rows": (packs_rows, (30_000,), (20,)),
+    "words": (puts_and_signals, (1_000_000,), (50,)),
+}
+
+
+def interprets(rank: int, world: int, name: str) -> None:
+    body, _, small = BODIES[name]
+    body(CPU, *small)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_these_tests_in_the_interpreter(interpreted: Pools, name: str) -> None:
+    interpreted(1).run(interprets, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BODIES)
+def test_on_a_device(cuda: torch.device, name: str) -> None:
+    body, large, _ = BODIES[name]
+    body(cuda, *large)
+
+
+@pytest.mark.gpu
+def test_what_was_put_is_there_for_whoever_sees_the_word(cuda: torch.device) -> None:
+    """One stream puts, another looks at the word at the same time and reads: the stores of all programs came first."""
+    from odc import kernels
+
+    numel = 8 << 20
+    slot, out = (torch.zeros(numel, dtype=torch.int32, device=cuda) for _ in range(2))
+    word, seen = (torch.zeros(1, dtype=torch.int64, device=cuda) for _ in range(2))
+    arrived = torch.zeros(1, dtype=torch.int32, device=cuda)
+    table = table_of(slot)
+    at = word.data_ptr() - slot.data_ptr()
+    putting, looking = torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)
+    for i in range(1, 21):
+        values = torch.full_like(slot, i)
+        torch.cuda.synchronize(cuda)
+        with torch.cuda.stream(looking):
+            kernels.poll(table, 0, at, i, seen, looks=1_000_000)
+            kernels.get(out, table, 0)
+        with torch.cuda.stream(putting):
+            kernels.put([values], table, 0, signal=kernels.Signal(at, i, arrived))
+        torch.cuda.synchronize(cuda)
+        assert int(seen) == i, "the poll gave up: put and poll did not run at the same time"
+        assert bool((out == i).all()), f"round {i}: {int((out != i).sum())} elements came after the word"
+
+
+@pytest.mark.gpu
+def test_no_addition_of_two_streams_is_lost(cuda: torch.device) -> None:
+    from odc import kernels
+
+    numel, times = 1_000_003, 20
+    total = torch.zeros(numel, device=cuda)
+    table = table_of(total)
+    values = [whole_numbers(seed, numel, BF16).to(cuda) for seed in range(2)]
+    torch.cuda.synchronize(cuda)
+    for stream, value in zip([torch.cuda.Stream(cuda) for _ in values], values, strict=True):
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                kernels.accumulate([value], [numel], [0], table)
+    torch.cuda.synchronize(cuda)
+    assert torch.equal(total, times * (values[0].float() + values[1].float()))
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(cuda: torch.device) -> None:
+    from odc import kernels
+
+    numel = (1 << 31) + 77
+    if torch.cuda.mem_get_info(cuda)[0] < 12 * GIB:
+        pytest.skip("needs 12 GiB of the device")
+    source = torch.arange(1 << 16, device=cuda).to(torch.int16).repeat(numel // (1 << 16) + 1)[:numel]
+    out = torch.zeros_like(source)
+    kernels.get(out, table_of(source), 0)
+    assert torch.equal(out, source)
+    out.zero_()
+    kernels.publish([out], [source])
+    assert torch.equal(out, source)
+    out.zero_()
+    kernels.gather([out], [0], table_of(source))
+    assert torch.equal(out, source)
+
+
+@pytest.fixture
+def no_waiting(cuda: torch.device) -> Iterator[torch.device]:
+    """Whatever waits for the device is an error."""
+    yield cuda
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_moves_never_wait_for_the_device_and_take_few_launches(no_waiting: torch.device) -> None:
+    from odc.comm import by_kernels
+
+    device = no_waiting
+    parts = [on(device, n, n, F32) for n in (1000, 7, 50_000)]
+    places = [torch.zeros(part.numel(), dtype=BF16, device=device) for part in parts]
+    sums = [torch.zeros(part.numel(), device=device) for part in parts]
+    memory = [torch.ones(8192, dtype=torch.uint8, device=device) for _ in range(2)]
+    outs = [torch.zeros(2 * n, dtype=F32, device=device) for n in (1000, 7, 900)]
+    calls = {
+        "publish": lambda: by_kernels.publish(places, parts),
+        "gather": lambda: by_kernels.gather(outs, [0, 4000, 4032], 2, iter([(1, memory[1]), (0, memory[0])])),
+        "add": lambda: by_kernels.add(sums, places),
+        "accumulate": lambda: by_kernels.accumulate(sums, places),
+    }
+    for call in calls.values():
+        call()  # compiles, which may wait
+    torch.cuda.synchronize(device)
+    kept = [torch.zeros(part.numel(), device=device) for part in parts]  # elsewhere: tables of their own
+    calls["add to new places"] = lambda: by_kernels.add(kept, places)
+    for name, call in calls.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.cuda.set_sync_debug_mode("error")
+            call()
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize(device)
+        found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert 1 <= len(found) <= (2 if "new" in name else 1), f"{name}: {found}"

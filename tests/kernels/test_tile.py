@@ -1,0 +1,68 @@
+"""A program's share, interpreted, at any address and of any length; nothing else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from _heaps import numbers, same_bits
+from _ranks import RankPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+Pools = Callable[[int], RankPool]
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+ROOM = 160
+
+
+def any_share(rank: int, world: int) -> None:
+    """Elements left over after whole groups of 16, addresses off by one element and more, shares longer than a step."""
+    from odc.kernels import accumulate, accumulate_reference, add, add_reference, publish, publish_reference
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.sampled_from([(F32, F32), (BF16, F32), (F32, BF16), (F32, F64)]),
+        st.integers(1, 100),
+        st.integers(0, 17),
+        st.integers(0, 17),
+        st.sampled_from([16, 64, 128]),
+    )
+    def property_(types: tuple[torch.dtype, torch.dtype], n: int, here: int, there: int, block: int) -> None:
+        source, target = types
+        values = numbers(n, ROOM, source)[here : here + n]
+        for launcher, reference in ((publish, publish_reference), (add, add_reference)):
+            if launcher is add and target == BF16:
+                continue
+            found, expected = numbers(0, ROOM, target), numbers(0, ROOM, target)
+            launcher([found[there : there + n]], [values], block=block)  # type: ignore[operator]
+            reference([expected[there : there + n]], [values])  # type: ignore[operator]
+            assert same_bits(found, expected), f"{launcher.__name__}: {values.dtype} to {target}"
+        if target != BF16:
+            found, expected = numbers(0, ROOM, target), numbers(0, ROOM, target)
+            table = torch.tensor([found.data_ptr()])
+            accumulate([values], [n], [there], table, dtype=target, block=block)
+            accumulate_reference([values], [n], [there], [expected])
+            assert same_bits(found, expected), f"accumulate: {values.dtype} to {target}"
+
+    property_()
+
+
+def long_steps(rank: int, world: int) -> None:
+    """Unaligned shares go in steps of 1024."""
+    from odc.kernels import get, get_reference
+
+    memory = numbers(1, 5000, F32).view(torch.uint8)
+    for offset in (0, 4, 16):
+        for n in (1023, 1024, 1025, 4000):
+            out, expected = torch.full((n,), -1.0), torch.full((n,), -1.0)
+            get(out, torch.tensor([memory.data_ptr()]), 0, offset, block=4096)
+            get_reference(expected, [memory], 0, offset)
+            assert same_bits(out, expected), f"{n} from byte {offset}"
+
+
+def test_any_share(interpreted: Pools) -> None:
+    interpreted(1).run(any_share)
+
+
+def test_shares_longer_than_a_step(interpreted: Pools) -> None:
+    interpreted(1).run(long_steps)
