@@ -6,10 +6,9 @@ price is that headers of the corpus are read once more, here.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from contextlib import closing
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from odc.multimodal.config import MultimodalConfig
@@ -18,7 +17,7 @@ from odc.multimodal.flops import phase_costs
 from odc.multimodal.model import load_config
 from odc.multimodal.rank import MultimodalRank
 from odc.multimodal.results import MultimodalResult
-from odc.train.config import threads_per_rank
+from odc.train.group import rank_group
 from odc.train.launch import launch
 from odc.train.preflight import writable_folder
 from odc.train.progress import Progress
@@ -49,16 +48,9 @@ def run_rank(config: MultimodalConfig) -> MultimodalResult:
 
     Makes the process group and takes it down again. Raises on the rank where something fails.
     """
-    from odc.fsdp import shutdown
-
-    torch.set_num_threads(threads_per_rank(config.job.ranks))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.job.timeout_s))
-    progress = Progress(config.job.steps, config.job.label or config.name, shown=dist.get_rank() == 0)
-    try:
-        result = MultimodalRank(config, progress).run()
-        dist.barrier()  # no rank takes the group down while another still writes
-        return result
-    finally:
-        progress.close()
-        shutdown()
-        dist.destroy_process_group()
+    job = config.job
+    with (
+        rank_group(job.ranks, job.timeout_s),
+        closing(Progress(job.steps, job.label or config.name, shown=dist.get_rank() == 0)) as progress,
+    ):
+        return MultimodalRank(config, progress).run()

@@ -35,7 +35,7 @@ from odc.rl.tasks import Task, UpperHalf
 from odc.rl.update import Outcome, Update
 from odc.trace import Span, recorder, save_spans
 from odc.train.arms import arm_named
-from odc.train.config import threads_per_rank
+from odc.train.group import rank_group
 from odc.train.launch import launch
 from odc.train.model import build_model, config_of
 from odc.train.preflight import model_source, writable_folder
@@ -58,17 +58,8 @@ def run(config: GrpoConfig, task: Task | None = None) -> list[GrpoResult]:
 
 def run_rank(config: GrpoConfig, task: Task | None = None) -> GrpoResult:
     """The job as one rank, in a process with the environment of `torchrun`; every rank calls it."""
-    from odc.fsdp import shutdown
-
-    torch.set_num_threads(threads_per_rank(config.ranks))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s))
-    try:
-        result = train(config, task)
-        dist.barrier()
-        return result
-    finally:
-        shutdown()
-        dist.destroy_process_group()
+    with rank_group(config.ranks, config.timeout_s):
+        return train(config, task)
 
 
 def train(config: GrpoConfig, task: Task | None = None) -> GrpoResult:

@@ -9,12 +9,14 @@ culprit, and not the messenger.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import itertools
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +84,9 @@ class Rendezvous:
         """
         self._own = {"door": door, "token": token, "digest": digest, "units": units, "settings": settings}
         self._lines = lines
-        self._store.set(self._key(self._geometry.me) + "/lines", json.dumps(lines))
+        # One line a parameter: packed, or a model of many experts would pass the most that a store takes.
+        packed = base64.b64encode(zlib.compress(json.dumps(lines).encode())).decode()
+        self._store.set(self._key(self._geometry.me) + "/lines", packed)
         self._store.set(self._key(self._geometry.me), json.dumps(self._own))
 
     def _key(self, member: int) -> str:
@@ -232,7 +236,8 @@ class Rendezvous:
 
     def _first_lines(self, unit: int, member: int, rank: int, me: int) -> str:
         """In what a unit differs from the peer's, if both have said so."""
-        lines: list[list[str]] = json.loads(self._store.get(self._key(member) + "/lines"))
+        packed = self._store.get(self._key(member) + "/lines")
+        lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
         if not lines or not self._lines:
             return ""
         pairs = itertools.zip_longest(self._lines[unit], lines[unit], fillvalue="nothing")

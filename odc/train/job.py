@@ -7,14 +7,14 @@ launching process reads the data first: what cannot work is refused before ranks
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
+from contextlib import closing
 
-import torch
 import torch.distributed as dist
 
-from odc.train.config import JobConfig, threads_per_rank
+from odc.train.config import JobConfig
 from odc.train.dataset import load_dataset
 from odc.train.device import backend, take_device
+from odc.train.group import rank_group
 from odc.train.launch import launch, start_server
 from odc.train.preflight import preflight
 from odc.train.progress import Progress
@@ -59,17 +59,8 @@ def run_rank(config: JobConfig) -> JobResult:
     Makes the process group and takes it down again. Raises on the rank where something fails; the others learn of it
     from whoever started them, or from odc.
     """
-    from odc.fsdp import shutdown
-
-    torch.set_num_threads(threads_per_rank(config.ranks))
-    dist.init_process_group(backend(config), timeout=timedelta(seconds=config.timeout_s))
-    device = take_device(config)
-    progress = Progress(config.steps, config.label, shown=dist.get_rank() == 0)
-    try:
-        result = RankJob(config, progress, device).run()
-        dist.barrier()  # no rank takes the group down while another still writes
-        return result
-    finally:
-        progress.close()
-        shutdown()
-        dist.destroy_process_group()
+    with (
+        rank_group(config.ranks, config.timeout_s, backend(config)),
+        closing(Progress(config.steps, config.label, shown=dist.get_rank() == 0)) as progress,
+    ):
+        return RankJob(config, progress, take_device(config)).run()

@@ -25,9 +25,8 @@ def odc(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subproc
     )
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> list[str]:
-    """Options of a job that takes a second."""
+def options_of_a_job(folder: Path) -> list[str]:
+    """Of one that takes a second, on files made in `folder`."""
     model = {
         "model_type": "qwen2",
         "hidden_size": 16,
@@ -37,36 +36,51 @@ def job(tmp_path: Path) -> list[str]:
         "num_key_value_heads": 1,
         "vocab_size": 64,
     }
-    (tmp_path / "model.json").write_text(json.dumps(model))
+    (folder / "model.json").write_text(json.dumps(model))
     texts = ["ab " * (1 + 7 * (i % 5)) for i in range(20)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = ["--model", str(tmp_path / "model.json"), "--data", str(tmp_path / "data.jsonl"), "--tokenizer", "bytes"]
-    return [*options, "--max-tokens", "100", "--steps", "2", "--cache", str(tmp_path / "cache")]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--model", str(folder / "model.json"), "--data", str(folder / "data.jsonl"), "--tokenizer", "bytes"]
+    return [*options, "--max-tokens", "100", "--steps", "2", "--cache", str(folder / "cache")]
 
 
-def test_train_launches_its_ranks_saves_and_exports(job: list[str], tmp_path: Path) -> None:
-    output, export = tmp_path / "out", tmp_path / "model"
-    done = odc("train", *job, "--output", str(output), "--export", str(export))
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """Options of a job that takes a second."""
+    return options_of_a_job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A job that has been run, and its folder: its options' files, "out" and "model"."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = options_of_a_job(folder)
+    return folder, odc("train", *job, "--output", str(folder / "out"), "--export", str(folder / "model"))
+
+
+def test_train_launches_its_ranks_saves_and_exports(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = trained
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", done.stdout)
     assert done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\n")
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
-    assert sorted(os.listdir(output)) == ["checkpoints", "steps.jsonl"]
+    assert sorted(os.listdir(folder / "out")) == ["checkpoints", "steps.jsonl"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.architectures == ["Qwen2ForCausalLM"]
-    assert AutoTokenizer.from_pretrained(export)("ab")["input_ids"] == [97, 98]
+    assert AutoTokenizer.from_pretrained(folder / "model")("ab")["input_ids"] == [97, 98]
 
-    again = [
-        ("auto" if option == "bytes" else str(export) if option.endswith("model.json") else option) for option in job
+
+def test_train_goes_on_from_an_export_under_torchrun(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    export = str(trained[0] / "model")
+    job = [
+        "auto" if option == "bytes" else export if option.endswith("model.json") else option
+        for option in options_of_a_job(trained[0])
     ]
-    done = odc("train", *again)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("step 2: loss")
-
-
-def test_train_runs_under_torchrun(job: list[str]) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     done = odc("train", *job, "--arm", "odc", python=launcher)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, WaitTimeoutError
+from odc.fsdp._torch_compat import default_store
 
 
 def swapped(rank: int, rows: int = 3) -> Route:
@@ -52,15 +54,17 @@ def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str, fault
 
 
 def stays_away(rank: int, world: int, kind: str) -> float:
+    over = default_store()
     with exchange_of(kind, rank, world, ["data"], timeout_s=1.5) as exchange:
         if rank == 1:
-            time.sleep(6.0)
+            over.wait(["rank 0 has given up"], timedelta(seconds=50))
             return 0.0
         began = time.monotonic()
         with pytest.raises(WaitTimeoutError, match=r"moving data of step 1|rank 1 to put data of step 1") as error:
             exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
         assert error.value.culprit == 1, str(error.value)
         assert "rank 1" in str(error.value), str(error.value)
+        over.set("rank 0 has given up", "")
         return time.monotonic() - began
 
 

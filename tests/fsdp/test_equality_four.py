@@ -174,7 +174,9 @@ def test_bf16(ranks: Pools, hybrid: bool) -> None:
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
-@pytest.mark.parametrize("settings", [Settings(reproducible=True), Settings(accumulate="per_source")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [Settings(reproducible=True), Settings(accumulate="per_source")], ids=["fp64", "per_source"]
+)
 def test_adapters_on_a_frozen_base(ranks: Pools, settings: Settings, hybrid: bool) -> None:
     case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, frozen="base")
     ranks(4).run(close, case, hybrid, settings)

@@ -207,6 +207,18 @@ def test_the_first_parameter_to_differ_is_named_on_both_sides(
         assert str(caught.value).endswith(expected)
 
 
+def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
+    """One value may have 8 MiB in torch's TCPStore."""
+    store = dist.HashStore()
+    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 1.0, refusing)
+    names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
+    units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
+    lines = [unit.lines() for unit in units]
+    assert sum(len(line) for unit in lines for line in unit) > 8 << 20
+    meet.announce("door", "token", "digest", summary(units), lines=lines)
+    assert len(store.get("odc/7.abc/10/lines")) < 1 << 20
+
+
 @pytest.mark.parametrize("other", [Settings(accumulate="direct"), Settings(staging_block_bytes=8192)])
 def test_other_settings_are_named_on_both_sides(side: Make, other: Settings) -> None:
     left, right = side(0).announce(), side(1, settings=other).announce()
