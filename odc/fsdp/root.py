@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -134,20 +135,28 @@ class Root:
 
     def leave(self) -> None:
         """Leave the job in good order; the heap is closed, the modules must not be run any more. Idempotent."""
-        self._leave()
+        wait = self._leave()
+        if wait is not None:
+            wait()
 
 
-def _leave(pid: int, verbs: Verbs, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender) -> None:
+def _leave(
+    pid: int, verbs: Verbs, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender
+) -> Callable[[], None] | None:
+    """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
     if os.getpid() != pid:
-        return  # a forked child (DataLoader worker) drops its copy; the heap and its words are still the rank's
+        return None  # a forked child (DataLoader worker) drops its copy; the heap and its words are still the rank's
     if verbs.board.load(Word.ABORT):
         rendezvous.tell(read_reason(verbs.space, verbs.geometry.me), verbs.board.load(Word.ABORT) - 1)
     verbs.board.store(Word.LEFT, 1)
-    daemon(service.rank).dismiss(service)
     fetcher.close()
     sender.close()
-    rendezvous.close()
-    verbs.space.close()
+
+    def close() -> None:
+        rendezvous.close()
+        verbs.space.close()
+
+    return daemon(service.rank).dismiss(service, close)
 
 
 def live_roots() -> list[Root]:

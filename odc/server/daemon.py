@@ -27,6 +27,10 @@ DOOR_PREFIX = "odc."
 _POLL_S = 0.2
 
 
+def _nothing() -> None:
+    return
+
+
 class Daemon:
     """The daemon of this process; see `daemon()`. Methods may be called from any thread.
 
@@ -57,22 +61,31 @@ class Daemon:
         self._services[service.identity] = service
         self.ring()
 
-    def dismiss(self, service: Service) -> None:
-        """Stop to serve a root; returns once the loop no longer touches its heap."""
+    def dismiss(self, service: Service, then: Callable[[], None] = _nothing) -> Callable[[], None]:
+        """Stop to serve a root; the loop calls `then` once it no longer touches the root's heap.
+
+        Does not wait for that: the garbage collector may end a root on any thread, and the loop may be waiting for what
+        that thread holds (the lock of another root's accumulator). Returns a function that waits, for callers that hold
+        nothing; on the loop's own thread it returns at once.
+        """
         gone = threading.Event()
 
         def drop() -> None:
             self._services.pop(service.identity, None)
             for unwatch in self._unwatch.pop(service.identity, []):
                 unwatch()
+            then()
             gone.set()
 
-        if threading.current_thread() is self._thread:  # the garbage collector may end a root on any thread
+        def wait() -> None:
+            while threading.current_thread() is not self._thread and self._thread.is_alive() and not gone.wait(0.05):
+                pass
+
+        if self._thread.is_alive():
+            self._do(drop)
+        else:
             drop()
-            return
-        self._do(drop)
-        while self._thread.is_alive() and not gone.wait(0.05):
-            pass
+        return wait
 
     def watch(self, service: Service, member: int, pid: int) -> None:
         """Call `service.peer_died(member)` as soon as process `pid` ends."""
@@ -115,6 +128,8 @@ class Daemon:
                 service.abort(reason, self.rank)
             raise
         finally:
+            while self._tasks:  # heaps that were handed over as the loop ended
+                self._tasks.popleft()()
             for unwatch in [one for some in self._unwatch.values() for one in some]:
                 unwatch()
             self._selector.close()

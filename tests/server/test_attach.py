@@ -157,7 +157,7 @@ def test_descriptors_that_come_with_a_refusal_are_closed(side: Make) -> None:
 
 def test_a_root_that_has_left_is_no_longer_there(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
-    right.daemon.dismiss(right.service)
+    right.daemon.dismiss(right.service)()
     with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: no root '7\.abc' here"):
         left.space.board(1)
 

@@ -67,7 +67,7 @@ def test_dismiss_returns_when_the_heap_is_no_longer_touched(crew: Crew, server: 
     service.__class__ = Slow
     server.serve(service)
     assert draining.wait(5.0)
-    dismissing = threading.Thread(target=lambda: (server.dismiss(service), calls.append("dismissed")))
+    dismissing = threading.Thread(target=lambda: (server.dismiss(service)(), calls.append("dismissed")))
     dismissing.start()
     assert calls == ["in"]
     go_on.set()
@@ -141,7 +141,7 @@ def test_the_death_of_a_peer_of_a_dismissed_root_is_nobodys_business(
 ) -> None:
     server.serve(crew.services[0])
     server.watch(crew.services[0], 1, victim.pid)
-    server.dismiss(crew.services[0])
+    server.dismiss(crew.services[0])()
     victim.kill()
     victim.wait()
     settle(server)
@@ -159,7 +159,7 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     status = service.status
     service.status = lambda: (held.set(), go_on.wait(5.0), status())[2]  # type: ignore[method-assign, func-returns-value]
     asking = threading.Thread(target=settle, args=(server,))
-    dismissing = threading.Thread(target=server.dismiss, args=(service,))
+    dismissing = threading.Thread(target=lambda: server.dismiss(service)())
     asking.start()
     assert held.wait(5.0)  # the loop is at the door
     dismissing.start()
@@ -178,7 +178,7 @@ def test_a_watch_that_comes_after_the_dismissal_is_dropped(
     crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
     server.serve(crew.services[0])
-    server.dismiss(crew.services[0])
+    server.dismiss(crew.services[0])()
     before = descriptors()
     server.watch(crew.services[0], 1, victim.pid)
     settle(server)
@@ -198,7 +198,7 @@ def test_watching_many_roots_one_after_the_other_keeps_no_descriptors(
     for _ in range(5):
         server.serve(crew.services[0])
         server.watch(crew.services[0], 1, victim.pid)
-        server.dismiss(crew.services[0])
+        server.dismiss(crew.services[0])()
     assert within(2.0, lambda: descriptors() <= before)
 
 

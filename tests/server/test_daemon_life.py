@@ -66,7 +66,7 @@ def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(crew: Crew
 def test_a_dismissed_root_is_no_longer_handed_out(crew: Crew, server: Daemon) -> None:
     service = crew.services[0]
     server.serve(service)
-    server.dismiss(service)
+    server.dismiss(service)()
     answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 5.0)
     assert answer.reply == {"error": "no root 'crew' here"}
     assert answer.fds == []
@@ -102,7 +102,7 @@ def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Cr
     os.dup2(write, number)
     try:
         server.ring()
-        server.dismiss(crew.services[0])
+        server.dismiss(crew.services[0])()
         server.watch(crew.services[0], 1, 1)
         with pytest.raises(BlockingIOError):
             os.read(read, 8)
@@ -161,6 +161,23 @@ def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> N
     server._do(lambda: (server.dismiss(crew.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
     assert over.wait(5.0)
     assert knock(server.door_name, {"op": "status"}, 5.0).reply["roots"] == []
+
+
+def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daemon) -> None:
+    """The garbage collector may end a root on a thread that holds the lock of an accumulator, which the loop wants."""
+    service, adding, closed = crew.services[0], threading.Event(), threading.Event()
+    server.serve(service)
+    settle(server)
+    drain = service.drain
+    service.drain = lambda: (adding.set(), drain())[1]  # type: ignore[method-assign, func-returns-value]
+    with crew.spaces[0].mutex(0, crew.units[0]).held(5.0):
+        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+        server.ring()
+        assert adding.wait(5.0)
+        wait = server.dismiss(service, closed.set)  # returns: to wait here would take the lock's whole deadline
+        assert not closed.wait(0.2), "closed while the loop was adding"
+    wait()
+    assert closed.is_set()
 
 
 def test_a_root_may_end_while_the_daemon_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

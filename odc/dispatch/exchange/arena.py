@@ -20,7 +20,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -237,7 +237,9 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            self._leave()
+            wait = self._leave()
+            if wait is not None:
+                wait()
 
     def _number(self, channel: str) -> int:
         if channel not in self.channels:
@@ -268,13 +270,17 @@ def _gap(held: list[tuple[int, int]], needed: int, room: int) -> int | None:
     return end if room - end >= needed else None
 
 
-def _leave(pid: int, space: Space, server: Daemon, service: Service, meet: Rendezvous) -> None:
+def _leave(pid: int, space: Space, server: Daemon, service: Service, meet: Rendezvous) -> Callable[[], None] | None:
+    """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
     if os.getpid() != pid:
-        return
+        return None
     board = space.board(space.geometry.me)
     if board.load(Word.ABORT):
         meet.tell(read_reason(space, space.geometry.me), board.load(Word.ABORT) - 1)
     board.store(Word.LEFT, 1)
-    server.dismiss(service)
-    meet.close()
-    space.close()
+
+    def close() -> None:
+        meet.close()
+        space.close()
+
+    return server.dismiss(service, close)
