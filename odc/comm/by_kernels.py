@@ -22,9 +22,9 @@ from odc.kernels import publish as publish_shards
 from odc.kernels import put as put_values
 
 
-def refuse_unusable() -> None:
-    """Raise `UnsupportedError` where kernels are compiled, but there is no GPU to run them."""
-    if not torch.cuda.is_available():
+def refuse_unusable(device: torch.device) -> None:
+    """Raise `UnsupportedError` where kernels are compiled, but `device` is the CPU, which cannot run them."""
+    if device.type == "cpu":
         refuse_compiled()
 
 

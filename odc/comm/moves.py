@@ -67,7 +67,7 @@ def moves_of(settings: Settings, device: torch.device = _CPU) -> Moves:
         from odc.comm import by_kernels
     except ModuleNotFoundError as error:
         raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
-    by_kernels.refuse_unusable()
+    by_kernels.refuse_unusable(device)
     if device.type == "cuda":  # a staging slot is plain bytes: the copy engine's work
         names = ("publish", "gather", "add", "accumulate")
         return cast(Moves, SimpleNamespace(put=by_cuda.put, **{name: getattr(by_kernels, name) for name in names}))

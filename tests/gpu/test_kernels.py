@@ -2,7 +2,7 @@
 
 Most functions here are those of tests/kernels, run with the device as torch's default: one text says what a kernel must
 do, whoever runs it. Added are sizes at which vectors, many programs and 64-bit offsets matter, and launches by several
-threads.
+threads. What one process can show on a device is in tests/kernels/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if str(_KERNELS) not in sys.path:
 
 import test_accumulate as accumulate_  # noqa: E402 (found by the path above)
 import test_add as add_  # noqa: E402
-import test_dtypes as dtypes_  # noqa: E402
 import test_gather as gather_  # noqa: E402
 import test_get as get_  # noqa: E402
 import test_pack as pack_  # noqa: E402
@@ -90,7 +89,6 @@ def test_between_ranks(ranks, world: int, function: Callable[..., Any], args: tu
 @pytest.mark.parametrize(
     "function",
     [
-        dtypes_.converts_every_number,
         rows_.finds_rows,
         put_.odd_puts,
         signal_.matches_reference,
