@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 
-from odc.bench.crew import Crew, held
+from odc.bench.crew import Crew, apart, held
 from odc.bench.report import store
 from odc.bench.units import drop
 
@@ -127,13 +127,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
+    if options.steps <= WARM:
+        parser.error(f"--steps: more than the {WARM} that are not timed")
     if not torch.cuda.is_available():
         parser.exit(1, "bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)\n")
     rows = []
     for ranks in options.ranks:
         shared = ranks > torch.cuda.device_count()
-        reference = run("fsdp2", 1 if shared else ranks, options.steps)
-        row = run("odc", ranks, options.steps)
+        reference = apart(run, "fsdp2", 1 if shared else ranks, options.steps)
+        row = apart(run, "odc", ranks, options.steps)
         gap = max(abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True))
         rows += [reference | {"largest_loss_gap": 0.0}, row | {"largest_loss_gap": gap}]
         if gap > LARGEST_GAP:

@@ -6,6 +6,8 @@ by name), so both sides of a collective run the same function. Every rank comput
 
 A child ends when its pipe closes, and the kernel kills it should the benchmark die: nothing is left behind. On CUDA
 ranks take the devices in turn; several share one where there are fewer, which NCCL refuses, so then only gloo is there.
+And there a process is in one crew only (`apart` makes one for it): torch's symmetric memory numbers its exchanges by
+process, so ranks that have made different numbers of them would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace, TracebackType
@@ -31,6 +34,21 @@ _PR_SET_PDEATHSIG = 1
 held = SimpleNamespace()
 
 
+_on_cuda: list[int] = []  # worlds of this process's crews on CUDA: at most one
+
+
+def here(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, in this process."""
+    return function(*args)
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` of a module, in a process of its own that ends with it; raises what it raises."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_die_with, initargs=(os.getpid(),)) as process:
+        return process.submit(function, *args).result()
+
+
 class Crew:
     """`world` ranks in one gloo group; this process is rank 0. Use as a context manager, one at a time.
 
@@ -41,6 +59,10 @@ class Crew:
     """
 
     def __init__(self, world: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
+        if device == "cuda":
+            if _on_cuda:
+                raise RuntimeError("this process was in a crew on CUDA already; run each in one of its own by `apart`")
+            _on_cuda.append(world)
         self.world, self.device, self._timeout_s = world, device, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="odc-bench-")
         self._broken = False  # a rank failed: the others may wait for it, nobody can leave in good order
@@ -165,11 +187,16 @@ def _leave() -> None:
     meet()
 
 
-def _follow(pipe: Connection, parent: int, rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides when it ends
-    if os.getppid() != parent:
-        return
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def _follow(pipe: Connection, parent: int, rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
+    _die_with(parent)
     _join(rank, world, store, timeout_s, device)
     while True:
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from odc.bench import exchanges, heaps, plans, sharded
-from odc.bench.crew import Crew
+from odc.bench.crew import Crew, apart, here
 from odc.bench.report import facts, spread, table
 from odc.bench.rounds import Prepare, Timed, measure, slowest
 from odc.bench.units import drop
@@ -113,11 +113,11 @@ def run(
 
     Args:
         parts: names of `PARTS`.
-        worlds: numbers of ranks; this process is rank 0 of each.
+        worlds: numbers of ranks; rank 0 is this process, on CUDA a new one for each.
         sizes: in bytes.
         device: "cpu" or "cuda".
         effort: how many rounds.
-        say: told what comes next.
+        say: told what comes next; on CUDA a module-level function.
     """
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -132,21 +132,33 @@ def run(
     if "planners" in chosen:
         rows += _planned(effort, say)
     for world in worlds if set(chosen) - {"planners"} else ():
-        with Crew(world, _TIMEOUT_S, device) as crew:
-            for name in [name for name in chosen if name != "planners"]:
-                for size in _SIZELESS.get(name, sizes):
-                    missing = _lacking(PARTS[name], size, world, device)
-                    if missing:
-                        left_out.append(f"{name} of {text_of(size)}, {world} ranks: {missing}")
-                        continue
-                    say(f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}"))
-                    prepare, rounds = PARTS[name].prepare, effort.rounds(size)
-                    timed = slowest(crew.each(measure, prepare, size, device, rounds, effort.warm))
-                    crew.each(drop)
-                    rows += _rows(name, timed, world, None if name in _SIZELESS else size, rounds, device)
+        each = apart if device == "cuda" else here
+        made, missing = each(_measured, [n for n in chosen if n != "planners"], world, sizes, device, effort, say)
+        rows, left_out = rows + made, left_out + missing
     if device == "cuda" and any(world > torch.cuda.device_count() for world in worlds):
         left_out.append("NCCL and symmetric-memory collectives: ranks share a device")
     return {"schema": SCHEMA, **facts(), "device": device, "left_out": left_out, "rows": rows}
+
+
+def _measured(
+    parts: Sequence[str], world: int, sizes: Sequence[int], device: str, effort: Effort, say: Callable[[str], object]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(rows, what was left out and why) of one number of ranks."""
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    with Crew(world, _TIMEOUT_S, device) as crew:
+        for name in parts:
+            for size in _SIZELESS.get(name, sizes):
+                missing = _lacking(PARTS[name], size, world, device)
+                if missing:
+                    left_out.append(f"{name} of {text_of(size)}, {world} ranks: {missing}")
+                    continue
+                say(f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}"))
+                prepare, rounds = PARTS[name].prepare, effort.rounds(size)
+                timed = slowest(crew.each(measure, prepare, size, device, rounds, effort.warm))
+                crew.each(drop)
+                rows += _rows(name, timed, world, None if name in _SIZELESS else size, rounds, device)
+    return rows, left_out
 
 
 def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any]]:
