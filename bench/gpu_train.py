@@ -144,6 +144,8 @@ def main() -> None:
     parser.add_argument("--gloo", action="store_true", help="FSDP2 by way of the host where ranks share a device")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: does the script run?")
     options = parser.parse_args()
+    if options.steps <= WARM:
+        parser.error(f"--steps must be more than {WARM}, which warm up")
     if not (options.rehearse or torch.cuda.is_available()):
         parser.exit(1, "bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)\n")
     device = "cpu" if options.rehearse else "cuda"

@@ -17,6 +17,7 @@ import torch
 from odc.errors import OdcError
 
 COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
 
 
 @cache
@@ -34,7 +35,11 @@ def copy(target: int, source: int, nbytes: int) -> None:
     Raises:
         OdcError: the driver refuses; the number is CUDA's.
     """
-    code = _copy_function()(target, source, nbytes, torch.cuda.current_stream().cuda_stream)
+    function, stream = _copy_function(), torch.cuda.current_stream()
+    code = function(target, source, nbytes, stream.cuda_stream)
+    if code == _NO_CONTEXT:
+        stream.query()  # any call of CUDA's runtime gives a thread its context, the driver's own calls do not
+        code = function(target, source, nbytes, stream.cuda_stream)
     if code:
         raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
 

@@ -177,6 +177,7 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
         for root in opened:
             root.minibatch.begin()
             root.minibatch.explicit = True
+            root.map_peers()
         yield
         for root in opened:
             root.minibatch.done()

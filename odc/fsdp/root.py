@@ -118,6 +118,11 @@ class Root:
 
     # what the modules need ---------------------------------------------------------------------------------------
 
+    def map_peers(self) -> None:
+        """On a device reach every peer now: ranks meet in it, and first fetches of two roots may come in any order."""
+        if self.space.heap.lanes.asynchronous:
+            self.space.attach_all()
+
     def before_forward(self) -> None:
         """The root's module is about to run: count the microbatch, refuse weights changed since they were published."""
         fresh = self.minibatch.state is State.CLOSED

@@ -7,6 +7,7 @@ loaded before it is used: there is no CUDA on most machines that import odc.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +28,26 @@ def _module() -> Any:
     return _symmetric_memory
 
 
+def require_nvml(library: str = "libnvidia-ml.so.1") -> None:
+    """Raise `UnsupportedError` without NVML: torch (2.11) then allocates by calling a function that is not there."""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        raise UnsupportedError(
+            f"torch's symmetric memory needs NVIDIA's management library ({error}): install it with the driver; in a "
+            "container let it in with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        ) from error
+
+
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] on `device` that peers can map; unfilled. Local: waits for nobody."""
+    """uint8 [nbytes] on `device` that peers can map; unfilled. Local: waits for nobody.
+
+    Raises:
+        UnsupportedError: torch or the driver lacks a part that this needs.
+        RuntimeError: as torch does.
+    """
     _module()
+    require_nvml()
     from torch._C._distributed_c10d import _SymmetricMemory
 
     # Not `empty()` of the module, which takes from a pool: a heap is given back whole.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from odc.errors import HeapMemoryError, OdcError
+from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
 from odc.memory.lanes import Lanes
 from odc.memory.layout import Layout, Request, check
@@ -92,10 +92,18 @@ class CudaHeap:
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
             own = symmetric.allocate(nbytes, self.device)
+        except UnsupportedError:
+            raise
         except RuntimeError as error:  # of the driver, or of torch
+            said = str(error).splitlines()[0]
+            if nbytes <= free and "out of memory" not in said:
+                raise OdcError(
+                    f"{self._who()}: {self.device} gives no memory that peers can map: {said}; see "
+                    "`odc doctor --need cuda`"
+                ) from error
             raise HeapMemoryError(
                 f"{self._who()}: the heap needs {nbytes / _MIB:.1f} MiB of {self.device}, which had {free / _MIB:.1f} "
-                f"MiB free: {str(error).splitlines()[0]}; use more ranks, a smaller model or smaller staging blocks"
+                f"MiB free: {said}; use more ranks, a smaller model or smaller staging blocks"
             ) from error
         own.zero_()
         torch.cuda.current_stream(self.device).synchronize()  # before any peer can look

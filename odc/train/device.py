@@ -24,13 +24,18 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
 
     Raises:
         UnsupportedError: there is no CUDA device.
-        ConfigError: the arm's collectives need a device a rank, and there are fewer.
+        ConfigError: the arm's collectives, or those of an export, need a device a rank, and there are fewer.
     """
     if config.device == "cpu":
         return
     if not torch.cuda.is_available():
         raise UnsupportedError("device: no CUDA device here (`odc doctor --need cuda` says what is missing)")
     devices = torch.cuda.device_count()
+    if config.ranks > devices and config.export is not None:
+        raise ConfigError(
+            f"export: a whole model is gathered by NCCL, which needs a CUDA device a rank; {config.ranks} ranks share "
+            f"{devices} here. Save checkpoints (--output), and export on the CPU (--resume, without --device)"
+        )
     if config.ranks > devices and arm_named(arm).transport != "on demand":
         raise ConfigError(
             f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {config.ranks} ranks share {devices} "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from odc.comm import by_cuda, by_torch
 from odc.comm.moves import moves_of
+from odc.errors import OdcError
 from odc.settings import Settings
 
 SHARDS = 3
@@ -73,3 +76,17 @@ def test_the_device_decides_what_moves_data() -> None:
 def test_without_a_driver_a_copy_is_an_error_and_no_crash() -> None:
     with pytest.raises(OSError, match=r"libcuda\.so\.1"):
         by_cuda.copy(0, 0, 1)
+
+
+@pytest.mark.parametrize(("codes", "queries", "refused"), [([0], 0, ""), ([201, 0], 1, ""), ([201, 201], 1, "201")])
+def test_a_thread_without_a_context_gets_one(
+    codes: list[int], queries: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queried: list[int] = []
+    stream = SimpleNamespace(cuda_stream=5, query=lambda: queried.append(1))
+    answers = iter(codes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(by_cuda, "_copy_function", lambda: lambda *_: next(answers))
+    with pytest.raises(OdcError, match=f"CUDA error {refused}") if refused else nullcontext():
+        by_cuda.copy(1, 2, 3)
+    assert len(queried) == queries and not list(answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import odc.comm.space
 from odc import Settings, fully_shard
+from odc.fsdp import root_of
 from odc.memory import shm
 
 
@@ -71,3 +72,21 @@ def both(rank: int, world: int, settings: Settings, compute: torch.dtype | None)
 )
 def test_training_is_the_same_however_late_copies_are(ranks, settings: Settings, compute: torch.dtype | None) -> None:
     assert all(settled > 6 for settled in ranks(2).run(both, settings, compute)), "the lanes were used"
+
+
+def attached_at_the_entry(rank: int, world: int) -> tuple[list[bool], list[bool]]:
+    """Whether each rank is attached inside `minibatch()` before anything was fetched: on the CPU, with late copies."""
+    found = []
+    for asynchronous in (False, True):
+        with late() if asynchronous else nullcontext():
+            model: Any = fully_shard(nn.Linear(8, 8))
+            with model.minibatch():
+                found.append([root_of(model).space.heap.attached(member) for member in range(world)])
+            root_of(model).leave()
+    return found[0], found[1]
+
+
+def test_on_a_device_peers_are_reached_when_a_minibatch_is_entered(ranks) -> None:
+    """Not by the first fetch: ranks that run two roots in opposite order would wait for each other."""
+    for rank, (host, device) in enumerate(ranks(2).run(attached_at_the_entry)):
+        assert host == [rank == 0, rank == 1] and device == [True, True]

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from _groups import shm_group
 from conformance import DEADLINE_S, HeapConformance, sealed
 
-from odc.errors import HeapMemoryError, OdcError
+from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import cuda
+from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaHeap
 from odc.memory.lanes import HostLanes
 from odc.memory.mapping import Mapping
@@ -114,9 +115,9 @@ def test_ranks_meet_once_before_device_memory_is_mapped(ranks) -> None:
     assert ranks(2).run(meets_before_mapping, uuid.uuid4().hex[:12]) == [["first look", "meet", "map"]] * 2
 
 
-def refuses(rank: int, world: int, identity: str, where: str) -> str:
+def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
     def fail(*_: object) -> None:
-        raise RuntimeError("CUDA driver error: out of memory\nstack of torch")
+        raise RuntimeError(f"CUDA driver error: {why}\nstack of torch")
 
     with without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
         setattr(cuda.symmetric, where, fail)
@@ -132,18 +133,33 @@ def refuses(rank: int, world: int, identity: str, where: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "why", "said"),
     [
         (
             "allocate",
+            "out of memory",
             "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of meta, which had 1024.0 MiB free: CUDA driver error",
         ),
-        ("map_peers", "OdcError: rank 11, heap .*cannot map each other.*out of memory; see `odc doctor --need cuda`"),
+        (
+            "allocate",
+            "not permitted",
+            "OdcError: rank 11, heap .*no memory that peers can map: CUDA.*not permitted; see",
+        ),
+        (
+            "map_peers",
+            "out of memory",
+            "OdcError: rank 11, heap .*cannot map each other.*out of memory; see `odc doctor --need cuda`",
+        ),
     ],
 )
-def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, said: str) -> None:
+def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, why: str, said: str) -> None:
     import re
 
-    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where)[1]
+    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, why)[1]
     assert re.search(said, message), message
     assert "stack of torch" not in message
+
+
+def test_no_management_library_is_an_error_and_no_crash() -> None:
+    with pytest.raises(UnsupportedError, match="libnvidia-ml-that-is-nowhere.*compute,utility"):
+        require_nvml("libnvidia-ml-that-is-nowhere.so.1")
