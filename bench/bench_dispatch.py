@@ -202,7 +202,7 @@ def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) ->
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("mib", [1, 16])
 def test_exchange(note, world: int, mib: int):
-    from tests._ranks import RankPool, close_nursery
+    from tests._ranks import RankPool, close_nurseries
 
     width = 1024
     pool = RankPool(world)
@@ -210,7 +210,7 @@ def test_exchange(note, world: int, mib: int):
         found = pool.run(exchange_rank, mib * (1 << 20) // (4 * width), width, 12)
     finally:
         pool.close()
-        close_nursery()
+        close_nurseries()
     medians = {name: np.median([max(one) for one in zip(*(r[name] for r in found), strict=True)]) for name in found[0]}
     for name, seconds in medians.items():
         note(
@@ -264,14 +264,14 @@ def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str
 
 def test_planning_ahead(note):
     """Real gathering and planning on 2 ranks; compute is emulated by sleeping, so that a core is free."""
-    from tests._ranks import RankPool, close_nursery
+    from tests._ranks import RankPool, close_nurseries
 
     pool = RankPool(2)
     try:
         found = pool.run(loader_rank, 40, 0.05)
     finally:
         pool.close()
-        close_nursery()
+        close_nurseries()
     mean = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     note(
         what="planning a step, three phases, compute emulated: ahead, on the loader's thread",
