@@ -149,6 +149,9 @@ class Model:
     def set_is_last_backward(self, last: bool) -> None:
         self.last.append(last)
 
+    def map_peers(self) -> None:
+        assert self.minibatch.explicit, "it is open by then, so an error aborts it"
+
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:

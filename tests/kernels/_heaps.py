@@ -7,6 +7,7 @@ CUDA device (`tests/gpu/test_kernels.py`), the same functions work on CUDA heaps
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ class DeviceWords:
 @contextmanager
 def shared(name: str, rank: int, world: int, nbytes: int) -> Iterator[Shared]:
     """Heaps of `world` ranks with a zeroed region of `nbytes` each; no rank leaves before all are at the end."""
-    with _group()(f"kernels-{name}", tuple(range(world)), rank, 60.0) as heap:
+    identity = f"kernels-{os.getppid()}-{name}"  # ranks of one pool have one parent, those of another run another
+    with _group()(identity, tuple(range(world)), rank, 60.0) as heap:
         heap.allocate("region", nbytes)
         heap.allocate("words", 8 * WORDS)
         heap.seal()
