@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-integrations and .venv-evaluation over it, in the same way.
+# test-integrations lays .venv-integrations and .venv-evaluation over it, in the same way; test-emulated makes
+# .venv-emulated beside it, for a torch of its own.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
@@ -23,7 +24,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-gpu bench bench-gpu lint clean
+.PHONY: help demo test test-integrations test-gpu test-emulated bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
@@ -55,6 +56,9 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
+test-emulated: .venv-emulated/.ready build/emulated/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated (once: downloads some GB, a torch with CUDA)
+	tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session --timeout 900 $(ARGS)
+
 bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS
 	@# Exit code 1 of the suite: some figures are missing; the others are stored, and the training is measured too.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m odc.cli bench --device cuda --json $(RESULTS)/gpu_suite.json $(ARGS); code=$$?; \
@@ -68,7 +72,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-integrations .venv-evaluation build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-integrations .venv-evaluation .venv-emulated build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -95,3 +99,17 @@ $(READY): pyproject.toml constraints.txt
 	    "$$(grep '^torch==' constraints.txt)" -e '.[$(EXTRAS_$*)]'
 	@.venv-$*/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision 2>/dev/null || true
 	@touch $@
+
+# Beside .venv, not over it: another torch, whose CUDA build is some gigabytes. See tests/emulated/README.md.
+.venv-emulated/.ready: pyproject.toml constraints.txt tests/emulated/requirements.txt
+	@echo "Setting up .venv-emulated (once; it downloads some gigabytes, most of it CUDA's libraries)"
+	@$(PYTHON) -m venv .venv-emulated
+	@grep -vE '^(torch|triton)==' constraints.txt > .venv-emulated/constraints.txt
+	.venv-emulated/bin/python -m pip --disable-pip-version-check install -r tests/emulated/requirements.txt \
+	    -c .venv-emulated/constraints.txt -e '.[train,kernels,test]'
+	@.venv-emulated/bin/python -c 'import torch; assert (torch.version.cuda or "").startswith("13."), \
+	    f"torch {torch.__version__} is no build for CUDA 13: name another package index in pip\x27s configuration"'
+	@touch $@
+
+build/emulated/libemulated_operators.so: .venv-emulated/.ready $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh
+	tests/emulated/build.sh

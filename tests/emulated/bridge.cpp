@@ -1,0 +1,23 @@
+// The operators' way to the streams. Chose C functions over the classes of streams.h: one library is built with torch's
+// headers and one without, and Python calls some of these too. The price is an untyped pointer for the work.
+#include "bridge.h"
+
+#include "device.h"
+#include "memory.h"
+#include "streams.h"
+
+using namespace emulated;
+
+CUDA_API void emulated_enqueue(cudaStream_t stream, int device, void (*run)(void*), void* data) {
+    enter_runtime();
+    stream_of(stream, device)->push([=] { run(data); });
+}
+
+CUDA_API void emulated_drain(cudaStream_t stream, int device) {
+    enter_runtime();
+    stream_of(stream, device)->drain();
+}
+
+CUDA_API void emulated_allow(int allowed) { allow_device_memory(allowed != 0); }
+
+CUDA_API int emulated_protects() { return device_memory_is_protected(); }

@@ -1,0 +1,81 @@
+// Copies and fills, in a stream's turn, between memory of the device and of the host.
+//
+// Chose CUDA's rules for memory of the host: pageable memory is read before the call returns and written before it
+// returns, pinned memory is read and written whenever the stream comes to it. The price of that exactness is that every
+// copy looks its addresses up. A copy over the end of an allocation is an error, which a real device may not notice.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "device.h"
+#include "memory.h"
+#include "streams.h"
+
+using namespace emulated;
+
+namespace {
+bool stays_inside(const void* start, size_t bytes) {
+    auto range = range_of(start);
+    if (!range || uintptr_t(start) + bytes <= range->start + range->bytes) return true;
+    std::fprintf(stderr, "emulated: a copy of %zu bytes at %p runs over the end of its allocation\n", bytes, start);
+    return false;
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream) {
+    if (bytes == 0) return cudaSuccess;
+    if (!stays_inside(to, bytes) || !stays_inside(from, bytes)) return cudaErrorInvalidValue;
+    if (kind_of(from) == Kind::pageable) {
+        auto first = static_cast<const char*>(from);
+        auto staged = std::make_shared<std::vector<char>>(first, first + bytes);
+        stream->push([=] { std::memcpy(to, staged->data(), bytes); });
+    } else {
+        stream->push([=] { std::memmove(to, from, bytes); });
+    }
+    if (kind_of(to) == Kind::pageable) stream->drain();
+    return cudaSuccess;
+}
+}  // namespace
+
+CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    enter_runtime();
+    return noted(copy(to, from, bytes, stream_of(stream)));
+}
+
+CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
+
+CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    auto error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+    stream_of(nullptr)->drain();
+    return error;
+}
+
+CUDA_API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    if (!host_thread().has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    auto error = copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes, stream_of(stream));
+    return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUDA_API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    enter_runtime();
+    if (!stays_inside(to, bytes)) return noted(cudaErrorInvalidValue);
+    stream_of(stream)->push([=] { std::memset(to, value, bytes); });
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+    auto error = cudaMemsetAsync(to, value, bytes, nullptr);
+    stream_of(nullptr)->drain();
+    return error;
+}
+
+CUDA_API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t words, CUstream stream) {
+    if (!host_thread().has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    auto* first = reinterpret_cast<unsigned*>(to);
+    if (!stays_inside(first, words * sizeof *first)) return CUDA_ERROR_INVALID_VALUE;
+    stream_of(stream)->push([=] { std::fill_n(first, words, value); });
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,228 @@
+// Devices, contexts and errors: the emulated device is a Hopper in what torch asks before it picks a code path.
+//
+// Chose fixed answers over a description that could be set: only compute capability and a few sizes steer torch and
+// triton, and nothing here has a speed. The price is that one generation of devices is emulated; attributes that are
+// not listed are 0, which torch reads as "cannot".
+#include "device.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+namespace emulated {
+
+namespace {
+constexpr int CUDA_VERSION_TOLD = 13000;
+constexpr const char* NAME = "emulated device (host memory)";
+const CUcontext THE_CONTEXT = reinterpret_cast<CUcontext>(0x1000);  // compared by callers, never followed
+std::atomic<bool> runtime_entered{false};
+
+bool is_device(int device) { return device >= 0 && device < device_count(); }
+}  // namespace
+
+int number_from_environment(const char* name, int otherwise) {
+    const char* value = std::getenv(name);
+    return value && *value ? std::atoi(value) : otherwise;
+}
+
+int device_count() {
+    static const int count = number_from_environment("EMULATED_DEVICES", 1);
+    return count;
+}
+
+size_t device_bytes() {
+    static const size_t bytes = size_t(number_from_environment("EMULATED_GIB", 80)) << 30;
+    return bytes;
+}
+
+HostThread& host_thread() {
+    thread_local HostThread state;
+    return state;
+}
+
+void enter_runtime() {
+    host_thread().has_context = true;
+    runtime_entered = true;
+}
+
+cudaError_t noted(cudaError_t error) {
+    if (error != cudaSuccess) host_thread().last_error = error;
+    return error;
+}
+
+}  // namespace emulated
+
+using namespace emulated;
+
+// ---- the runtime
+
+CUDA_API cudaError_t cudaDriverGetVersion(int* version) {
+    *version = CUDA_VERSION_TOLD;
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
+
+CUDA_API cudaError_t cudaGetDeviceCount(int* count) {
+    *count = device_count();
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaGetDevice(int* device) {
+    *device = host_thread().device;
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaSetDevice(int device) {
+    if (!is_device(device)) return noted(cudaErrorInvalidDevice);
+    host_thread().device = device;
+    enter_runtime();
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+    *can = 1;
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+
+CUDA_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0;
+    *greatest = -5;
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
+    std::snprintf(id, size, "0000:%02x:00.0", device + 1);
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+    if (!is_device(device)) return noted(cudaErrorInvalidDevice);
+    cudaDeviceProp p{};
+    std::snprintf(p.name, sizeof p.name, "%s", NAME);
+    p.uuid.bytes[0] = char(device + 1);
+    p.pciBusID = device + 1;
+    p.totalGlobalMem = device_bytes();
+    p.major = 9;
+    p.multiProcessorCount = 132;
+    p.warpSize = 32;
+    p.maxThreadsPerBlock = p.maxThreadsDim[0] = p.maxThreadsDim[1] = 1024;
+    p.maxThreadsDim[2] = 64;
+    p.maxGridSize[0] = 2147483647;
+    p.maxGridSize[1] = p.maxGridSize[2] = 65535;
+    p.maxThreadsPerMultiProcessor = 2048;
+    p.maxBlocksPerMultiProcessor = 32;
+    p.regsPerBlock = p.regsPerMultiprocessor = 65536;
+    p.sharedMemPerBlock = 49152;
+    p.sharedMemPerBlockOptin = 232448;
+    p.sharedMemPerMultiprocessor = 233472;
+    p.l2CacheSize = 60 << 20;
+    p.unifiedAddressing = p.canMapHostMemory = p.concurrentKernels = p.streamPrioritiesSupported = 1;
+    *properties = p;
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp properties;
+    if (auto error = cudaGetDeviceProperties(&properties, device); error != cudaSuccess) return error;
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
+        case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
+        case cudaDevAttrWarpSize: *value = properties.warpSize; break;
+        case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
+        case cudaDevAttrMaxRegistersPerBlock: *value = properties.regsPerBlock; break;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = int(properties.sharedMemPerBlock); break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(properties.sharedMemPerBlockOptin); break;
+        case cudaDevAttrL2CacheSize: *value = properties.l2CacheSize; break;
+        case cudaDevAttrUnifiedAddressing: *value = 1; break;
+        default: *value = 0;
+    }
+    return cudaSuccess;
+}
+
+CUDA_API const char* cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess: return "no error";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorNotReady: return "device not ready";
+        case cudaErrorInvalidValue: return "invalid argument";
+        case cudaErrorNotSupported: return "not supported by the emulated device";
+        default: return "an error of the emulated device";
+    }
+}
+
+CUDA_API const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+
+CUDA_API cudaError_t cudaGetLastError() { return std::exchange(host_thread().last_error, cudaSuccess); }
+
+CUDA_API cudaError_t cudaPeekAtLastError() { return host_thread().last_error; }
+
+// ---- the driver
+
+CUDA_API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+
+CUDA_API CUresult cuDriverGetVersion(int* version) {
+    *version = CUDA_VERSION_TOLD;
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuDeviceGetCount(int* count) {
+    *count = device_count();
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+    *device = ordinal;
+    return is_device(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUDA_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+    switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+        case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
+        default: *value = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuGetErrorName(CUresult error, const char** text) {
+    switch (error) {
+        case CUDA_SUCCESS: *text = "no error"; break;
+        case CUDA_ERROR_OUT_OF_MEMORY: *text = "out of memory"; break;
+        case CUDA_ERROR_INVALID_CONTEXT: *text = "invalid device context"; break;
+        case CUDA_ERROR_INVALID_VALUE: *text = "invalid argument"; break;
+        default: *text = "an error of the emulated driver";
+    }
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
+
+CUDA_API CUresult cuCtxGetCurrent(CUcontext* context) {
+    *context = host_thread().has_context ? THE_CONTEXT : nullptr;
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuCtxSetCurrent(CUcontext context) {
+    host_thread().has_context = context != nullptr;
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+    *flags = 0;
+    *active = runtime_entered;
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+    *context = THE_CONTEXT;
+    return CUDA_SUCCESS;
+}
+
+CUDA_API CUresult cuPointerGetAttribute(void*, CUpointer_attribute, CUdeviceptr) { return CUDA_ERROR_NOT_SUPPORTED; }

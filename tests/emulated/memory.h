@@ -1,0 +1,35 @@
+// What is known of memory: which addresses are the device's, which are pinned, how much of a device is taken.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace emulated {
+
+enum class Kind { pageable, pinned, device };
+
+struct Range {
+    uintptr_t start = 0;
+    size_t bytes = 0;
+    Kind kind = Kind::pageable;
+    int device = 0;
+    bool allocated = false;  // by this library, rather than registered or mapped
+};
+
+void add_range(const Range& range);
+std::optional<Range> range_of(const void* address);     // that holds the address
+std::optional<Range> remove_range(const void* start);   // that starts there
+Kind kind_of(const void* address);
+
+bool take_bytes(int device, size_t bytes);  // false, and nothing taken, if the device has not as many left
+void return_bytes(int device, size_t bytes);
+size_t free_bytes(int device);
+
+// Device memory from now on: threads of streams may read and write it, those of the host die of SIGSEGV if they do.
+void protect(void* start, size_t bytes);
+// For the calling thread.
+void allow_device_memory(bool allowed);
+// False where the processor has no protection keys: host code may touch device memory there, unseen.
+bool device_memory_is_protected();
+
+}  // namespace emulated
