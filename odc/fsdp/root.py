@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from odc.comm import Geometry, Gradient, Space, State, UnitSpec, Verbs, Waiter, Word, accumulator_dtype
-from odc.comm.wait import read_reason
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.backend import open_heap
@@ -28,7 +27,7 @@ from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.registry import Sharded, registered
 from odc.fsdp.sender import Sender
 from odc.fsdp.stale import refuse_stale
-from odc.server import Rendezvous, Service, daemon, summary
+from odc.server import Rendezvous, Service, daemon, leave, summary
 from odc.settings import Settings
 from odc.trace import recorder
 
@@ -77,9 +76,7 @@ class Root:
         self.shards = self.geometry.shards
         for group, unit in zip(self.groups, units, strict=True):
             group.odc_root, group.odc_unit = self, unit
-        self._leave = weakref.finalize(
-            self, _leave, os.getpid(), self.verbs, service, rendezvous, self.fetcher, self.sender
-        )
+        self._leave = weakref.finalize(self, _leave, os.getpid(), service, rendezvous, self.fetcher, self.sender)
         self._leave.atexit = False  # `shutdown` does it, before the daemon is stopped
         recorder().set_rank(self.rank)
         if not self.settings.trace:
@@ -146,22 +143,14 @@ class Root:
 
 
 def _leave(
-    pid: int, verbs: Verbs, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender
+    pid: int, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender
 ) -> Callable[[], None] | None:
     """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
     if os.getpid() != pid:
         return None  # a forked child (DataLoader worker) drops its copy; the heap and its words are still the rank's
-    if verbs.board.load(Word.ABORT):
-        rendezvous.tell(read_reason(verbs.space, verbs.geometry.me), verbs.board.load(Word.ABORT) - 1)
-    verbs.board.store(Word.LEFT, 1)
     fetcher.close()
     sender.close()
-
-    def close() -> None:
-        rendezvous.close()
-        verbs.space.close()
-
-    return daemon(service.rank).dismiss(service, close)
+    return leave(daemon(service.rank), service, rendezvous)
 
 
 def live_roots() -> list[Root]:

@@ -2,6 +2,7 @@
 
 from odc.server.attach import Rendezvous, summary
 from odc.server.daemon import DOOR_PREFIX, Daemon, daemon, stop_daemon
+from odc.server.leave import leave
 from odc.server.presence import announce_process
 from odc.server.service import Service, reading_token
 
@@ -12,6 +13,7 @@ __all__ = [
     "Service",
     "announce_process",
     "daemon",
+    "leave",
     "reading_token",
     "stop_daemon",
     "summary",

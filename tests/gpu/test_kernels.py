@@ -8,7 +8,6 @@ threads. What one process can show on a device is in tests/kernels/test_gpu.py.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ import test_rows as rows_  # noqa: E402
 import test_signal as signal_  # noqa: E402
 import test_unpack as unpack_  # noqa: E402
 import test_wait as wait_  # noqa: E402
-from _heaps import numbers, same_bits, shared, whole_numbers  # noqa: E402
+from _heaps import failures_of_threads, numbers, same_bits, shared, whole_numbers  # noqa: E402
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 GIB = 1 << 30
@@ -199,27 +198,18 @@ def launches_from_threads(rank: int, world: int) -> None:
     """Threads launch kernels at once, each in a stream of its own, the first launches of all: nobody compiles twice."""
     from odc.kernels import get, publish
 
-    wrong: list[str] = []
     device = torch.device("cuda", torch.cuda.current_device())
 
     def work(seed: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                for i in range(20):
-                    source = numbers(100 * seed + i, 100_000 + i, F32).to(device)
-                    out, half = torch.empty_like(source), torch.empty_like(source, dtype=BF16)
-                    get(out, torch.tensor([source.data_ptr()], device=device), 0)
-                    publish([half], [source])
-                    if not (same_bits(out, source) and same_bits(half, source.to(BF16))):
-                        wrong.append(f"thread {seed}, round {i}: wrong numbers")
-        except BaseException as error:
-            wrong.append(f"thread {seed}: {error!r}")
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for i in range(20):
+                source = numbers(100 * seed + i, 100_000 + i, F32).to(device)
+                out, half = torch.empty_like(source), torch.empty_like(source, dtype=BF16)
+                get(out, torch.tensor([source.data_ptr()], device=device), 0)
+                publish([half], [source])
+                assert same_bits(out, source) and same_bits(half, source.to(BF16)), f"round {i}: wrong numbers"
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    wrong = failures_of_threads(4, work, 120)
     assert not wrong, wrong
 
 

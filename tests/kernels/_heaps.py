@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -86,6 +87,24 @@ def skew(draw: random.Random) -> None:
     """Now and then a nap, so that ranks do not run in step."""
     if draw.random() < 0.3:
         time.sleep(draw.random() / 50)
+
+
+def failures_of_threads(count: int, work: Callable[[int], None], timeout_s: float) -> list[str]:
+    """What went wrong in `count` threads, each of which runs `work` on its number."""
+    wrong: list[str] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            wrong.append(f"thread {number}: {error!r}")
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    return wrong
 
 
 def numbers(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from _heaps import numbers, same_bits
+from _heaps import failures_of_threads, numbers, same_bits
 from _ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -23,24 +22,14 @@ def launches_from_threads(rank: int, world: int) -> None:
     """Without the lock triton's interpreter fails as soon as two threads are in it."""
     from odc.kernels import get
 
-    wrong: list[str] = []
-
     def work(seed: int) -> None:
-        try:
-            for i in range(6):
-                source = numbers(10 * seed + i, 100, torch.float32)
-                out = torch.empty(100)
-                get(out, torch.tensor([source.data_ptr()]), 0, block=32)
-                if not same_bits(out, source):
-                    wrong.append(f"thread {seed}, round {i}: wrong numbers")
-        except BaseException as error:
-            wrong.append(f"thread {seed}: {error!r}")
+        for i in range(6):
+            source = numbers(10 * seed + i, 100, torch.float32)
+            out = torch.empty(100)
+            get(out, torch.tensor([source.data_ptr()]), 0, block=32)
+            assert same_bits(out, source), f"round {i}: wrong numbers"
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    wrong = failures_of_threads(4, work, 60)
     assert not wrong, wrong
 
 

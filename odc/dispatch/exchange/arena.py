@@ -27,10 +27,9 @@ from typing import NamedTuple
 import torch
 
 from odc.comm import Geometry, Space, Waiter, Word, abort
-from odc.comm.wait import read_reason
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, Words
-from odc.server import Daemon, Rendezvous, Service, announce_process, daemon
+from odc.server import Daemon, Rendezvous, Service, announce_process, daemon, leave
 from odc.server.presence import Store
 from odc.settings import Settings
 
@@ -110,7 +109,7 @@ class Arena:
         server.serve(service)
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}
-        self._leave = weakref.finalize(self, _leave, os.getpid(), self.space, server, service, meet)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), server, service, meet)
         announce_process(store, rank)
         meet.announce(
             server.door_name, service.token, heap.digest, [], f"arena_bytes={self.nbytes}, channels={list(channels)}"
@@ -270,17 +269,6 @@ def _gap(held: list[tuple[int, int]], needed: int, room: int) -> int | None:
     return end if room - end >= needed else None
 
 
-def _leave(pid: int, space: Space, server: Daemon, service: Service, meet: Rendezvous) -> Callable[[], None] | None:
+def _leave(pid: int, server: Daemon, service: Service, meet: Rendezvous) -> Callable[[], None] | None:
     """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
-    if os.getpid() != pid:
-        return None
-    board = space.board(space.geometry.me)
-    if board.load(Word.ABORT):
-        meet.tell(read_reason(space, space.geometry.me), board.load(Word.ABORT) - 1)
-    board.store(Word.LEFT, 1)
-
-    def close() -> None:
-        meet.close()
-        space.close()
-
-    return server.dismiss(service, close)
+    return leave(server, service, meet) if os.getpid() == pid else None
