@@ -8,7 +8,7 @@ for torch. The price is that a torch odc cannot run on is found when `fully_shar
 
 from typing import TYPE_CHECKING
 
-from odc.errors import OdcError
+from odc.errors import AbandonedMinibatchError, OdcError
 from odc.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ else:
         return value
 
 
-__all__ = ["OdcError", "Settings", "fully_shard", "minibatch", "shutdown"]
+__all__ = ["AbandonedMinibatchError", "OdcError", "Settings", "fully_shard", "minibatch", "shutdown"]
 
 
 def __dir__() -> list[str]:

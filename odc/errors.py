@@ -51,6 +51,23 @@ class UnfinishedMinibatchError(OdcError):
     """An optimizer step, load or publish while pushed gradients have not been collected by a finish."""
 
 
+class AbandonedMinibatchError(OdcError):
+    """A rank gave the minibatch up: no rank has a gradient of it, weights are untouched, and the next one may begin.
+
+    Raised on every rank at the end of the minibatch. `culprit` is the global rank that gave it up (the lowest of
+    several).
+
+    Args:
+        message: as for `OdcError`.
+        reason: what that rank said.
+        culprit: as for `OdcError`.
+    """
+
+    def __init__(self, message: str = "", *, reason: str = "", culprit: int | None = None) -> None:
+        super().__init__(message, culprit=culprit)
+        self.reason = reason
+
+
 class UnsupportedError(OdcError):
     """A feature of FSDP2 that odc refuses, said before any work starts."""
 

@@ -10,7 +10,7 @@ from odc.comm.staging import Inbox, Outbox
 from odc.comm.units import ParamSpec, Piece, UnitSpec
 from odc.comm.verbs import Verbs
 from odc.comm.wait import Waiter
-from odc.comm.words import State, Word
+from odc.comm.words import Outcome, State, Word
 
 __all__ = [
     "Adder",
@@ -19,6 +19,7 @@ __all__ = [
     "Gradient",
     "Inbox",
     "Outbox",
+    "Outcome",
     "ParamSpec",
     "Piece",
     "Queue",

@@ -80,6 +80,11 @@ class Pusher:
         """
         return sum(self.push_to(owner, unit, gradients) for owner in self._space.geometry.row_from_next())
 
+    def post_all(self) -> None:
+        """Let the owners see every filled slot; where a push was cut short on a device, some wait to be told of."""
+        for box in self._outboxes.values():
+            self._tell(box)
+
     def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send what belongs to one owner (member index); returns the bytes that left this rank."""
         me = self._space.geometry.me

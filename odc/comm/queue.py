@@ -29,7 +29,7 @@ import torch
 from odc.comm.parcel import Parcel, unpack
 from odc.comm.space import Space
 from odc.comm.wait import Waiter
-from odc.comm.words import Word
+from odc.comm.words import Outcome, Word, decode_outcome, outcome_word
 from odc.errors import OdcError, UnsupportedError
 from odc.memory import Words
 
@@ -110,6 +110,7 @@ class Queue:
         """The next microbatch, copied from who loaded it; None once all are claimed. After `offer`, in its epoch.
 
         The first claim of an epoch waits until every member has offered. Whoever claims a microbatch must compute it.
+        None also if a member abandoned the minibatch before it offered: nothing computed now would count.
 
         Raises:
             OdcError: a member ended this minibatch without an offer.
@@ -119,7 +120,9 @@ class Queue:
         if self.offered != epoch:
             raise OdcError(f"{self._who(epoch)} claims from the queue of a minibatch in which it has offered nothing")
         if self._order is None:
-            self._await_offers(epoch)
+            if not self._await_offers(epoch):
+                self.drained = epoch
+                return None
             self._order = self._read_order()
             self._claimed.store(_TOTAL, 1 + len(self._order))
         if self.drained == epoch:
@@ -140,6 +143,10 @@ class Queue:
         """Whether this rank offered in its newest epoch and has not claimed until the end."""
         return self.offered > self.drained
 
+    def give_up(self) -> None:
+        """The minibatch is abandoned: what is left in the queue of this epoch need not be computed."""
+        self.drained = max(self.drained, self.offered)
+
     def _fit(self, parcels: Sequence[Parcel], room: int, epoch: int) -> list[int]:
         """Where each parcel lies: behind the table, one after the other."""
         end = -(-(1 + _ROW * len(parcels)) * 8 // 64) * 64
@@ -155,7 +162,8 @@ class Queue:
             )
         return places
 
-    def _await_offers(self, epoch: int) -> None:
+    def _await_offers(self, epoch: int) -> bool:
+        """Whether every member has offered; False if one has abandoned the minibatch instead."""
         for member in self._space.geometry.members:
             board, rank = self._space.board(member), self._space.geometry.ranks[member]
 
@@ -164,11 +172,14 @@ class Queue:
 
             self._waiter.until(settled, member, f"rank {rank} to offer its microbatches of epoch {epoch}")
             if board.load(Word.OFFERED) < epoch:
+                if decode_outcome(board.load(outcome_word(epoch)), epoch) is Outcome.ABANDONED:
+                    return False
                 raise OdcError(
                     f"{self._who(epoch)} shares a queue, but rank {rank} ended that minibatch without an offer; every "
                     "rank must call model.claim(), with an empty list if it has loaded nothing",
                     culprit=rank,
                 )
+        return True
 
     def _read_order(self) -> list[tuple[int, int, int]]:
         """Every microbatch, costliest first; equal ones by member, then in the order they were offered."""

@@ -82,6 +82,7 @@ class Space:
         requests = [
             ("board", BOARD_WORDS * 8),
             ("reason", REASON_BYTES),
+            ("abandoned", 2 * REASON_BYTES),
             ("sent", members * 8),
             ("accumulated", members * 8),
             ("pushes", max(1, members * self.param_base[-1]) * 8),
@@ -169,6 +170,10 @@ class Space:
     def reason(self, member: int) -> torch.Tensor:
         """uint8 [REASON_BYTES]: zero-terminated UTF-8 text, written before ABORT."""
         return self.heap.tensor(member, "reason", torch.uint8)
+
+    def abandonment(self, member: int, epoch: int) -> torch.Tensor:
+        """uint8 [REASON_BYTES]: why the member abandoned `epoch`, written before its outcome; zero-terminated UTF-8."""
+        return self.heap.tensor(member, "abandoned", torch.uint8, offset=epoch % 2 * REASON_BYTES, numel=REASON_BYTES)
 
     def close(self) -> None:
         """Give the memory back, own and peers', as soon as no view of it is in use; idempotent."""

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from odc.comm.abort import abort
+from odc.comm.abort import abort, write_text
 from odc.comm.push import Gradient, Pusher
 from odc.comm.queue import Claimed, Queue
 from odc.comm.ready import Ready
 from odc.comm.space import Space
 from odc.comm.units import UnitSpec
-from odc.comm.wait import Waiter
-from odc.comm.words import Word
+from odc.comm.wait import Waiter, read_text
+from odc.comm.words import Outcome, Word, decode_outcome, encode_outcome, outcome_word
 from odc.memory import Words
 
 
@@ -133,16 +133,16 @@ class Verbs:
 
     # done and wait ----------------------------------------------------------------------------------------------
 
-    def done(self, *, trained: bool) -> None:
+    def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close the own part of the epoch: neither fetch nor push follows. Everything pushed must be posted already.
 
-        Writes the push counts to every member (only if something was pushed), then DONE.
+        Writes the push counts to every member (only if something was pushed), the outcome, then DONE. `reason` is for
+        the peers of a rank that abandons the epoch; its first bytes are kept.
         """
         lanes = self.space.heap.lanes
         with lanes.lane("fetch"):
             lanes.settle()  # own reads of peers' shards; pushes settled before their owners were told
-        if not trained:
-            self.board.store(Word.EVAL_CLOSED, self.epoch)
+        if outcome is Outcome.EVALUATED:
             self.board.store(Word.COMPLETE, self.epoch)
             self.board.store(Word.READ, self.epoch)
         elif self._pushed_epoch == self.epoch:
@@ -150,7 +150,24 @@ class Verbs:
                 # An owner that has not opened this epoch may still read the counts of the last one.
                 self.await_published(member)
                 self.space.pushes(member, self.geometry.me).copy_(self._counts)
+        if outcome is Outcome.ABANDONED:
+            self._pusher.post_all()
+            write_text(self.space.abandonment(self.geometry.me, self.epoch), reason)
+        self.board.store(outcome_word(self.epoch), encode_outcome(self.epoch, outcome))
         self.board.store(Word.DONE, self.epoch)  # release: every push and count is visible before it
+
+    def closed_as(self, outcome: Outcome) -> list[int]:
+        """Members that have closed the current epoch with `outcome`; of all members once `await_done` has returned."""
+        word = outcome_word(self.epoch)
+        return [
+            member
+            for member in self.geometry.members
+            if decode_outcome(self.space.board(member).load(word), self.epoch) is outcome
+        ]
+
+    def abandonment(self, member: int) -> str:
+        """Why the member has abandoned the current epoch."""
+        return read_text(self.space.abandonment(member, self.epoch))
 
     def await_done(self, epoch: int) -> None:
         """Wait until every member is done with `epoch`: nobody reads this epoch's shards or pushes any more."""

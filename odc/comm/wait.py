@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from odc.comm.abort import abort
 from odc.comm.space import Space
 from odc.comm.words import Word
@@ -23,10 +25,14 @@ _LONGEST_SLEEP_S = 1e-3
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 
 
+def read_text(region: torch.Tensor) -> str:
+    """The zero-terminated text that `odc.comm.abort.write_text` has left in a region of bytes."""
+    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
 def read_reason(space: Space, member: int) -> str:
     """The text a member left with ABORT."""
-    raw = bytes(space.reason(member).numpy().tobytes())
-    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
+    return read_text(space.reason(member))
 
 
 class Waiter:

@@ -9,8 +9,8 @@ missing and the torch version, and nowhere else later.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+
+class Resettable(Protocol):
+    """What is reset with a root's iteration: its parameter groups."""
+
+    def give_up(self) -> None:
+        """Give up fetches, gradients and unsharded parameters of the interrupted iteration."""
+
 
 _SUPPORTED = ("2.11", "2.12", "2.13")
 
@@ -76,10 +84,11 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
 _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParamGroup, "__init__"): (
         "fsdp_params", "mesh_info", "comm_ctx", "reduce_grads", "gradient_divide_factor", "unshard_in_backward",
-        "_training_state", "_module_fqn", "modules", "device",
+        "_training_state", "_module_fqn", "modules", "device", "_post_forward_indices",
     ),
-    (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx"),
-    (FSDPStateContext, "__init__"): ("all_states",),
+    (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward"),
+    (FSDPState, "init"): ("_modules",),
+    (FSDPStateContext, "__init__"): ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
     (FSDPCommContext, "lazy_init"): ("post_forward_order", "all_gather_stream", "reduce_scatter_stream"),
     (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size",),
     (FSDPParam, "__init__"): ("all_gather_outputs", "unsharded_accumulated_grad", "_param_fqn", "_module_info"),
@@ -109,6 +118,8 @@ def _check() -> None:
         missing.append("distributed_c10d._get_default_store")
     if not hasattr(torch.autograd.Variable, "_execution_engine"):
         missing.append("autograd.Variable._execution_engine")
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        missing.append("_C._current_graph_task_id")
     if not hasattr(torch.autograd, "_unsafe_preserve_version_counter"):
         missing.append("autograd._unsafe_preserve_version_counter")
     if missing:
@@ -149,6 +160,53 @@ def groups_of_root(state: FSDPState) -> list[FSDPParamGroup]:
     torch before 2.12 lists the state of several modules in one unit once for each of them.
     """
     return list(dict.fromkeys(group for below in state._state_ctx.all_states for group in groups_of_state(below)))
+
+
+class Iteration:
+    """What torch keeps of one initialised root during an iteration, and clears only if no exception comes between."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._root: Any = state
+
+    def forget_order(self) -> None:
+        """Forget the order of forwards, as torch does when a backward is the last."""
+        clear_forward_order(self._root)
+
+    def backward_cut_short(self) -> bool:
+        """Whether a backward ended with an exception; to be asked outside of a backward."""
+        return bool(self._root._state_ctx.post_backward_final_callback_queued) and not backward_running()
+
+    def forward_cut_short(self) -> bool:
+        """Whether a forward ended with an exception; to be asked outside of a forward."""
+        root = self._root._state_ctx.iter_forward_root
+        # A unit of several modules of which one ran alone (a loss in chunks) stays here until the next backward ends.
+        return root is not None and len(root._modules) == 1 and not backward_running()
+
+    def reset(self, groups: Sequence[Resettable]) -> None:
+        """Begin a new iteration: whatever an interrupted one has left is given up, parameters are sharded.
+
+        As `FSDPModule.reset_iter_state` (torch 2.13), on every torch, without what collectives leave behind.
+        """
+        context = self._root._state_ctx
+        self.forget_order()
+        for group in groups:
+            group.give_up()
+        for state in context.all_states:
+            state._modules_to_run_forward.clear()
+            state._training_state = TrainingState.IDLE
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+
+
+def backward_running() -> bool:
+    """Whether this thread is inside a backward, also in a hook or a callback of it."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def make_idle(group: FSDPParamGroup) -> None:
+    """The training state of a group that takes part in no forward or backward."""
+    group._training_state = TrainingState.IDLE
+    group._post_forward_indices.clear()
 
 
 def clear_forward_order(state: FSDPState) -> None:

@@ -128,6 +128,16 @@ class OdcParamGroup(compat.FSDPParamGroup):
         if fetch is not None:
             fetch.drop()
 
+    def give_up(self) -> None:
+        """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""
+        self.drop_fetch()
+        for param in self.odc_params:
+            param.take_gradient()
+        compat.make_idle(self)
+        compat.to_sharded(self)
+        for param in self.odc_params:
+            param.free()  # also what was allocated for a fetch that never began
+
     def _root(self) -> Engine:
         if self.odc_root is None:
             self.odc_root = self.odc_find_root(self)

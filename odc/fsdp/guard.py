@@ -1,7 +1,8 @@
-"""An optimizer step in an unfinished minibatch is an error.
+"""An optimizer step or gradient clipping in an unfinished minibatch is an error.
 
-Chose a global optimizer pre-step hook that raises over finishing silently: gradient clipping has run before the step,
-on gradients that were not there yet, so the step would be unclipped.
+A step never finishes the minibatch by itself: clipping has run before it, on gradients that were not there yet, so the
+step would be unclipped. Clipping inside the minibatch is refused for the same reason: it would find no gradients,
+return a norm of 0 and clip nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc.comm import State
+from odc.fsdp import _torch_clip
 from odc.fsdp.root import live_roots
 
 _installed = False
 
 
 def install() -> None:
-    """Install the hook once for the process; called by the first `fully_shard`."""
+    """Install the hooks once for the process; called by the first `fully_shard`."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        _torch_clip.install(_before_clip)
         _installed = True
 
 
@@ -30,3 +33,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for root in live_roots():
         if root.minibatch.state is not State.CLOSED and stepped & root.parameter_ids():
             root.minibatch.before_step()
+
+
+def _before_clip(doing: str, parameters: list[torch.Tensor]) -> None:
+    unfinished = [root for root in live_roots() if root.minibatch.state is not State.CLOSED]
+    clipped = {id(parameter) for parameter in parameters} if unfinished else set()
+    for root in unfinished:
+        if clipped & root.parameter_ids():
+            root.minibatch.refuse_unfinished(doing)

@@ -7,20 +7,24 @@ The order below is what makes the verbs sound:
     begin    wait: all DONE the previous epoch | publish, zero accumulators | PUBLISHED
     (fetch and push: each waits for the peer's PUBLISHED)
     (claim: waits until every rank has offered its microbatches)
-    done     queue drained, own fetches over, sender flushed | attach to all | push counts to all | DONE
+    done     queue drained, own fetches over, sender flushed | attach to all | push counts to all | OUTCOME | DONE
     collect  wait: all DONE, own daemon has added all | (replicas complete) | scale once, write .grad
+
+A rank may give the open minibatch up at any time (`abandon`). It still meets the others: it stores its outcome before
+its DONE, so all ranks read the same outcomes and none writes a gradient. A backward that ended with an exception, which
+the training loop has caught, abandons the minibatch by itself: part of its gradients is at their owners already.
 
 No collective is called anywhere here. Everything runs on the rank's main thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from odc.comm import Gradient, State, UnitSpec, Verbs, Word
-from odc.errors import OdcError, UnfinishedMinibatchError, UnsupportedError
+from odc.comm import Gradient, Outcome, State, UnitSpec, Verbs, Word
+from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.gradients import push_counts, write_gradients
 from odc.fsdp.group import OdcParamGroup
@@ -35,18 +39,20 @@ class Minibatch:
         verbs: of the root.
         sender: of the root.
         groups: every unit of the root, in the order of the heap's units.
-        forget_order: makes torch forget the order of forwards, once a minibatch.
+        iteration: torch's own state of the root.
     """
 
     def __init__(
-        self, verbs: Verbs, sender: Sender, groups: Sequence[OdcParamGroup], forget_order: Callable[[], None]
+        self, verbs: Verbs, sender: Sender, groups: Sequence[OdcParamGroup], iteration: compat.Iteration
     ) -> None:
-        self._verbs, self._sender, self._groups, self._forget_order = verbs, sender, groups, forget_order
+        self._verbs, self._sender, self._groups, self._iteration = verbs, sender, groups, iteration
         self._space, self._geometry = verbs.space, verbs.geometry
         self._rank = verbs.geometry.ranks[verbs.geometry.me]
         self.state = State.CLOSED
         self.pushed = False  # in the open epoch
         self.explicit = False  # inside `with model.minibatch()`
+        self.given_up: str | None = None  # why this rank abandons the open epoch
+        self._writing = False  # `.grad`; hooks of parameters run then, and may step and clip
         self._finalized: set[int] = set()
         self._window: Mark | None = None  # of the open epoch, for those who look at the trace of their own loop
         self._seen = torch.zeros(verbs.space.param_base[-1], dtype=torch.int64)
@@ -60,6 +66,11 @@ class Minibatch:
     def begin(self) -> None:
         """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
         self._verbs.touch("beginning or fetching")
+        if self.state is State.FAILED or (self.state is State.FINISHING and not compat.backward_running()):
+            raise UnfinishedMinibatchError(
+                f"{self._who()}: the end of this minibatch was not reached, because an error was raised before it; "
+                "models that share a backward end together inside `with odc.minibatch(a, b):`"
+            )
         if self.state is not State.CLOSED:
             self._mark()
             return
@@ -103,14 +114,21 @@ class Minibatch:
         self._finalized.add(id(group))
         if len(self._finalized) < len(self._groups):
             return
-        self._finalized.clear()
-        self.done()
+        self.begin()
+        self._close_own_part()
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
-        compat.queue_after_backward(self.collect)
+        compat.queue_after_backward(self._collect_or_raise)
 
     def done(self) -> None:
-        """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits."""
+        """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits.
+
+        Outside of a backward.
+        """
         self.begin()  # a rank without microbatches: its peers need its shards
+        self.recover()
+        self._close_own_part()
+
+    def _close_own_part(self) -> None:
         self._finalized.clear()
         self._refuse_unclaimed()
         for group in self._groups:
@@ -119,42 +137,141 @@ class Minibatch:
             # Also where no backward resharded (no microbatch after an evaluation): clipping must see the sharded
             # parameters, and the unsharded values are of an epoch that ends.
             compat.to_sharded(group)
-        self._forget_order()
-        self._sender.flush()
+        self._iteration.forget_order()
+        self._flush()
         self._space.attach_all()  # before DONE: a peer may end right after it has seen DONE
-        self._verbs.done(trained=True)
+        outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
+        self._verbs.done(outcome, self.given_up or "")
         self._set(State.FINISHING)
 
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Second half of finish, the meeting: wait for every rank and write `.grad`."""
+    def _flush(self) -> None:
+        """Return when everything sent is posted. A push cut short gives the minibatch up; a lost peer raises."""
+        try:
+            self._sender.flush()
+        except OdcError:
+            raise
+        except Exception as error:
+            self._give_up(f"a push failed ({type(error).__name__}: {error})")
+            self._flush()
+
+    def collect(self) -> AbandonedMinibatchError | None:
+        """Second half of finish, the meeting: wait for every rank and write `.grad`.
+
+        Returns the error to be raised if a rank has given the minibatch up; then no rank writes a `.grad`. Any other
+        error is raised here and ends the job on every rank: the others may have written theirs.
+        """
         if self.state is not State.FINISHING:
             raise OdcError(f"rank {self._rank}: collect() without done() in epoch {self.epoch}")
+        try:
+            return self._meet()
+        except BaseException as error:
+            self._set(State.FAILED)
+            self.abort(error)
+            raise
+
+    def _collect_or_raise(self) -> None:
+        if (abandoned := self.collect()) is not None:
+            raise abandoned
+
+    @torch.no_grad()
+    def _meet(self) -> AbandonedMinibatchError | None:
         verbs, space = self._verbs, self._space
         verbs.await_done(self.epoch)
         verbs.await_accumulated()
         counts = push_counts(space)
         used = (counts != self._seen).tolist()
         self._seen = counts
-        self._refuse_half_evaluated(any(used))
+        abandoned = self._abandoned()
+        if abandoned is None:
+            self._refuse_half_evaluated(any(used))
         hybrid = len(self._geometry.column) > 1
         verbs.board.store(Word.COMPLETE, self.epoch)
         if hybrid:
             verbs.await_word(Word.COMPLETE, self._geometry.column, "to complete the accumulators of")
-        for unit, group in zip(space.units, self._groups, strict=True):
-            base = space.param_base[unit.index]
-            flags = used[base : base + len(unit.params)]
-            self._dirty[unit.index] = any(flags)
-            divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
-            write_gradients(space, unit, group.odc_params, flags, divide)
+        if abandoned is None:
+            self._write_gradients(used)
+        else:
+            self._dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
         if hybrid:
             space.heap.lanes.settle()  # own reads of replicas' accumulators
         verbs.board.store(Word.READ, self.epoch)
         self._set(State.CLOSED)
-        if self._window is not None:
+        self._end_window(keep=abandoned is None)
+        self.pushed, self.given_up = False, None
+        return abandoned
+
+    def _write_gradients(self, used: Sequence[bool]) -> None:
+        self._writing = True
+        try:
+            for unit, group in zip(self._space.units, self._groups, strict=True):
+                base = self._space.param_base[unit.index]
+                flags = list(used[base : base + len(unit.params)])
+                self._dirty[unit.index] = any(flags)
+                divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
+                write_gradients(self._space, unit, group.odc_params, flags, divide)
+        finally:
+            self._writing = False
+
+    def _end_window(self, *, keep: bool) -> None:
+        if self._window is None:
+            return
+        if keep:
             self._window.__exit__(None, None, None)
-            self._window = None
-        self.pushed = False
+        else:
+            self._window.cancel()
+        self._window = None
+
+    # giving a minibatch up ---------------------------------------------------------------------------------------
+
+    def abandon(self, reason: str) -> None:
+        """Give the open minibatch up; no-op where none is open.
+
+        Inside `with model.minibatch()` the block's end meets the others. Elsewhere this call does: it returns when all
+        ranks have closed the minibatch, and the others get the error out of their backward.
+        """
+        if self.state is not State.OPEN:
+            return
+        self._iteration.reset(self._groups)
+        self._give_up(reason)
+        if not self.explicit:
+            self._close_own_part()
+            self.collect()
+
+    def reset(self) -> None:
+        """As `FSDPModule.reset_iter_state`: what the open minibatch holds of this rank is lost."""
+        self._iteration.reset(self._groups)
+        if self.pushed:
+            self.abandon("reset_iter_state() was called after gradients of this minibatch had been pushed")
+
+    def recover(self) -> None:
+        """Clear what an exception that the training loop has caught left in torch's state; outside of a backward.
+
+        An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch.
+        """
+        if self._iteration.backward_cut_short():
+            self.abandon("a backward ended with an exception, which the training loop has caught")
+        elif self._iteration.forward_cut_short():
+            self._iteration.reset(self._groups)
+
+    def _give_up(self, reason: str) -> None:
+        if self.given_up is None:
+            self.given_up = reason
+        if self._verbs.queue is not None:
+            self._verbs.queue.give_up()
+
+    def _abandoned(self) -> AbandonedMinibatchError | None:
+        """The error for every rank if any has given the current epoch up; all have closed it."""
+        members = self._verbs.closed_as(Outcome.ABANDONED)
+        if not members:
+            return None
+        culprit, reason = self._geometry.ranks[members[0]], self._verbs.abandonment(members[0])
+        too = f", and by {len(members) - 1} more" if len(members) > 1 else ""
+        return AbandonedMinibatchError(
+            f"{self._who()}: the minibatch was abandoned by rank {culprit}{too}: {reason}. No rank has a gradient of "
+            "it and the weights are as they were: run it again, or go on with the next one",
+            reason=reason,
+            culprit=culprit,
+        )
 
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without meeting anyone; no-op when closed.
@@ -164,19 +281,13 @@ class Minibatch:
         """
         if self.state is State.CLOSED:
             return
-        if self.pushed:
-            raise UnfinishedMinibatchError(
-                f"rank {self._rank} (epoch {self.epoch}): {doing} inside an unfinished minibatch; mark the last "
-                "backward with model.set_is_last_backward(True), or use `with model.minibatch():`"
-            )
+        self._refuse_pushed(doing)
         for group in self._groups:
             group.drop_fetch()
             compat.to_sharded(group)
-        self._verbs.done(trained=False)
+        self._verbs.done(Outcome.EVALUATED)
         self._set(State.CLOSED)
-        if self._window is not None:
-            self._window.cancel()
-            self._window = None
+        self._end_window(keep=False)
 
     def publish(self) -> None:
         """Make changed weights seen: close the epoch and open the next. Every rank calls it.
@@ -189,9 +300,7 @@ class Minibatch:
         """
         self.close_evaluation("publish()")
         self.begin()
-        if self._window is not None:
-            self._window.cancel()
-            self._window = None
+        self._end_window(keep=False)
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards; an epoch of evaluation ends.
@@ -199,12 +308,35 @@ class Minibatch:
         Raises:
             UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
         """
+        self.refuse_unfinished("optimizer.step()")
+        if not self._writing:
+            self.close_evaluation("optimizer.step()")
+
+    def refuse_unfinished(self, doing: str) -> None:
+        """Raise `UnfinishedMinibatchError` if `doing` would use gradients that are not there yet."""
+        if self._writing:
+            return  # a hook of a parameter whose gradient has just been written (optimizer in backward)
         if self.explicit:
             raise UnfinishedMinibatchError(
-                f"rank {self._rank} (epoch {self.epoch}): optimizer.step() inside `with model.minibatch()`; "
-                "step after it"
+                f"{self._who()}: {doing} inside `with model.minibatch()`; gradients are there when the block "
+                "ends, so do it after the block"
             )
-        self.close_evaluation("optimizer.step()")
+        if self.state is not State.CLOSED:
+            self._refuse_pushed(doing)
+
+    def _refuse_pushed(self, doing: str) -> None:
+        if self.state in (State.FINISHING, State.FAILED):
+            raise UnfinishedMinibatchError(f"{self._who()}: {doing} after an error before the end of this minibatch")
+        if self._iteration.backward_cut_short():
+            raise UnfinishedMinibatchError(
+                f"{self._who()}: {doing} after a backward that ended with an exception, so that the minibatch's "
+                "gradients are not whole; call model.abandon_minibatch(reason), which every rank learns at its end"
+            )
+        if self.pushed or self.given_up is not None:
+            raise UnfinishedMinibatchError(
+                f"{self._who()}: {doing} inside an unfinished minibatch; mark the last backward with "
+                "model.set_is_last_backward(True), or use `with model.minibatch():`"
+            )
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""
@@ -226,20 +358,23 @@ class Minibatch:
         queue = self._verbs.queue
         if queue is not None and queue.left_early:
             raise OdcError(
-                f"rank {self._rank} (epoch {self.epoch}) left the queue before its end; a rank that calls "
+                f"{self._who()} left the queue before its end; a rank that calls "
                 "model.claim() goes on until it gives no more, or microbatches would be lost"
             )
 
     def _refuse_half_evaluated(self, trained: bool) -> None:
         if not trained:
             return
-        for member in self._geometry.members:
-            if self._space.board(member).load(Word.EVAL_CLOSED) == self.epoch:
-                rank = self._geometry.ranks[member]
-                raise OdcError(
-                    f"rank {self._rank} trained in epoch {self.epoch}, but rank {rank} closed that epoch after "
-                    "evaluation only; run evaluation, loads and publish() on every rank alike"
-                )
+        for member in self._verbs.closed_as(Outcome.EVALUATED):
+            rank = self._geometry.ranks[member]
+            raise OdcError(
+                f"rank {self._rank} trained in epoch {self.epoch}, but rank {rank} closed that epoch after "
+                "evaluation only; run evaluation, loads and publish() on every rank alike",
+                culprit=rank,
+            )
+
+    def _who(self) -> str:
+        return f"rank {self._rank} (epoch {self.epoch})"
 
     def _set(self, state: State) -> None:
         self.state = state

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from odc.errors import OdcError, UnsupportedError
+from odc.errors import AbandonedMinibatchError, OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.claims import Claims
 from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.root import root_of
 
 
@@ -40,7 +41,11 @@ class OdcModule(compat.FSDPModule):
         """Any number of backwards on this rank, also none, then one meeting of all ranks at exit.
 
         On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
-        after it. An exception inside aborts the job on every rank.
+        after it. An exception that leaves the block aborts the job on every rank.
+
+        Raises:
+            AbandonedMinibatchError: at the end of the block, on every rank, if any has called `abandon_minibatch` or
+                has caught an exception of a backward. No rank has a gradient then, and the next minibatch may begin.
 
         Example:
             with model.minibatch():
@@ -79,6 +84,19 @@ class OdcModule(compat.FSDPModule):
         On the root, on every rank. `minibatch()` and a last backward do it by themselves.
         """
         _finish(self)
+
+    def abandon_minibatch(self, reason: str) -> None:
+        """Give the open minibatch up (out of memory, a bad sample): no rank gets a gradient of it.
+
+        On the root, on any rank. The others learn of it at the end of the minibatch, where `AbandonedMinibatchError`
+        names this rank and `reason`. Inside `with model.minibatch():` the end of the block raises it here too. In a
+        plain loop this call ends the minibatch: it waits for all ranks and returns, and the error leaves the others'
+        last backward. Does nothing where no minibatch is open. See docs/errors.md.
+
+        Args:
+            reason: for the message on every rank; about 1,000 bytes are kept.
+        """
+        root_of(self).minibatch.abandon(reason)
 
     def publish(self) -> None:
         """Make weights seen that were changed outside an optimizer, inside an open minibatch (EMA swap, manual edit).
@@ -151,8 +169,12 @@ class OdcModule(compat.FSDPModule):
         """No-op: fetches and pushes never wait for each other."""
 
     def reset_iter_state(self) -> None:
-        """Refused: pushed gradients cannot be taken back; restart from the checkpoint."""
-        _refuse("reset_iter_state", "pushed gradients cannot be taken back; restart from the last checkpoint")
+        """Recover from an exception in forward or backward, as in FSDP2 (torch 2.13), on every torch.
+
+        On the root. Where this rank has pushed gradients in the open minibatch, it gives the minibatch up as
+        `abandon_minibatch` does, and the others learn of it; else nobody notices, and the microbatch can be run again.
+        """
+        root_of(self).minibatch.reset()
 
 
 @contextlib.contextmanager
@@ -160,9 +182,10 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
 
     Opens all (publishes own shards at once, so that ranks without microbatches hold up nobody); at exit flushes all
-    before it waits for any. Calls no collective.
+    before it waits for any. A rank that gives one of them up gives up all. Calls no collective.
 
     Raises:
+        AbandonedMinibatchError: as `OdcModule.minibatch`.
         OdcError: already inside a minibatch of one of the roots, or one is given twice.
     """
     opened = [root_of(root) for root in roots]
@@ -173,16 +196,14 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
             raise OdcError(f"rank {root.rank}: minibatch() was given the same root twice")
     for module in roots:
         module.set_is_last_backward(False)
+    abandoned: AbandonedMinibatchError | None = None
     try:
         for root in opened:
             root.minibatch.begin()
             root.minibatch.explicit = True
             root.map_peers()
         yield
-        for root in opened:
-            root.minibatch.done()
-        for root in opened:
-            root.minibatch.collect()
+        abandoned = _meet([root.minibatch for root in opened])
     except BaseException as error:
         for root in opened:
             root.minibatch.abort(error)
@@ -191,6 +212,21 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
         for module, root in zip(roots, opened, strict=True):
             root.minibatch.explicit = False
             module.set_is_last_backward(True)
+    if abandoned is not None:
+        raise abandoned
+
+
+def _meet(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
+    """End minibatches that belong together: flush all before waiting for any, and give up all if one is given up."""
+    for machine in machines:
+        machine.recover()
+    given_up = next((machine.given_up for machine in machines if machine.given_up is not None), None)
+    for machine in machines:
+        if given_up is not None:
+            machine.abandon(given_up)
+        machine.done()
+    errors = [machine.collect() for machine in machines]
+    return next((error for error in errors if error is not None), None)
 
 
 def _finish(module: compat.FSDPModule) -> None:
@@ -198,8 +234,13 @@ def _finish(module: compat.FSDPModule) -> None:
     machine = root.minibatch
     if machine.explicit:
         raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
-    machine.done()
-    machine.collect()
+    machine.explicit = True  # a backward that was cut short is met for here, not before
+    try:
+        abandoned = _meet([machine])
+    finally:
+        machine.explicit = False
+    if abandoned is not None:
+        raise abandoned
 
 
 def add_methods(module: nn.Module) -> None:

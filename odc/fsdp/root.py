@@ -62,7 +62,7 @@ class Root:
             lambda doing: waiter[0].check(doing),
         )
         heap = open_heap(self.identity, self.geometry, rendezvous, self.settings, self.groups, self.state)
-        self.space = Space(heap, self.geometry, units, self.settings, "odc-heap-1")
+        self.space = Space(heap, self.geometry, units, self.settings, "odc-heap-2")
         self.verbs = Verbs(self.space, rendezvous.ring)
         waiter.append(self.verbs.waiter)
         service = Service(self.identity, self.space)
@@ -72,7 +72,7 @@ class Root:
         server.serve(service)
         self.fetcher = Fetcher(self.verbs, self.settings.prefetch, heap.lanes)
         self.sender = Sender(self.verbs, self.settings.push_overlap, heap.lanes)
-        self.minibatch = Minibatch(self.verbs, self.sender, self.groups, lambda: compat.clear_forward_order(self.state))
+        self.minibatch = Minibatch(self.verbs, self.sender, self.groups, compat.Iteration(self.state))
         self.shards = self.geometry.shards
         for group, unit in zip(self.groups, units, strict=True):
             group.odc_root, group.odc_unit = self, unit
@@ -122,6 +122,8 @@ class Root:
 
     def before_forward(self) -> None:
         """The root's module is about to run: count the microbatch, refuse weights changed since they were published."""
+        self.verbs.touch("beginning a forward")
+        self.minibatch.recover()
         fresh = self.minibatch.state is State.CLOSED
         self.minibatch.begin()
         if not fresh and self.settings.stale_check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odc.comm import Gradient, UnitSpec, Verbs
+from odc.errors import OdcError
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes
 from odc.trace import PUSH, recorder
@@ -57,13 +58,19 @@ class Sender:
         recorder().add(PUSH, begin, unit=unit.name)
 
     def flush(self) -> None:
-        """Return when everything sent is posted; raises what a push raised."""
+        """Return when everything sent is posted or has failed; raises what a push raised, an `OdcError` first."""
         begin = recorder().now()
         jobs, self._jobs = self._jobs, []
+        errors: list[BaseException] = []
         for job in jobs:
-            job.wait()
+            try:
+                job.wait()
+            except BaseException as error:
+                errors.append(error)  # a later push may still be under way
         if jobs:
             recorder().add(PUSH, begin)
+        if errors:
+            raise next((error for error in errors if isinstance(error, OdcError)), errors[0])
 
     def close(self) -> None:
         """End the thread, without waiting for it."""

@@ -8,7 +8,7 @@ from _deferred import DeferredLanes, DeferredMoves
 from _members import BF16, F32, Crew
 
 import odc.comm.space
-from odc.comm import Gradient, Word
+from odc.comm import Gradient, Outcome, Word
 from odc.memory import shm
 from odc.settings import ACCUMULATE_MODES, Settings
 
@@ -62,7 +62,7 @@ def test_minibatches_are_right_however_late_the_device_is(deferred: list[Deferre
                     for gradient in sent:
                         gradient.values.fill_(777.0)  # the gradient's memory is another's as soon as `push` returns
             for verbs in crew.verbs:
-                verbs.done(trained=True)
+                verbs.done(Outcome.TRAINED)
             for member, verbs in enumerate(crew.verbs):
                 verbs.await_done(epoch)
                 verbs.await_accumulated()
@@ -89,7 +89,7 @@ def test_done_comes_after_own_reads(deferred: list[DeferredLanes]) -> None:
         into = [torch.zeros(10)]
         with deferred[0].lane("fetch"):
             crew.verbs[0].fetch(unit, into)
-        crew.verbs[0].done(trained=False)
+        crew.verbs[0].done(Outcome.EVALUATED)
         assert crew.spaces[1].board(0).load(Word.DONE) == 1
         assert set(into[0].tolist()) == {1.0}
 

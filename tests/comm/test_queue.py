@@ -15,7 +15,7 @@ from _ranks import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.comm import Claimed, Geometry, Queue, Space, UnitSpec, Verbs, Word, progress
+from odc.comm import Claimed, Geometry, Outcome, Queue, Space, UnitSpec, Verbs, Word, progress
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import ShmHeap
 from odc.server import Daemon, Rendezvous, Service, summary
@@ -67,7 +67,7 @@ def live(crew: Crew, member: int, counts: Sequence[Sequence[int]], found: list[l
             yield
         assert not queue(crew, member).left_early
         yield
-        verbs.done(trained=True)
+        verbs.done(Outcome.TRAINED)
         yield
 
 
@@ -130,7 +130,7 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
                 found[-1].append(member * count + number)
                 if draw.random() < 0.1:
                     time.sleep(draw.random() / 500)
-            verbs.done(trained=True)
+            verbs.done(Outcome.TRAINED)
         verbs.await_done(epochs)
         dist.barrier()
         return found
@@ -171,12 +171,27 @@ def test_a_member_that_is_done_without_an_offer_is_named_at_once() -> None:
     with crew_of(2) as crew:
         crew.publish_all()
         queue(crew, 0).offer([])
-        crew.verbs[1].done(trained=True)
+        crew.verbs[1].done(Outcome.TRAINED)
         with pytest.raises(
             OdcError, match=r"rank 10 \(epoch 1\) .* rank 13 ended that minibatch without an offer"
         ) as it:
             queue(crew, 0).claim()
         assert it.value.culprit == 13
+
+
+def test_who_abandons_before_its_offer_ends_the_queue_of_that_minibatch_only() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        queue(crew, 1).offer([made(1, 1, 0)])
+        crew.verbs[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
+        assert queue(crew, 1).claim() is None
+        assert not queue(crew, 1).left_early
+        crew.verbs[1].done(Outcome.TRAINED)
+        crew.publish_all()
+        for member in (0, 1):
+            queue(crew, member).offer([made(member, 2, 0)])
+        found = [queue(crew, 0).claim() for _ in range(2)]
+        assert sorted(origin(one) for one in found if one) == [(0, 2, 0), (1, 2, 0)]
 
 
 def test_costs_decide_the_order_and_ties_go_by_member() -> None:
@@ -230,7 +245,7 @@ def test_one_offer_an_epoch_and_none_without_one() -> None:
         with pytest.raises(OdcError, match="offers a second time in one minibatch"):
             queue(crew, 0).offer([])
         assert crew.verbs[0].claim() is None
-        crew.verbs[0].done(trained=True)
+        crew.verbs[0].done(Outcome.TRAINED)
         crew.publish(0)
         queue(crew, 0).offer([made(0, 2, 0)])
         found = crew.verbs[0].claim()
@@ -263,7 +278,7 @@ def test_status_tells_how_far_the_queue_is_and_who_has_claimed_what() -> None:
             for member, (offered, claimed) in enumerate([(3, 2), (0, 0), (2, 3)]):
                 assert found[member] == {"offered": offered, "claimed": claimed, "handed_out": 5, "total": 5}
             for verbs in crew.verbs:
-                verbs.done(trained=True)
+                verbs.done(Outcome.TRAINED)
 
 
 def test_status_of_a_queue_that_is_half_handed_out() -> None:

@@ -48,7 +48,7 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
             assert ledger["staging"] == 0
         slots = crew.spaces[0].ring.slots if accumulate == "server" else 0
         words = 8 * (BOARD_WORDS + 2 * shards + shards * count + 5 * slots * (shards - 1))
-        assert ledger["words"] == words + 1024 + MUTEX_BYTES * len(layout)
+        assert ledger["words"] == words + 3 * 1024 + MUTEX_BYTES * len(layout)
 
         regions = heap.bytes_by_name()
         text = regions.pop("heap/layout")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from _members import BF16, F32, Crew
 
-from odc.comm import Gradient, UnitSpec, Word
+from odc.comm import Gradient, Outcome, UnitSpec, Word
 from odc.errors import PeerLostError
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
@@ -133,7 +133,7 @@ def test_done_tells_every_member_how_often_each_parameter_was_pushed(crew: Crew)
     verbs.push(second, [])
     for member in range(3):
         assert not crew.spaces[member].pushes(member, 1).any(), "counts are for after the push"
-    verbs.done(trained=True)
+    verbs.done(Outcome.TRAINED)
     for member in range(3):
         assert crew.spaces[member].pushes(member, 1).tolist() == [1, 2, 0]
         assert not crew.spaces[member].pushes(member, 0).any()
@@ -146,39 +146,59 @@ def test_counts_wait_until_the_other_replica_has_read_the_last_ones() -> None:
     with Crew(LAYOUT, 1, replicas=2, settings=SHORT) as crew:
         crew.publish_all()
         crew.verbs[0].push(crew.units[1], ones(crew.units[1], 1))
-        crew.verbs[0].done(trained=True)
+        crew.verbs[0].done(Outcome.TRAINED)
         crew.publish(0)
         crew.verbs[0].push(crew.units[1], ones(crew.units[1], 1))
         with crew.late("rank 13 to publish epoch 2"):
-            crew.verbs[0].done(trained=True)
+            crew.verbs[0].done(Outcome.TRAINED)
         assert crew.spaces[1].pushes(1, 0).tolist() == [0, 0, 1]
         assert crew.spaces[1].board(0).load(Word.DONE) == 1, "not done before the counts are out"
         crew.publish(1)
-        crew.verbs[0].done(trained=True)
+        crew.verbs[0].done(Outcome.TRAINED)
         assert crew.spaces[1].pushes(1, 0).tolist() == [0, 0, 2]
 
 
 def test_a_rank_that_pushed_nothing_needs_nobody_to_be_done(crew: Crew) -> None:
     crew.publish(0)
-    crew.verbs[0].done(trained=True)
+    crew.verbs[0].done(Outcome.TRAINED)
     assert crew.spaces[1].board(0).load(Word.DONE) == 1
-    assert crew.spaces[1].board(0).load(Word.EVAL_CLOSED) == 0
+    crew.publish(1)
+    assert crew.verbs[1].closed_as(Outcome.TRAINED) == [0]
+    assert crew.verbs[1].closed_as(Outcome.EVALUATED) == []
 
 
 def test_an_epoch_of_evaluation_is_marked_as_such(crew: Crew) -> None:
     crew.publish(0)
-    crew.verbs[0].done(trained=False)
+    crew.verbs[0].done(Outcome.EVALUATED)
     board = crew.spaces[1].board(0)
-    assert [board.load(w) for w in (Word.DONE, Word.EVAL_CLOSED, Word.COMPLETE, Word.READ)] == [1, 1, 1, 1]
+    assert [board.load(w) for w in (Word.DONE, Word.COMPLETE, Word.READ)] == [1, 1, 1]
+    crew.publish(1)
+    assert crew.verbs[1].closed_as(Outcome.EVALUATED) == [0]
+
+
+def test_an_outcome_is_still_there_when_its_rank_has_closed_one_more_epoch(crew: Crew) -> None:
+    """A fast rank may close the next epoch before a slow one has looked at the last."""
+    crew.publish_all()
+    crew.verbs[0].done(Outcome.ABANDONED, "no memory for sample 7")
+    for slow in (1, 2):
+        crew.verbs[slow].done(Outcome.TRAINED)
+    crew.publish(0)
+    crew.verbs[0].done(Outcome.EVALUATED)
+    assert crew.verbs[1].closed_as(Outcome.ABANDONED) == [0]
+    assert crew.verbs[1].closed_as(Outcome.EVALUATED) == []
+    assert crew.verbs[1].abandonment(0) == "no memory for sample 7"
+    crew.publish(0)
+    crew.verbs[0].done(Outcome.ABANDONED, "again, in a long sentence: " + "word " * 1000)
+    assert crew.verbs[0].abandonment(0).startswith("again, in a long sentence: word ")
 
 
 def test_await_done_needs_everybody_and_names_who_is_missing(crew: Crew) -> None:
     crew.publish_all()
-    crew.verbs[0].done(trained=True)
-    crew.verbs[1].done(trained=True)
+    crew.verbs[0].done(Outcome.TRAINED)
+    crew.verbs[1].done(Outcome.TRAINED)
     with crew.late("waiting for rank 16 to finish epoch 1"):
         crew.verbs[0].await_done(1)
-    crew.verbs[2].done(trained=True)
+    crew.verbs[2].done(Outcome.TRAINED)
     crew.verbs[0].await_done(1)
 
 

@@ -12,7 +12,7 @@ import torch
 from _members import BF16, F32, Crew
 from _ranks import RankPool
 
-from odc.comm import Geometry, Gradient, Space, UnitSpec, Verbs, Word
+from odc.comm import Geometry, Gradient, Outcome, Space, UnitSpec, Verbs, Word
 from odc.memory import ShmHeap
 from odc.server import Daemon, Rendezvous, Service, summary
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
@@ -52,7 +52,7 @@ def minibatches(verbs: Verbs, epochs: int, seed: int, nap: Callable[[float], Non
                     ],
                 )
         nap(draw.random())
-        verbs.done(trained=True)
+        verbs.done(Outcome.TRAINED)
         verbs.await_done(epoch)
         verbs.await_accumulated()
         counts = [int(space.pushes(me, source)[0]) for source in range(shards)]

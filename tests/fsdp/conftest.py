@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from _leaks import assert_nothing_left, shared_files
+from _machines import LAYOUT, Rank
+from _members import Crew
+
+from odc.fsdp import _torch_compat as compat
+from odc.settings import Settings
 
 
 @pytest.fixture
@@ -15,3 +20,19 @@ def nothing_left() -> Iterator[list[int]]:
     yield pids
     assert pids, "the test has named no ranks"
     assert_nothing_left(pids, files)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What would run at the end of the backward; torch's own part is left out."""
+    queued: list[Callable[[], None]] = []
+    monkeypatch.setattr(compat, "torch_finalize", lambda group: group.told.append("finalize"))
+    monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
+    monkeypatch.setattr(compat, "queue_after_backward", queued.append)
+    return queued
+
+
+@pytest.fixture
+def two() -> Iterator[list[Rank]]:
+    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1)) as crew:
+        yield [Rank(crew, 0), Rank(crew, 1)]

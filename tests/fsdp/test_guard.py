@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,15 @@ class Minibatch:
     state: State
     refuses: bool = False
     stepped: int = 0
+    asked: list[str] = field(default_factory=list)
 
     def before_step(self) -> None:
         self.stepped += 1
+        if self.refuses:
+            raise UnfinishedMinibatchError("not now")
+
+    def refuse_unfinished(self, doing: str) -> None:
+        self.asked.append(doing)
         if self.refuses:
             raise UnfinishedMinibatchError("not now")
 
@@ -91,10 +98,30 @@ def test_every_parameter_group_and_kind_of_optimizer_is_seen(roots: list[Root]) 
             kind(groups, lr=0.1).step()
 
 
-def test_the_hook_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
+def test_clipping_in_an_unfinished_minibatch_raises_before_it_changes_anything(roots: list[Root], clip: Any) -> None:
+    """However the parameters come, and though the function was imported before odc knew of any model."""
+    mine, other = parameter(), parameter()
+    roots += [Root(Minibatch(State.OPEN, refuses=True), [mine]), Root(Minibatch(State.CLOSED, refuses=True), [other])]
+    for parameters in ([other, mine], (p for p in (other, mine)), mine):
+        with pytest.raises(UnfinishedMinibatchError):
+            clip(parameters, 0.5)
+    assert mine.grad is not None and mine.grad.tolist() == [1.0, 1.0]
+    clip((p for p in (other,)), 0.5)
+    assert other.grad is not None and max(other.grad.tolist()) <= 0.5, "a finished one is clipped"
+    assert roots[0].minibatch.asked == [f"{clip.__name__}()"] * 3 and not roots[1].minibatch.asked
+
+
+def test_an_empty_generator_still_warns(roots: list[Root]) -> None:
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0) == 0
+
+
+def test_the_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(guard, "register_optimizer_step_pre_hook", hooks.append)
+    monkeypatch.setattr(guard._torch_clip, "install", hooks.append)
     monkeypatch.setattr(guard, "_installed", False)
     guard.install()
     guard.install()
-    assert hooks == [guard._before_step]
+    assert hooks == [guard._before_step, guard._before_clip]

@@ -1,110 +1,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from _members import F32, Crew
-from torch import nn
+from _machines import LAYOUT, Rank, finish, states
+from _members import Crew
 
-from odc.comm import Gradient, State, Word
+from odc.comm import Outcome, State, Word
 from odc.comm.wait import read_reason
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
-from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
-from odc.fsdp.sender import Sender
 from odc.settings import Settings
 from odc.trace import WINDOW, Recorder
 
-LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
-
-
-class Param:
-    """Stands in for a sharded parameter."""
-
-    own_dtype = F32
-
-    def __init__(self, numel: int) -> None:
-        self.values = torch.zeros(numel)
-        self.numel = numel
-        self.parameter = nn.Parameter(torch.zeros(1))
-        self.grad: torch.Tensor | None = None
-
-    def shard(self) -> torch.Tensor:
-        return self.values
-
-    def add_gradient(self, flat: torch.Tensor, first: int) -> None:
-        self.grad = flat[first : first + self.numel].clone()
-
-
-class Group:
-    """Stands in for a parameter group."""
-
-    gradient_divide_factor: float | None = None
-
-    def __init__(self, numels: list[int]) -> None:
-        self.odc_params = [Param(numel) for numel in numels]
-        self.told: list[str] = []
-
-    def drop_fetch(self) -> None:
-        self.told.append("drop")
-
-
-class Rank:
-    """One member's state machine, with groups that only listen."""
-
-    def __init__(self, crew: Crew, me: int) -> None:
-        self.crew, self.me, self.forgotten = crew, me, 0
-        self.groups = [Group([numel for _, numel, _ in unit]) for unit in LAYOUT]
-        verbs = crew.verbs[me]
-        self.machine = Minibatch(verbs, Sender(verbs, overlap=False), self.groups, self._forget)  # type: ignore[arg-type]
-
-    def _forget(self) -> None:
-        self.forgotten += 1
-
-    def push(self, unit: int, value: float, params: tuple[int, ...] | None = None) -> None:
-        spec, shards = self.crew.units[unit], self.crew.verbs[self.me].geometry.shards
-        chosen = range(len(spec.params)) if params is None else params
-        self.machine.push(spec, [Gradient(i, torch.full((shards * spec.params[i].numel,), value)) for i in chosen])
-
-    def grads(self) -> list[list[float] | None]:
-        found = [p.grad for group in self.groups for p in group.odc_params]
-        for group in self.groups:
-            for param in group.odc_params:
-                param.grad = None
-        return [None if grad is None else grad.tolist() for grad in found]
-
-
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What would run at the end of the backward; torch's own part is left out."""
-    queued: list[Callable[[], None]] = []
-    monkeypatch.setattr(compat, "torch_finalize", lambda group: group.told.append("finalize"))
-    monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
-    monkeypatch.setattr(compat, "queue_after_backward", queued.append)
-    return queued
-
-
-@pytest.fixture
-def two() -> Iterator[list[Rank]]:
-    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1)) as crew:
-        yield [Rank(crew, 0), Rank(crew, 1)]
-
-
-def finish(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        rank.machine.done()
-    for rank in ranks:
-        rank.machine.collect()
-
-
-def states(ranks: list[Rank]) -> list[State]:
-    on_board = [State(rank.crew.spaces[0].board(rank.me).load(Word.STATE)) for rank in ranks]
-    assert on_board == [rank.machine.state for rank in ranks], "`odc status` would tell something else"
-    return on_board
-
+pytestmark = pytest.mark.usefixtures("heard")
 
 # whole minibatches ---------------------------------------------------------------------------------------------------
 
@@ -248,10 +159,10 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], h
     assert states(two)[0] is State.OPEN and not heard, "torch finalizes the root before the others' left-overs"
     rank.machine.finalized(second)  # type: ignore[arg-type]
     assert states(two)[0] is State.FINISHING
-    assert heard == [rank.machine.collect], "nobody is waited for inside the backward"
+    assert len(heard) == 1, "nobody is waited for inside the backward"
     for group in rank.groups:
         assert group.told == ["finalize", "drop", "reshard"]
-    assert rank.forgotten == 1
+    assert rank.iteration.forgotten == 1
 
 
 def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +170,7 @@ def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], mon
     rank, seen = two[0], list[bool]()
     verbs, heap = rank.crew.verbs[0], rank.crew.spaces[0].heap
     done = verbs.done
-    monkeypatch.setattr(verbs, "done", lambda *, trained: (seen.append(heap.attached(1)), done(trained=trained)))
+    monkeypatch.setattr(verbs, "done", lambda *how: (seen.append(heap.attached(1)), done(*how)))
     rank.machine.begin()
     assert not heap.attached(1)
     rank.machine.done()
@@ -291,9 +202,12 @@ def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) ->
     two[0].machine.done()
     with two[0].crew.late("rank 13 to finish epoch 1"):
         two[0].machine.collect()
+    assert states(two)[0] is State.FAILED
+    two[0].machine._set(State.FINISHING)
     two[1].machine.done()
     with two[0].crew.late("the own server to add what rank 13 pushed"):
         two[0].machine.collect()
+    two[0].machine._set(State.FINISHING)
     assert two[0].grads() == [None, None, None]
     two[0].crew.drain(0)
     two[0].machine.collect()
@@ -309,7 +223,9 @@ def test_an_epoch_without_pushes_is_closed_without_waiting_for_anybody(two: list
     assert states(two)[0] is State.CLOSED
     assert all(group.told == ["drop", "reshard"] for group in two[0].groups)
     board = two[0].crew.spaces[1].board(0)
-    assert (board.load(Word.DONE), board.load(Word.EVAL_CLOSED)) == (1, 1)
+    assert board.load(Word.DONE) == 1
+    two[1].machine.begin()
+    assert two[1].crew.verbs[1].closed_as(Outcome.EVALUATED) == [0]
     two[0].machine.close_evaluation("optimizer.step()")
     assert board.load(Word.DONE) == 1
 
@@ -357,6 +273,19 @@ def test_training_in_an_epoch_that_another_rank_only_evaluated_is_an_error_that_
     two[1].machine.close_evaluation("step")
     two[0].machine.done()
     with pytest.raises(OdcError, match="rank 10 trained in epoch 1, but rank 13 closed that epoch after evaluation"):
+        two[0].machine.collect()
+    assert two[1].crew.spaces[1].board(1).load(Word.ABORT) == 1 + 13, "rank 13 would wait for the next epoch in vain"
+
+
+def test_an_evaluation_of_the_next_epoch_does_not_hide_that_of_this_one(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    two[1].machine.close_evaluation("step")
+    two[0].machine.done()
+    two[1].machine.begin()
+    two[1].machine.close_evaluation("step")
+    with pytest.raises(OdcError, match="but rank 13 closed that epoch after evaluation"):
         two[0].machine.collect()
 
 

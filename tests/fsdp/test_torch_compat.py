@@ -101,11 +101,11 @@ def test_every_name_that_is_used_is_checked() -> None:
     checked = {name for names in compat._ON_CLASS.values() for name in names}
     checked |= {name for names in compat._STORED.values() for name in names}
     checked |= {"_fsdp_param_group", "_fsdp_param_groups", "_get_default_store", "_execution_engine"}
-    checked |= {"_unsafe_preserve_version_counter"}
+    checked |= {"_unsafe_preserve_version_counter", "_C", "_current_graph_task_id"}
     body = text[text.index("def state_of(") :]
     used = {node.attr for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
-    ours = {"_param"}  # ShardedParam's
+    ours = {"_param", "_root"}  # of ShardedParam and Iteration
     public_of_dtensor = {"_local_tensor", "_post_accumulate_grad_hooks"}  # long-lived names of torch's own tensors
     assert private - checked - ours - public_of_dtensor == set()
     of_params = set(re.findall(r"(?:self\._param|\bparam)\.(\w+)", body[body.index("class ShardedParam") :]))

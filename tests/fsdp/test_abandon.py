@@ -1,0 +1,316 @@
+"""Minibatches that are given up, on real ranks: the weights are those of a run that never had them (issue 11)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from _failing import end
+from _models import Case, adamw, build, next_token_loss, own_gradients, own_parameters, tokens
+from _rank_worker import tell
+from _ranks import RankPool, spawn_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import odc
+from odc import AbandonedMinibatchError, Settings, fully_shard
+from odc.errors import UnfinishedMinibatchError
+
+Pools = Callable[[int], RankPool]
+Where = Literal["forward", "backward", "told"]
+
+EXACT = Settings(reproducible=True)
+
+
+class Boom(Exception):
+    """Stands for whatever a bad sample raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in one microbatch of one rank.
+
+    Attributes:
+        where: in the forward or the backward of a layer; "told": the rank says itself that it gives the minibatch up.
+        layer: of the model; backward begins at the last.
+    """
+
+    where: Where
+    layer: int = 1
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A minibatch: microbatches by rank, and faults by (rank, microbatch)."""
+
+    counts: tuple[int, ...]
+    faults: tuple[tuple[tuple[int, int], Fault], ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether any of its faults happens and costs the minibatch."""
+        return any(fault.where != "forward" and m < self.counts[rank] for (rank, m), fault in self.faults)
+
+    def fault(self, rank: int, microbatch: int) -> Fault | None:
+        return dict(self.faults).get((rank, microbatch))
+
+
+@contextlib.contextmanager
+def broken(model: Any, fault: Fault | None) -> Iterator[None]:
+    """Raise `Boom` where the fault says."""
+
+    def boom(*unused: Any) -> None:
+        raise Boom("bad sample")
+
+    def arm(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(boom)
+
+    if fault is None or fault.where == "told":
+        yield
+        return
+    layer = model.layers[fault.layer]
+    handle = layer.register_forward_pre_hook(boom) if fault.where == "forward" else layer.register_forward_hook(arm)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def backward(model: Any, rank: int, number: int, microbatch: int, fault: Fault | None = None) -> None:
+    x = tokens(rank, number, microbatch)
+    with broken(model, fault):
+        (next_token_loss(model(x), x) / 18).backward()
+
+
+def in_blocks(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
+    """Returns that there are gradients, or raises."""
+    with model.minibatch():
+        for m in range(minibatch.counts[rank]):
+            fault = minibatch.fault(rank, m)
+            if fault is not None and fault.where == "told":
+                model.abandon_minibatch("told to")
+                continue
+            try:
+                backward(model, rank, number, m, fault)
+            except Boom:
+                if fault is not None and fault.where == "forward":
+                    backward(model, rank, number, m)  # what a forward has cost can be had again
+    return True
+
+
+def in_a_plain_loop(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
+    """One backward; a fault in it is caught and not told to anybody. Returns whether there are gradients."""
+    fault = minibatch.fault(rank, 0)
+    try:
+        backward(model, rank, number, 0, fault)
+    except Boom:
+        if fault is None or fault.where == "backward":
+            return False
+        backward(model, rank, number, 0)
+    return True
+
+
+def trained(
+    rank: int,
+    world: int,
+    plan: list[Planned],
+    plain: bool = False,
+    hybrid: bool = False,
+    checkpointing: Literal["", "function"] = "",
+    chosen: Settings = EXACT,
+) -> tuple[str, list[int]]:
+    """Digest of this rank's shards after the plan, and the numbers of the minibatches that gave no gradient here."""
+    mesh = (
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        if hybrid
+        else init_device_mesh("cpu", (world,))
+    )
+    case = Case(counts=((1,) * world,), checkpointing=checkpointing)
+    model = build(fully_shard, case, mesh, settings=chosen)
+    optimizer, lost = adamw(model), list[int]()
+    number = 0  # of good minibatches so far, and so of the data
+    for i, minibatch in enumerate(plan):
+        try:
+            there = (in_a_plain_loop if plain else in_blocks)(model, rank, number, minibatch)
+        except AbandonedMinibatchError:
+            there = False
+            assert all(gradient is None for gradient in own_gradients(model).values()), "some gradients were written"
+        if there:
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+        else:
+            lost.append(i)
+    digest = hashlib.sha256()
+    for values in own_parameters(model).values():
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest(), lost
+
+
+def assert_as_if_never(pool: RankPool, plan: list[Planned], **how: Any) -> None:
+    names = ("plain", "hybrid", "checkpointing", "chosen")
+    args = [how.get(name, default) for name, default in zip(names, (False, False, "", EXACT), strict=True)]
+    found = pool.run(trained, plan, *args)
+    clean = pool.run(trained, [Planned(minibatch.counts) for minibatch in plan if not minibatch.lost], *args)
+    expected = [i for i, minibatch in enumerate(plan) if minibatch.lost]
+    assert [lost for _, lost in found] == [expected] * pool.world
+    assert [digest for digest, _ in found] == [digest for digest, _ in clean]
+
+
+FAULTS = st.builds(Fault, st.sampled_from(["forward", "backward", "told"]), st.integers(0, 2))
+
+
+@st.composite
+def plans(draw: st.DrawFn, world: int) -> list[Planned]:
+    minibatches = []
+    for _ in range(draw(st.integers(1, 4))):
+        counts = tuple(draw(st.lists(st.integers(0, 3), min_size=world, max_size=world)))
+        places = st.tuples(st.integers(0, world - 1), st.integers(0, 2))
+        faults = draw(st.dictionaries(places, FAULTS, max_size=2))
+        minibatches.append(Planned(counts, tuple(faults.items())))
+    return [*minibatches, Planned((2,) * world)]
+
+
+@settings(max_examples=15)
+@given(plan=plans(2))
+def test_random_failures_leave_the_weights_of_a_run_without_them(ranks: Pools, plan: list[Planned]) -> None:
+    assert_as_if_never(ranks(2), plan)
+
+
+BAD = Planned((2, 1, 0, 3), (((3, 1), Fault("backward", 0)), ((0, 1), Fault("told"))))
+GOOD = Planned((1, 2, 3, 1))
+
+
+@pytest.mark.parametrize("how", [{"hybrid": True}, {"checkpointing": "function"}], ids=["hybrid", "checkpointing"])
+def test_the_same_with_replicas_and_with_recomputation(ranks: Pools, how: dict[str, Any]) -> None:
+    assert_as_if_never(ranks(4), [GOOD, BAD, BAD, GOOD, BAD, GOOD], **how)
+
+
+@pytest.mark.parametrize("accumulate", ["direct", "per_source"])
+def test_the_same_with_other_accumulators(ranks: Pools, accumulate: Any) -> None:
+    plan = [Planned((2, 1), (((0, 1), Fault("backward", 1)),)), Planned((1, 2))]
+    assert_as_if_never(ranks(2), plan, chosen=Settings(reproducible=True, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_plain_loop_goes_on_after_a_failed_backward(ranks: Pools, layer: int) -> None:
+    bad = Planned((1, 1), (((1, 0), Fault("backward", layer)),))
+    retried = Planned((1, 1), (((0, 0), Fault("forward", layer)),))
+    assert_as_if_never(ranks(2), [Planned((1, 1)), bad, retried, bad, bad, Planned((1, 1))], plain=True)
+
+
+# one fault at a time -------------------------------------------------------------------------------------------------
+
+
+def sums_after_a_caught_error(rank: int, world: int) -> tuple[float, float]:
+    """The gradient's sum of a minibatch after one in which rank 1 has caught an error, and that of a new model."""
+    sums = []
+    for faulty in (True, False):
+        model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
+        if faulty:
+            with contextlib.suppress(AbandonedMinibatchError):
+                in_blocks(model, rank, 0, Planned((1, 1), (((1, 0), Fault("backward", 1)),)))
+        backward(model, rank, 1, 0)
+        sums.append(sum(float(g.abs().sum()) for g in own_gradients(model).values() if g is not None))
+    return sums[0], sums[1]
+
+
+def test_a_rank_that_has_caught_an_error_takes_part_in_later_steps(ranks: Pools) -> None:
+    for after, fresh in ranks(2).run(sums_after_a_caught_error):
+        assert after == fresh > 0
+
+
+def test_every_rank_is_told_who_gave_up_and_why(ranks: Pools) -> None:
+    def told_by(rank: int) -> str:
+        return f"rank {rank} (epoch 1): the minibatch was abandoned by rank 1: no memory for sample 7"
+
+    with spawn_ranks(2, one_message) as job:
+        outcomes = end(job, [])
+    for outcome in outcomes:
+        assert outcome.told[0].startswith(told_by(outcome.rank)), outcome.describe()
+
+
+def one_message(rank: int, world: int) -> None:
+    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
+    try:
+        with model.minibatch():
+            backward(model, rank, 0, 0)
+            if rank == 1:
+                model.abandon_minibatch("no memory for sample 7")
+    except AbandonedMinibatchError as error:
+        tell(str(error))
+
+
+def reset(rank: int, world: int) -> list[bool]:
+    """FSDP2's way back after an error: rank 1 resets before, then after it has pushed anything."""
+    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
+    there = []
+    for layer in (2, 0):
+        try:
+            backward(model, rank, 0, 0, Fault("backward", layer) if rank == 1 else None)
+        except Boom:
+            model.reset_iter_state()
+            if layer == 2:
+                backward(model, rank, 0, 0)
+        except AbandonedMinibatchError:
+            pass
+        there.append(any(gradient is not None for gradient in own_gradients(model).values()))
+        model.zero_grad()
+    return there
+
+
+def test_reset_iter_state_costs_the_minibatch_only_if_gradients_were_pushed(ranks: Pools) -> None:
+    """The head is in the root, whose gradients are pushed last: a fault in the last layer comes before any push."""
+    assert ranks(2).run(reset) == [[True, False]] * 2
+
+
+def two_roots(rank: int, world: int) -> list[bool]:
+    mesh = init_device_mesh("cpu", (world,))
+    roots = [build(fully_shard, Case(counts=((1, 1),)), mesh, settings=EXACT) for _ in range(2)]
+    there = []
+    for bad in (True, False):
+        with contextlib.suppress(AbandonedMinibatchError), odc.minibatch(*roots):
+            for root in roots:
+                backward(root, rank, 0, 0)
+            if bad and rank == 0:
+                roots[1].abandon_minibatch("one of two")
+        there += [any(g is not None for g in own_gradients(root).values()) for root in roots]
+    return there
+
+
+def test_roots_that_share_a_minibatch_are_given_up_together(ranks: Pools) -> None:
+    assert ranks(2).run(two_roots) == [[False, False, True, True]] * 2
+
+
+def refused(rank: int, world: int) -> list[str]:
+    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
+    optimizer, said = adamw(model), list[str]()
+    with model.minibatch():
+        backward(model, rank, 0, 0)
+        for act in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
+            try:
+                act()
+            except UnfinishedMinibatchError as error:
+                said.append(str(error))
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()) > 0
+    with contextlib.suppress(Boom):
+        backward(model, rank, 1, 0, Fault("backward", 0))
+    try:
+        optimizer.step()
+    except UnfinishedMinibatchError as error:
+        said.append(str(error))
+    return said
+
+
+def test_clipping_and_steps_are_refused_where_gradients_are_not_whole(ranks: Pools) -> None:
+    for said in ranks(2).run(refused):
+        assert "clip_grad_norm_() inside `with model.minibatch()`" in said[0]
+        assert "optimizer.step() inside `with model.minibatch()`" in said[1]
+        assert "after a backward that ended with an exception" in said[2]

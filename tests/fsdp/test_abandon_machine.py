@@ -1,0 +1,203 @@
+"""A minibatch that a rank gives up, one call at a time: who learns what, and what is left for the next one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _machines import Rank, finish, states
+
+from odc.comm import State, Word
+from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
+
+pytestmark = pytest.mark.usefixtures("heard")
+
+
+def begin(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.machine.begin()
+        rank.machine.explicit = True
+
+
+def meet(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
+    for rank in ranks:
+        rank.machine.done()
+    errors = [rank.machine.collect() for rank in ranks]
+    for rank in ranks:
+        rank.machine.explicit = False
+    return errors
+
+
+def test_no_rank_has_a_gradient_and_each_is_told_who_and_why(two: list[Rank]) -> None:
+    begin(two)
+    two[0].push(0, 1.0)
+    two[1].push(0, 2.0)
+    two[1].machine.abandon("out of memory at sample 7")
+    two[1].machine.abandon("only the first reason counts")
+    errors = meet(two)
+    assert [rank.grads() for rank in two] == [[None] * 3] * 2
+    for rank, error in zip((10, 13), errors, strict=True):
+        assert error is not None and (error.culprit, error.reason) == (13, "out of memory at sample 7")
+        assert f"rank {rank} (epoch 1): the minibatch was abandoned by rank 13: out of memory at sample 7" in str(error)
+    assert states(two) == [State.CLOSED] * 2
+
+
+def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
+    for number in range(3):  # both parities of an epoch
+        begin(two)
+        for rank in two:
+            rank.push(0, 8.0)
+            rank.push(1, 8.0)
+        two[number % 2].machine.abandon("bad")
+        assert all(meet(two))
+        begin(two)
+        two[0].push(1, 3.0)
+        two[1].push(1, 1.0)
+        assert meet(two) == [None, None]
+        assert [rank.grads() for rank in two] == [[None, None, [2.0] * 3]] * 2
+
+
+def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counts were never sent, so only the abandoned minibatch itself says that accumulators must be zeroed."""
+    begin(two)
+    pusher = two[0].crew.verbs[0]._pusher
+    push_to = pusher.push_to
+
+    def fail_at_last(owner: int, *args: object) -> int:
+        sent = push_to(owner, *args)  # type: ignore[arg-type]
+        if owner == 0:
+            raise MemoryError("no room")
+        return sent
+
+    with monkeypatch.context() as failing:
+        failing.setattr(pusher, "push_to", fail_at_last)
+        with pytest.raises(MemoryError):
+            two[0].push(0, 5.0)
+    two[0].iteration.cut_short = "backward"
+    errors = meet(two)
+    assert [error.culprit for error in errors if error] == [10, 10]
+    begin(two)
+    two[1].push(0, 2.0)
+    meet(two)
+    assert two[0].grads() == [[1.0] * 4, [1.0] * 2, None]
+
+
+def test_a_push_that_fails_behind_backward_gives_the_minibatch_up(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(two)
+    failures: list[Exception] = [MemoryError("no room")]
+
+    def flush() -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(two[0].sender, "flush", flush)
+    errors = meet(two)
+    assert [error.reason for error in errors if error] == ["a push failed (MemoryError: no room)"] * 2
+
+
+def test_a_backward_that_ended_with_an_exception_gives_the_minibatch_up(two: list[Rank]) -> None:
+    begin(two)
+    two[0].push(0, 1.0)
+    two[0].iteration.cut_short = "backward"
+    errors = meet(two)
+    assert [error.culprit for error in errors if error] == [10, 10]
+    assert "a backward ended with an exception" in str(errors[1])
+    assert two[0].iteration.resets
+
+
+def test_a_forward_that_ended_with_an_exception_costs_its_microbatch_only(two: list[Rank]) -> None:
+    begin(two)
+    two[0].push(0, 6.0)
+    two[0].iteration.cut_short = "forward"
+    two[0].machine.recover()
+    assert two[0].iteration.resets == 1
+    assert meet(two) == [None, None]
+    assert two[1].grads()[0] == [3.0] * 4
+
+
+def test_in_a_plain_loop_the_next_forward_ends_the_minibatch_of_a_failed_backward(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[1].push(0, 1.0)
+    two[1].machine.done()
+    two[0].iteration.cut_short = "backward"
+    two[0].machine.recover()  # returns: this rank has had its exception
+    assert states(two)[0] is State.CLOSED
+    error = two[1].machine.collect()
+    assert error is not None and error.culprit == 10
+    finish(two)
+    assert [rank.machine.epoch for rank in two] == [2, 2]
+
+
+def test_abandon_does_nothing_where_no_minibatch_is_open(two: list[Rank]) -> None:
+    finish(two)
+    two[0].machine.abandon("late")
+    assert two[0].machine.given_up is None
+    finish(two)
+    assert [rank.machine.epoch for rank in two] == [2, 2]
+
+
+def test_reset_gives_up_what_was_pushed_and_nothing_else(two: list[Rank]) -> None:
+    begin(two)
+    two[0].machine.reset()
+    assert two[0].iteration.resets == 1 and two[0].machine.given_up is None
+    two[0].push(0, 1.0)
+    two[0].machine.reset()
+    errors = meet(two)
+    assert "reset_iter_state()" in str(errors[1])
+
+
+@pytest.mark.parametrize("what", ["before_step", "publish"])
+def test_weights_do_not_change_after_a_failed_backward(two: list[Rank], what: str) -> None:
+    two[0].machine.begin()
+    two[0].iteration.cut_short = "backward"
+    with pytest.raises(UnfinishedMinibatchError, match="a backward that ended with an exception"):
+        getattr(two[0].machine, what)()
+
+
+def test_an_abandoned_minibatch_is_not_closed_as_an_evaluation(two: list[Rank]) -> None:
+    begin(two)
+    two[0].machine.abandon("bad")
+    with pytest.raises(UnfinishedMinibatchError):
+        two[0].machine.close_evaluation("load_state_dict()")
+
+
+def test_an_error_at_the_meeting_ends_the_job_and_is_not_stepped_over(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(two)
+    for rank in two:
+        rank.push(0, 1.0)
+        rank.machine.done()
+        rank.machine.explicit = False
+
+    def hook(flat: torch.Tensor, first: int) -> None:
+        raise ValueError("a hook of the parameter")
+
+    monkeypatch.setattr(two[0].groups[0].odc_params[0], "add_gradient", hook)
+    with pytest.raises(ValueError, match="a hook"):
+        two[0].machine.collect()
+    assert states(two)[0] is State.FAILED
+    assert two[1].crew.spaces[1].board(1).load(Word.ABORT) == 1 + 10
+    with pytest.raises(UnfinishedMinibatchError):
+        two[0].machine.before_step()
+    with pytest.raises(OdcError, match="ValueError in epoch 1: a hook of the parameter"):
+        two[0].machine.begin()
+
+
+def test_hooks_that_run_when_gradients_are_written_may_step_and_clip(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(two)
+    two[0].push(0, 1.0)
+    machine, stepped = two[0].machine, list[bool]()
+
+    def hook(flat: torch.Tensor, first: int) -> None:
+        machine.before_step()
+        machine.refuse_unfinished("clip_grad_norm_()")
+        stepped.append(True)
+
+    monkeypatch.setattr(two[0].groups[0].odc_params[0], "add_gradient", hook)
+    assert meet(two) == [None, None]
+    assert stepped == [True]
