@@ -80,3 +80,10 @@ def can_time(config: JobConfig, arm: ArmName) -> bool:
     waiting; but NCCL's ranks wait for each other on the device, inside a microbatch, where no span sees it.
     """
     return config.device == "cpu" or arm_named(arm).transport == "on demand"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of a microbatch says that memory ran out, on the device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type of its own there

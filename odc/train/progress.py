@@ -60,6 +60,15 @@ class Progress:
             self._last_line = now
             self._line(f"step {step}/{self.steps}  {text}")
 
+    def note(self, text: str) -> None:
+        """Says something that must not be lost: it stays above the live line."""
+        if not self.shown:
+            return
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            self._line(text)
+
     def close(self) -> None:
         """Ends the live line and leaves its last state on the terminal. May be called twice."""
         if self._live is not None:

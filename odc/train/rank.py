@@ -24,7 +24,7 @@ from odc.train.dataset import load_dataset
 from odc.train.device import can_time
 from odc.train.export import export
 from odc.train.progress import Progress
-from odc.train.results import JobResult, StepRecord
+from odc.train.results import JobResult, SkippedStep, StepRecord
 from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import build_sharded, plan_cost
 from odc.train.step import Step
@@ -65,12 +65,18 @@ class RankJob:
         """All steps that are left, then the last checkpoint and the export."""
         first = self._resume()
         records: list[StepRecord] = []
+        skipped: list[SkippedStep] = []
         recorder().clear()
         self.progress.phase(f"step {first + 1}")
         for step in range(first, self.config.steps):
             record = self.step.run(step, next(self.sampler), self._probe if self.held is None else None)
-            records.append(replace(record, bubble=self._measured()))
-            self._report(records[-1])
+            bubble = self._measured()
+            if isinstance(record, SkippedStep):
+                skipped.append(record)
+                self._report(record)
+            else:
+                records.append(replace(record, bubble=bubble))
+                self._report(records[-1])
             if step == first:
                 with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
                     footprint.reset_peak(self.device)
@@ -89,6 +95,7 @@ class RankJob:
             held_bytes=self.held,
             baseline_bytes=self.baseline,
             checkpoint=str(self.saved) if self.saved else None,
+            skipped=skipped,
         )
 
     def _resume(self) -> int:
@@ -130,8 +137,13 @@ class RankJob:
             return None
         return 1.0 - float(busy.double().mean()) / float(ends.max() - starts.min())
 
-    def _report(self, record: StepRecord) -> None:
-        self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
+    def _report(self, record: StepRecord | SkippedStep) -> None:
+        if isinstance(record, SkippedStep):
+            self.progress.note(f"step {record.step} was skipped, nothing was updated: {record.reason}")
+        else:
+            if record.retried is not None:
+                self.progress.note(f"step {record.step} was run again in smaller microbatches: {record.retried}")
+            self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
         if self.output is not None and self.rank == 0:
             with (self.output / "steps.jsonl").open("a") as log:
                 log.write(json.dumps(asdict(record)) + "\n")

@@ -7,7 +7,7 @@ are. Samples and tokens count real ones only, never a dummy's.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class StepRecord:
         bound_bubble: bubble that every plan of these samples has at least, by the same model.
         bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known, or where
             a rank's recorder could not hold the whole step.
+        retried: why a rank gave the minibatch up the first time; it was then run in smaller microbatches.
     """
 
     step: int
@@ -42,6 +43,20 @@ class StepRecord:
     plan_bubble: float
     bound_bubble: float
     bubble: float | None = None
+    retried: str | None = None
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that did not happen: its minibatch was given up twice. Weights and moments are untouched.
+
+    Args:
+        step: number of the step, from 1.
+        reason: which rank gave it up the second time, and why.
+    """
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,7 @@ class JobResult:
             is alive; None when there was no such step.
         baseline_bytes: resident before the model was built, to subtract from both.
         checkpoint: the last checkpoint's folder.
+        skipped: steps that no rank could do.
     """
 
     rank: int
@@ -64,14 +80,19 @@ class JobResult:
     held_bytes: int | None
     baseline_bytes: int
     checkpoint: str | None = None
+    skipped: list[SkippedStep] = field(default_factory=list)
 
     def summary(self) -> str:
         """One line for the end of a job."""
         if not self.steps:
-            return "no step was left to do"
+            return f"all {len(self.skipped)} steps were skipped" if self.skipped else "no step was left to do"
         last = self.steps[-1]
         timed = self.steps[1:] or self.steps
         seconds = statistics.median(step.step_s for step in timed)
         speed = statistics.median(step.tokens / step.step_s for step in timed)
         saved = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
-        return f"step {last.step}: loss {last.loss:.4f}; {seconds:.2f} s a step, {speed:,.0f} tokens/s (medians){saved}"
+        lost = f"; {len(self.skipped)} steps skipped" if self.skipped else ""
+        return (
+            f"step {last.step}: loss {last.loss:.4f}; {seconds:.2f} s a step, {speed:,.0f} tokens/s (medians)"
+            f"{lost}{saved}"
+        )

@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from odc.balance import Cost, queue_of
+from odc.balance import Cost, Plan, queue_of
+from odc.errors import AbandonedMinibatchError
 from odc.trace import OPTIMIZER, recorder
 from odc.train.arms import Arm
 from odc.train.config import JobConfig
 from odc.train.dataset import Dataset
-from odc.train.device import settle
+from odc.train.device import out_of_memory, settle
+from odc.train.documents import Document
 from odc.train.finish import agree, update
 from odc.train.loss import loss_scale
 from odc.train.packing import Microbatch, pack, padded_dummy
-from odc.train.results import StepRecord
+from odc.train.results import SkippedStep, StepRecord
 from odc.train.schedule import learning_rate
 
 NS = 1e-9
@@ -58,34 +60,30 @@ class Step:
     device: torch.device
     computed: int = 0
 
-    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
+    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord | SkippedStep:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        `between` is called between the first and the second microbatch of this rank, if it runs two. Raises
-        `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is NaN or infinite.
+        `between` is called between the first and the second microbatch of this rank, if it runs two. Where a rank runs
+        out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller microbatches, and then
+        skip it. Raises `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is NaN
+        or infinite.
         """
         start = recorder().now()
-        rank, world = dist.get_rank(), dist.get_world_size()
         documents = [self.dataset.documents[i] for i in samples]
-        plan = self.arm.plan([len(d) for d in documents], world, self.config.max_tokens, self.cost, self.config.seed)
-        loads = self.arm.loads(plan, rank)
-        mine = [pack([documents[i] for i in microbatch]) for microbatch, _ in loads]
-        if not self.arm.dynamic:
-            mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
-        label_tokens = sum(document.label_tokens for document in documents)
         rate = self._set_rate(step)
         with recorder().window(step + 1):
-            loss_sum = self._minibatch(
-                step, mine, [cost for _, cost in loads], loss_scale(world, label_tokens), between
-            )
+            attempt = self._attempt_twice(step, documents, between)
+        if isinstance(attempt, AbandonedMinibatchError):
+            return SkippedStep(step + 1, f"rank {attempt.culprit}: {attempt.reason}")
+        plan, loss_sum, retried = attempt
+        label_tokens = sum(document.label_tokens for document in documents)
         total, counts = agree(step, loss_sum, self.computed)
-        loss = total / max(1, label_tokens)
         with recorder().span(OPTIMIZER):
             norm = update(step, self.model.parameters(), self.optimizer, self.config.clip)
             settle(self.device)
         return StepRecord(
             step=step + 1,
-            loss=loss,
+            loss=total / max(1, label_tokens),
             norm=norm,
             lr=rate,
             samples=len(documents),
@@ -96,7 +94,35 @@ class Step:
             step_s=(recorder().now() - start) * NS,
             plan_bubble=self.arm.predicted_bubble(plan),
             bound_bubble=plan.bubble_bound,
+            retried=retried,
         )
+
+    def _attempt_twice(
+        self, step: int, documents: list[Document], between: Callable[[], None] | None
+    ) -> tuple[Plan, float, str | None] | AbandonedMinibatchError:
+        """(plan, this rank's summed loss, why it was retried), or the second error; the same outcome on every rank."""
+        lengths, most = [len(document) for document in documents], self.config.max_tokens
+        try:
+            return *self._attempt(step, documents, most, between), None
+        except AbandonedMinibatchError as error:
+            reason = f"rank {error.culprit}: {error.reason}"
+        try:
+            return *self._attempt(step, documents, max(*lengths, most // 2), between), reason
+        except AbandonedMinibatchError as error:
+            return error.with_traceback(None)  # frames would keep the activations of the failed microbatch
+
+    def _attempt(
+        self, step: int, documents: list[Document], max_tokens: int, between: Callable[[], None] | None
+    ) -> tuple[Plan, float]:
+        """The plan, and this rank's summed loss; gradients are there. All ranks meet."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed)
+        loads = self.arm.loads(plan, rank)
+        mine = [pack([documents[i] for i in microbatch]) for microbatch, _ in loads]
+        if not self.arm.dynamic:
+            mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
+        scale = loss_scale(world, sum(document.label_tokens for document in documents))
+        return plan, self._minibatch(step, mine, [cost for _, cost in loads], scale, between)
 
     def _minibatch(
         self,
@@ -108,16 +134,26 @@ class Step:
     ) -> float:
         """Runs `mine`, or under a dynamic arm what this rank claims of everybody's; returns the summed loss."""
         losses: list[float] = []
+        given_up = False
 
         def backward(m: int, microbatch: Microbatch) -> None:
+            nonlocal given_up
+            if given_up:
+                return
             if m == 1 and between is not None:
                 between()
-            with recorder().microbatch(m):
-                began = time.thread_time()
-                loss = self.model(**microbatch.to(self.device).model_inputs())
-                (loss * scale).backward()
-                losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
-                self._slow_down(time.thread_time() - began)
+            try:
+                with recorder().microbatch(m):
+                    began = time.thread_time()
+                    loss = self.model(**microbatch.to(self.device).model_inputs())
+                    (loss * scale).backward()
+                    losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
+                    self._slow_down(time.thread_time() - began)
+            except (RuntimeError, MemoryError) as error:
+                if self.arm.transport != "on demand" or not out_of_memory(error):
+                    raise
+                given_up = True
+                self.model.abandon_minibatch(f"out of memory in a microbatch of {microbatch.tokens} tokens")
 
         def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
             # What is drawn at random (dropout) belongs to the microbatch, not to the rank that happens to compute it.
