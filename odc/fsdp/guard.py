@@ -1,7 +1,7 @@
 """An optimizer step in an unfinished minibatch is an error.
 
-Chose a global optimizer pre-step hook that raises over finishing silently: gradient clipping has run before the step,
-on gradients that were not there yet, so the step would be unclipped.
+A hook before every optimizer's step raises. Finishing the minibatch there instead would be too late: gradient clipping
+has run before the step, on gradients that were not there yet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odc.comm import State
 from odc.fsdp.root import live_roots
 
 _installed = False
@@ -28,5 +27,5 @@ def install() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for root in live_roots():
-        if root.minibatch.state is not State.CLOSED and stepped & root.parameter_ids():
+        if not root.minibatch.may_step and stepped & root.parameter_ids():
             root.minibatch.before_step()

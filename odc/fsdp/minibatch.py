@@ -47,7 +47,10 @@ class Minibatch:
         self.state = State.CLOSED
         self.pushed = False  # in the open epoch
         self.explicit = False  # inside `with model.minibatch()`
+        self.manual = False  # a minibatch ends by `finalize_backward()`, never by a backward
         self._finalized: set[int] = set()
+        self._writing = False  # `collect` writes gradients and runs their hooks
+        self._kept = False  # units may hold unsharded parameters although the minibatch has ended
         self._window: Mark | None = None  # of the open epoch, for those who look at the trace of their own loop
         self._seen = torch.zeros(verbs.space.param_base[-1], dtype=torch.int64)
         self._dirty = [False] * len(groups)
@@ -98,8 +101,8 @@ class Minibatch:
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
         """
-        if self.explicit:
-            return  # marks inside `with model.minibatch()` change nothing: the block ends the minibatch
+        if self.explicit or self.manual:
+            return  # marks change nothing: the block, or `finalize_backward()`, ends the minibatch
         self._finalized.add(id(group))
         if len(self._finalized) < len(self._groups):
             return
@@ -108,18 +111,44 @@ class Minibatch:
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
         compat.queue_after_backward(self.collect)
 
-    def done(self) -> None:
-        """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits."""
+    def partial_backward(self, final_callback_queued: Callable[[], bool]) -> None:
+        """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
+
+        torch calls no final callback after such a backward, unless other units take part in it as well.
+
+        Args:
+            final_callback_queued: whether torch's final callback is still to come in the running backward.
+        """
+        if self.explicit or self.manual:
+            return
+
+        def end() -> None:
+            if self.state is not State.FINISHING and not final_callback_queued():
+                self.done(partial=True)
+                compat.queue_after_backward(self.collect)
+
+        compat.queue_after_backward(end)
+
+    def done(self, *, partial: bool = False) -> None:
+        """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits.
+
+        Args:
+            partial: a forward of other units may still wait for its backward: they keep their unsharded parameters.
+        """
         self.begin()  # a rank without microbatches: its peers need its shards
         self._finalized.clear()
         self._refuse_unclaimed()
         for group in self._groups:
-            compat.torch_finalize(group)
+            if not partial:
+                compat.torch_finalize(group)
             group.drop_fetch()
-            # Also where no backward resharded (no microbatch after an evaluation): clipping must see the sharded
-            # parameters, and the unsharded values are of an epoch that ends.
-            compat.to_sharded(group)
-        self._forget_order()
+            if not partial:
+                # Also where no backward resharded (no microbatch after an evaluation): clipping must see the sharded
+                # parameters, and the unsharded values are of an epoch that ends.
+                compat.to_sharded(group)
+        self._kept = partial
+        if not partial:
+            self._forget_order()
         self._sender.flush()
         self._space.attach_all()  # before DONE: a peer may end right after it has seen DONE
         self._verbs.done(trained=True)
@@ -141,12 +170,16 @@ class Minibatch:
         verbs.board.store(Word.COMPLETE, self.epoch)
         if hybrid:
             verbs.await_word(Word.COMPLETE, self._geometry.column, "to complete the accumulators of")
-        for unit, group in zip(space.units, self._groups, strict=True):
-            base = space.param_base[unit.index]
-            flags = used[base : base + len(unit.params)]
-            self._dirty[unit.index] = any(flags)
-            divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
-            write_gradients(space, unit, group.odc_params, flags, divide)
+        self._writing = True
+        try:
+            for unit, group in zip(space.units, self._groups, strict=True):
+                base = space.param_base[unit.index]
+                flags = used[base : base + len(unit.params)]
+                self._dirty[unit.index] = any(flags)
+                divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
+                write_gradients(space, unit, group.odc_params, flags, divide)
+        finally:
+            self._writing = False
         if hybrid:
             space.heap.lanes.settle()  # own reads of replicas' accumulators
         verbs.board.store(Word.READ, self.epoch)
@@ -193,18 +226,37 @@ class Minibatch:
             self._window.cancel()
             self._window = None
 
+    @property
+    def may_step(self) -> bool:
+        """Whether an optimizer may change the shards with nothing else to do: `before_step` need not be called.
+
+        In a post-accumulate-grad hook, too: the gradient is whole, and peers read published copies of the shards.
+        """
+        return self._writing or (self.state is State.CLOSED and not self._kept)
+
     def before_step(self) -> None:
-        """An optimizer is about to change the shards; an epoch of evaluation ends.
+        """An optimizer is about to change the shards; an epoch of evaluation ends, units that were kept are resharded.
 
         Raises:
             UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
         """
+        if self._writing:
+            return
+        if self.state is State.FINISHING:
+            raise UnfinishedMinibatchError(
+                f"rank {self._rank} (epoch {self.epoch}): optimizer.step() before the minibatch's gradients are "
+                "written; step after the backward, or after wait() of finalize_backward(async_op=True)"
+            )
         if self.explicit:
             raise UnfinishedMinibatchError(
                 f"rank {self._rank} (epoch {self.epoch}): optimizer.step() inside `with model.minibatch()`; "
                 "step after it"
             )
         self.close_evaluation("optimizer.step()")
+        if self._kept:
+            for group in self._groups:
+                compat.to_sharded(group)
+            self._kept = False
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""

@@ -18,6 +18,10 @@ class Minibatch:
     refuses: bool = False
     stepped: int = 0
 
+    @property
+    def may_step(self) -> bool:
+        return self.state is State.CLOSED
+
     def before_step(self) -> None:
         self.stepped += 1
         if self.refuses:
