@@ -111,5 +111,15 @@ $(READY): pyproject.toml constraints.txt
 	    f"torch {torch.__version__} is no build for CUDA 13: name another package index in pip\x27s configuration"'
 	@touch $@
 
+# Beside .venv, not over it: the torch that TORCH names, with everything else at the versions that .venv has.
+.venv-torch-%/.ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv-torch-$* (once; a CUDA build of torch brings some gigabytes)"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip --disable-pip-version-check install \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c .venv-torch-$*/constraints.txt \
+	    "torch==$*" -e '.[train,kernels,test]'
+	@touch $@
+
 build/emulated/libemulated_operators.so: .venv-emulated/.ready $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh
 	tests/emulated/build.sh

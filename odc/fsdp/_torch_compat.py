@@ -1,9 +1,8 @@
-"""Every private torch name odc touches, in one file, checked at import.
+"""Every private torch name that odc touches, checked at import.
 
-Chose to build on FSDP2's own state machine and parameter bookkeeping (about 30 private names, unchanged from torch 2.11
-to 2.13) over a second implementation of it: mixed precision, tied weights, DTensor layouts and checkpointing stay
-torch's. The price is this file: when torch renames something, importing odc.fsdp fails here, with the names that are
-missing and the torch version, and nowhere else later.
+odc builds on FSDP2's own state machine and parameter bookkeeping, so that mixed precision, tied weights, DTensor
+layouts and checkpointing stay torch's. When torch renames one of these names, importing odc.fsdp fails here and names
+what is missing. Where supported versions differ, the code asks which names exist, never for a version number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Resettable(Protocol):
         """Give up fetches, gradients and unsharded parameters of the interrupted iteration."""
 
 
-_SUPPORTED = ("2.11", "2.12", "2.13")
+_SUPPORTED = ("2.11", "2.15")
 
 
 def _fail(missing: str) -> ImportError:
@@ -73,7 +72,7 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
     FSDPState: ("_lazy_init",),
     FSDPParam: (
         "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "free_unsharded_param",
-        "unsharded_grad_data", "unsharded_accumulated_grad_data", "to_sharded_dtensor", "_sharded_local_tensor",
+        "unsharded_grad_data", "to_sharded_dtensor", "_sharded_local_tensor",
         "orig_dtype", "param_dtype", "reduce_dtype", "_orig_size", "sharded_size", "contiguous_sharded_stride",
         "padded_sharded_param_size", "_sharded_param_data", "sharded_param", "_unsharded_param",
     ),
@@ -88,12 +87,22 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     ),
     (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward"),
     (FSDPState, "init"): ("_modules",),
-    (FSDPStateContext, "__init__"): ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    (FSDPStateContext, "__init__"): (
+        "all_states", "iter_forward_root", "is_last_backward", "post_backward_final_callback_queued",
+    ),
     (FSDPCommContext, "lazy_init"): ("post_forward_order", "all_gather_stream", "reduce_scatter_stream"),
     (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size",),
-    (FSDPParam, "__init__"): ("all_gather_outputs", "unsharded_accumulated_grad", "_param_fqn", "_module_info"),
+    (FSDPParam, "__init__"): ("all_gather_outputs", "_param_fqn", "_module_info"),
     (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
 }  # fmt: skip
+
+# Names that only some supported versions have, and whether the installed torch is one of them.
+# Before 2.15 a gradient that was upcast to the reduce dtype moves from the parameter to an attribute of its own.
+_ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+_OF_ACCUMULATION = ("unsharded_accumulated_grad", "unsharded_accumulated_grad_data")
+# From 2.15 on a parameter may say in which dtype its gradient is kept (`Tensor.grad_dtype`).
+_HAS_GRADIENT_DTYPE = "sharded_grad_dtype" in inspect.get_annotations(FSDPParam)
+_OF_GRADIENT_DTYPE = ("sharded_grad_dtype", "_has_sharded_grad_dtype_override")
 
 
 def _stored(owner: type, method: str) -> tuple[str, ...]:
@@ -112,6 +121,9 @@ def _check() -> None:
     for (owner, method), names in _STORED.items():
         known = _stored(owner, method)
         missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
+    of_param = {*_stored(FSDPParam, "__init__"), *dir(FSDPParam), *inspect.get_annotations(FSDPParam)}
+    varying = (_OF_ACCUMULATION if _ACCUMULATES_APART else ()) + (_OF_GRADIENT_DTYPE if _HAS_GRADIENT_DTYPE else ())
+    missing += [f"FSDPParam.{name}" for name in varying if name not in of_param]
     if not {"_fsdp_param_groups", "_fsdp_param_group"} & {*_stored(FSDPState, "__init__")}:
         missing.append("FSDPState._fsdp_param_groups")
     if not hasattr(distributed_c10d, "_get_default_store"):
@@ -207,6 +219,16 @@ def make_idle(group: FSDPParamGroup) -> None:
     """The training state of a group that takes part in no forward or backward."""
     group._training_state = TrainingState.IDLE
     group._post_forward_indices.clear()
+
+
+def is_last_backward(state: FSDPState) -> bool:
+    """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
+    return state._state_ctx.is_last_backward
+
+
+def is_final_callback_queued(state: FSDPState) -> bool:
+    """Whether torch's final callback for this root is still to come in the running backward."""
+    return state._state_ctx.post_backward_final_callback_queued
 
 
 def clear_forward_order(state: FSDPState) -> None:
@@ -315,6 +337,14 @@ class ShardedParam:
         return self._param.sharded_param.dtype
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of the sharded `.grad`."""
+        if _HAS_GRADIENT_DTYPE and self._param._has_sharded_grad_dtype_override:
+            # An explicit None leaves `.grad` in the dtype of the reduction.
+            return self._param.sharded_grad_dtype or self._param.reduce_dtype or self.compute_dtype
+        return self.own_dtype
+
+    @property
     def reduce_dtype(self) -> torch.dtype | None:
         """As the mixed precision policy has it; None where it is the compute dtype."""
         return self._param.reduce_dtype
@@ -362,7 +392,7 @@ class ShardedParam:
     def take_gradient(self) -> torch.Tensor | None:
         """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""
         param = self._param
-        if param.unsharded_accumulated_grad is not None:
+        if _ACCUMULATES_APART and param.unsharded_accumulated_grad is not None:
             grad = param.unsharded_accumulated_grad_data
             param.unsharded_accumulated_grad = None
             return grad
@@ -375,7 +405,7 @@ class ShardedParam:
     def add_gradient(self, flat: torch.Tensor, first: int) -> None:
         """Add elements of `flat` from `first` on to the sharded `.grad` (or make it), and run its hooks.
 
-        `flat` is 1-D in the parameter's own dtype; a fresh `.grad` is a view of it.
+        `flat` is 1-D in `gradient_dtype`; a fresh `.grad` is a view of it.
         """
         param = self._param
         grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, first)

@@ -50,7 +50,8 @@ def write_gradients(space: Space, unit: UnitSpec, params: list[ShardedParam], us
     if not any(wanted):
         return
     total = reduced(space, unit, divide)
-    by_dtype = {param.own_dtype: total.to(param.own_dtype) for param, yes in zip(params, wanted, strict=True) if yes}
+    dtypes = {param.gradient_dtype for param, yes in zip(params, wanted, strict=True) if yes}
+    by_dtype = {dtype: total.to(dtype) for dtype in dtypes}
     for spec, param, yes in zip(unit.params, params, wanted, strict=True):
         if yes:
-            param.add_gradient(by_dtype[param.own_dtype], spec.accumulator_offset)
+            param.add_gradient(by_dtype[param.gradient_dtype], spec.accumulator_offset)

@@ -38,6 +38,9 @@ class Engine(Protocol):
     def finalized(self, group: OdcParamGroup) -> None:
         """A last backward is over for the group."""
 
+    def partial_backward(self) -> None:
+        """A backward has gone through a group of which only some modules ran."""
+
 
 class OdcParamGroup(compat.FSDPParamGroup):
     """A torch parameter group whose shards are fetched and whose gradients are pushed.
@@ -100,6 +103,7 @@ class OdcParamGroup(compat.FSDPParamGroup):
         The gradients are taken *before* torch's no-sync path, which would upcast them to the reduce dtype: they travel
         in their own dtype and are upcast by the owner, which is exact.
         """
+        partial = len(self.modules) > 1 and compat.is_forward(self)  # as torch finds it out
         taken = [(i, param, param.take_gradient()) for i, param in enumerate(self.odc_params)]
         wanted, self.reduce_grads = self.reduce_grads, False
         try:
@@ -114,6 +118,8 @@ class OdcParamGroup(compat.FSDPParamGroup):
         ]
         if gradients:
             self.odc_root.push(self.odc_unit, gradients)
+        if partial:
+            self.odc_root.partial_backward()
 
     def finalize_backward(self) -> None:
         """Called by torch for each group after a backward marked as the last; the last group ends the minibatch."""

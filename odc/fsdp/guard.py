@@ -31,7 +31,7 @@ def install() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for root in live_roots():
-        if root.minibatch.state is not State.CLOSED and stepped & root.parameter_ids():
+        if not root.minibatch.may_step and stepped & root.parameter_ids():
             root.minibatch.before_step()
 
 

@@ -19,7 +19,7 @@ No collective is called anywhere here. Everything runs on the rank's main thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,8 +52,10 @@ class Minibatch:
         self.pushed = False  # in the open epoch
         self.explicit = False  # inside `with model.minibatch()`
         self.given_up: str | None = None  # why this rank abandons the open epoch
-        self._writing = False  # `.grad`; hooks of parameters run then, and may step and clip
+        self.manual = False  # a minibatch ends by `finalize_backward()`, never by a backward
         self._finalized: set[int] = set()
+        self._writing = False  # `collect` writes gradients and runs their hooks
+        self._kept = False  # units may hold unsharded parameters although the minibatch has ended
         self._window: Mark | None = None  # of the open epoch, for those who look at the trace of their own loop
         self._seen = torch.zeros(verbs.space.param_base[-1], dtype=torch.int64)
         self._dirty = [False] * len(groups)
@@ -68,8 +70,9 @@ class Minibatch:
         self._verbs.touch("beginning or fetching")
         if self.state is State.FAILED or (self.state is State.FINISHING and not compat.backward_running()):
             raise UnfinishedMinibatchError(
-                f"{self._who()}: the end of this minibatch was not reached, because an error was raised before it; "
-                "models that share a backward end together inside `with odc.minibatch(a, b):`"
+                f"{self._who()}: a forward before this minibatch's gradients are written; call wait() of "
+                "finalize_backward(async_op=True) first. After an error at the end of a minibatch there are none; models "
+                "that share a backward end together inside `with odc.minibatch(a, b):`"
             )
         if self.state is not State.CLOSED:
             self._mark()
@@ -109,8 +112,8 @@ class Minibatch:
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
         """
-        if self.explicit:
-            return  # marks inside `with model.minibatch()` change nothing: the block ends the minibatch
+        if self.explicit or self.manual:
+            return  # marks change nothing: the block, or `finalize_backward()`, ends the minibatch
         self._finalized.add(id(group))
         if len(self._finalized) < len(self._groups):
             return
@@ -118,6 +121,25 @@ class Minibatch:
         self._close_own_part()
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
         compat.queue_after_backward(self._collect_or_raise)
+
+    def partial_backward(self, final_callback_queued: Callable[[], bool]) -> None:
+        """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
+
+        torch calls no final callback after such a backward, unless other units take part in it as well.
+
+        Args:
+            final_callback_queued: whether torch's final callback is still to come in the running backward.
+        """
+        if self.explicit or self.manual:
+            return
+
+        def end() -> None:
+            if self.state is not State.FINISHING and not final_callback_queued():
+                self.begin()
+                self._close_own_part(partial=True)
+                compat.queue_after_backward(self._collect_or_raise)
+
+        compat.queue_after_backward(end)
 
     def done(self) -> None:
         """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits.
@@ -128,16 +150,21 @@ class Minibatch:
         self.recover()
         self._close_own_part()
 
-    def _close_own_part(self) -> None:
+    def _close_own_part(self, *, partial: bool = False) -> None:
+        """`partial`: a forward of other units may still wait for its backward, so they keep unsharded parameters."""
         self._finalized.clear()
         self._refuse_unclaimed()
         for group in self._groups:
-            compat.torch_finalize(group)
+            if not partial:
+                compat.torch_finalize(group)
             group.drop_fetch()
-            # Also where no backward resharded (no microbatch after an evaluation): clipping must see the sharded
-            # parameters, and the unsharded values are of an epoch that ends.
-            compat.to_sharded(group)
-        self._iteration.forget_order()
+            if not partial:
+                # Also where no backward resharded (no microbatch after an evaluation): clipping must see the sharded
+                # parameters, and the unsharded values are of an epoch that ends.
+                compat.to_sharded(group)
+        self._kept = partial
+        if not partial:
+            self._iteration.forget_order()
         self._flush()
         self._space.attach_all()  # before DONE: a peer may end right after it has seen DONE
         outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
@@ -302,15 +329,28 @@ class Minibatch:
         self.begin()
         self._end_window(keep=False)
 
+    @property
+    def may_step(self) -> bool:
+        """Whether an optimizer may change the shards with nothing else to do: `before_step` need not be called.
+
+        In a post-accumulate-grad hook, too: the gradient is whole, and peers read published copies of the shards.
+        """
+        return self._writing or (self.state is State.CLOSED and not self._kept)
+
     def before_step(self) -> None:
-        """An optimizer is about to change the shards; an epoch of evaluation ends.
+        """An optimizer is about to change the shards; an epoch of evaluation ends, units that were kept are resharded.
 
         Raises:
             UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
         """
         self.refuse_unfinished("optimizer.step()")
-        if not self._writing:
-            self.close_evaluation("optimizer.step()")
+        if self._writing:
+            return
+        self.close_evaluation("optimizer.step()")
+        if self._kept:
+            for group in self._groups:
+                compat.to_sharded(group)
+            self._kept = False
 
     def refuse_unfinished(self, doing: str) -> None:
         """Raise `UnfinishedMinibatchError` if `doing` would use gradients that are not there yet."""
@@ -326,7 +366,11 @@ class Minibatch:
 
     def _refuse_pushed(self, doing: str) -> None:
         if self.state in (State.FINISHING, State.FAILED):
-            raise UnfinishedMinibatchError(f"{self._who()}: {doing} after an error before the end of this minibatch")
+            raise UnfinishedMinibatchError(
+                f"{self._who()}: {doing} before the minibatch's gradients are written; step after the backward, or "
+                "after wait() of finalize_backward(async_op=True). After an error at the end of a minibatch there are "
+                "none: restart from the last checkpoint"
+            )
         if self._iteration.backward_cut_short():
             raise UnfinishedMinibatchError(
                 f"{self._who()}: {doing} after a backward that ended with an exception, so that the minibatch's "

@@ -113,6 +113,11 @@ class Root:
         """A last backward is over for the group."""
         self.minibatch.finalized(group)
 
+    def partial_backward(self) -> None:
+        """A backward has gone through a group of which only some modules ran."""
+        if compat.is_last_backward(self.state):
+            self.minibatch.partial_backward(lambda: compat.is_final_callback_queued(self.state))
+
     # what the modules need ---------------------------------------------------------------------------------------
 
     def map_peers(self) -> None:
@@ -245,7 +250,7 @@ def _unit(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
         if before or param.parameter.requires_grad
     ]
     frozen = {name for name, _, _ in params} - {param.name for param in trained}
-    wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype) for param in trained)
+    wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype, param.gradient_dtype) for param in trained)
     return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen)
 
 

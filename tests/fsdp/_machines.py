@@ -16,7 +16,7 @@ LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
 class Param:
     """Stands in for a sharded parameter."""
 
-    own_dtype = F32
+    own_dtype = gradient_dtype = F32
 
     def __init__(self, numel: int) -> None:
         self.values = torch.zeros(numel)

@@ -20,6 +20,10 @@ class Minibatch:
     stepped: int = 0
     asked: list[str] = field(default_factory=list)
 
+    @property
+    def may_step(self) -> bool:
+        return self.state is State.CLOSED
+
     def before_step(self) -> None:
         self.stepped += 1
         if self.refuses:

@@ -1,0 +1,102 @@
+"""An optimizer that steps in a post-accumulate-grad hook, parameter by parameter, equals torch's bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _models import own_parameters
+from _programs import Make, Programs, Result, backward, new
+from _ranks import RankPool
+
+from odc import fully_shard
+from odc.errors import UnfinishedMinibatchError
+from odc.fsdp import root_of
+
+Pools = Callable[[int], RankPool]
+programs = Programs()
+
+
+def step_in_hooks(model: Any) -> list[str]:
+    """Give every parameter an optimizer of its own that steps as soon as its gradient is there; returns what stepped."""
+    stepped: list[str] = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+        def step(given: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            assert given.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped.append(name)
+
+        parameter.register_post_accumulate_grad_hook(step)
+    return stepped
+
+
+@programs.add
+def every_backward_steps(make: Make, rank: int, world: int) -> Result:
+    model, _ = new(make)
+    stepped = step_in_hooks(model)
+    losses = [backward(model, rank, number) for number in range(4)]
+    assert len(stepped) == 4 * len(list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    return {**own_parameters(model), "losses": torch.stack(losses)}
+
+
+def _same(rank: int, world: int, name: str) -> None:
+    programs.same(name, rank, world)
+
+
+@pytest.mark.parametrize("name", list(programs))
+def test_the_weights_equal_torchs_to_the_bit(ranks: Pools, name: str) -> None:
+    ranks(2).run(_same, name)
+
+
+def _once_a_minibatch(rank: int, world: int) -> None:
+    model, _ = new(fully_shard)
+    stepped = step_in_hooks(model)
+    for microbatch in range(3):
+        assert stepped == []
+        model.set_requires_gradient_sync(microbatch == 2)
+        backward(model, rank, 0, microbatch)
+    assert sorted(stepped) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_the_hooks_run_at_the_last_microbatch_only(ranks: Pools) -> None:
+    ranks(2).run(_once_a_minibatch)
+
+
+def _in_the_block(rank: int, world: int) -> None:
+    model, _ = new(fully_shard)
+    step_in_hooks(model)
+    before = own_parameters(model)
+    with model.minibatch():
+        for microbatch in range(rank):  # rank 0 has none
+            backward(model, rank, 0, microbatch)
+    after = own_parameters(model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_ranks_without_a_microbatch_step_too(ranks: Pools) -> None:
+    ranks(2).run(_in_the_block)
+
+
+def _between(rank: int, world: int) -> None:
+    """A step by user code, after every gradient was sent and before any is written."""
+    model, optimizer = new(fully_shard)
+    machine = root_of(model).minibatch
+    with model.minibatch():
+        if rank:
+            backward(model, rank, 0)
+        machine.done()
+        with pytest.raises(UnfinishedMinibatchError, match=r"rank \d .*: optimizer.step\(\) before .*gradients"):
+            optimizer.step()
+        machine.collect()
+        machine.begin()
+    optimizer.step()
+
+
+def test_a_step_between_the_two_halves_of_the_end_is_refused(ranks: Pools) -> None:
+    ranks(2).run(_between)
