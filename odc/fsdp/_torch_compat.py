@@ -339,9 +339,11 @@ class ShardedParam:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the sharded `.grad`."""
-        if _HAS_GRADIENT_DTYPE and self._param._has_sharded_grad_dtype_override:
+        param: Any = self._param  # the installed torch may lack these names
+        if _HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override:
             # An explicit None leaves `.grad` in the dtype of the reduction.
-            return self._param.sharded_grad_dtype or self._param.reduce_dtype or self.compute_dtype
+            dtype: torch.dtype = param.sharded_grad_dtype or param.reduce_dtype or self.compute_dtype
+            return dtype
         return self.own_dtype
 
     @property

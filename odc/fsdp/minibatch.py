@@ -71,8 +71,8 @@ class Minibatch:
         if self.state is State.FAILED or (self.state is State.FINISHING and not compat.backward_running()):
             raise UnfinishedMinibatchError(
                 f"{self._who()}: a forward before this minibatch's gradients are written; call wait() of "
-                "finalize_backward(async_op=True) first. After an error at the end of a minibatch there are none; models "
-                "that share a backward end together inside `with odc.minibatch(a, b):`"
+                "finalize_backward(async_op=True) first. After an error at the end of a minibatch there are none; "
+                "models that share a backward end together inside `with odc.minibatch(a, b):`"
             )
         if self.state is not State.CLOSED:
             self._mark()
@@ -356,7 +356,7 @@ class Minibatch:
         """Raise `UnfinishedMinibatchError` if `doing` would use gradients that are not there yet."""
         if self._writing:
             return  # a hook of a parameter whose gradient has just been written (optimizer in backward)
-        if self.explicit:
+        if self.explicit and self.state is State.OPEN:
             raise UnfinishedMinibatchError(
                 f"{self._who()}: {doing} inside `with model.minibatch()`; gradients are there when the block "
                 "ends, so do it after the block"
