@@ -10,6 +10,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
+_ENDS = {"begin": "beginning", "end": "end"}
 
 
 def load(name: str, results: Path = RESULTS) -> Result:
@@ -42,7 +43,7 @@ def busy(result: Result, ranks: int) -> str:
         return "load not recorded"
     if max(known.values()) <= ranks + 0.5:
         return ""
-    said = " and ".join(f"{value:.1f} at its {when}" for when, value in known.items())
+    said = " and ".join(f"{value:.1f} at its {_ENDS[when]}" for when, value in known.items())
     return f"taken on a busy machine: load {said}, with {ranks} ranks"
 
 

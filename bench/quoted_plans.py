@@ -196,8 +196,8 @@ def trust() -> str:
         result = load(f"emulated_{name}")
         best = max(result["rows"], key=lambda row: row["speed-up"])
         said.append(
-            f"for {lengths} lengths the bound is {best['bound / step']:.3f} of its step, which is "
-            f"{best['speed-up']:.2f} times as fast as that of the first row"
+            f"for {lengths} lengths the bound is {best['bound / step']:.3f} of its step, and it is "
+            f"{best['speed-up']:.2f} times as fast as the first row"
             + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
         )
     emulated = (

@@ -60,7 +60,7 @@ def _demo(demo: dict[str, Any]) -> str:
         ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
         ("step, s (median)", lambda arm: f"{arm['step_s']['median']:.2f}"),
         ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
-        ("bubble, bound for any plan", lambda arm: f"{arm['plan']['bound']:.1%}"),
+        ("bubble, bound for any plan (predicted)", lambda arm: f"{arm['plan']['bound']:.1%}"),
         ("memory between microbatches, MiB", between_passes),
         ("largest loss gap to fsdp2", lambda arm: f"{arm['loss']['largest_difference']:.0e}".replace("0e+00", "0")),
     ]
@@ -104,10 +104,12 @@ def _emulated(emulated: dict[str, Any]) -> str:
 def _resident(demo: dict[str, Any], emulated: dict[str, dict[str, Any]]) -> str:
     """A remark on results that were taken before the resident arm was improved, and before commits were stored."""
     old = ["the demo"] if "commit" not in demo else []
-    old += [f"`{name}`" for name, result in emulated.items() if "commit" not in result]
-    return old and prose(
-        f"In the runs of {' and '.join(old)} above, `fsdp2-resident` still met the other ranks at every unit of its "
-        "first forward and of its last backward; since then it meets them twice a minibatch."
+    old += [f"`emulated_{name}`" for name, result in emulated.items() if "commit" not in result]
+    if not old:
+        return ""
+    return prose(
+        f"In the runs of {', '.join(old)} above, `fsdp2-resident` still met the other ranks at every unit of its first "
+        "forward and of its last backward; since then it meets them twice a minibatch."
     )
 
 
@@ -160,11 +162,11 @@ def _order(order: dict[str, Any]) -> str:
 
     default, fp64 = (find(order, what=what, dtype="float32") for what in ("push, default", "push, reproducible"))
     return prose(
-        f"**Order of arrival** (`python -m bench.order`, one interleaved run, 2 ranks, {default['MiB']} MiB): the "
-        "default adds pushed gradients in fp32 in the order in which they arrive, so the last bits of sums differ "
-        "between runs. `Settings(reproducible=True)` adds in fp64, which makes the order practically not matter. A "
-        f"push that waits until the owner has added it then takes {times('float32')} times as long for fp32 gradients "
-        f"and {times('bfloat16')} times for bf16, and the accumulators take "
+        f"**Order of arrival** (`python -m bench.order`, one interleaved run, {order['machine']['cpu']}, 2 ranks, "
+        f"{default['MiB']} MiB): the default adds pushed gradients in fp32 in the order in which they arrive, so the "
+        "last bits of sums differ between runs. `Settings(reproducible=True)` adds in fp64, which makes the order "
+        f"practically not matter. A push that waits until the owner has added it then takes {times('float32')} times "
+        f"as long for fp32 gradients and {times('bfloat16')} times for bf16, and the accumulators take "
         f"{fp64['accumulator_bytes'] // default['accumulator_bytes']} times the memory."
     )
 
@@ -173,7 +175,8 @@ def _loads(results: Path, ranks: dict[str, int]) -> str:
     said = {name: busy(load(name, results), count) for name, count in ranks.items()}
     known = [f"`{name}`: {text}" for name, text in said.items() if text]
     return prose(
-        "**Load of the machine.** " + "; ".join(known) + ". All others ran on a machine with nothing else to do."
+        f"**Load of the machine.** {'; '.join(known)}. At the end of every other run the 1-minute load average was not "
+        "above the number of ranks."
     )
 
 
