@@ -31,7 +31,9 @@ def crew() -> Iterator[Any]:
 def note(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """`note(column=value, ...)` adds a row to the module's table."""
     from odc.bench.report import store
+    from odc.provenance import begin
 
+    begun = begin()
     rows: list[dict[str, Any]] = []
     yield lambda **row: rows.append(row)
     name = Path(request.path).stem.removeprefix("bench_")
@@ -39,4 +41,4 @@ def note(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         if rows:
-            store(Path(request.config.getoption("--results")), name, title, rows)
+            store(Path(request.config.getoption("--results")), name, title, rows, begun=begun)

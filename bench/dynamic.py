@@ -32,6 +32,7 @@ from odc.balance import Plan
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.provenance import begin
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.25, help="slept for a sample of mean length")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    begun = begin()
     with Crew(arguments.ranks, timeout_s=1800) as crew:
         rows = rows_of(crew, arguments)
     store(
@@ -177,6 +179,7 @@ def main() -> None:
         seed=arguments.seed,
         lengths=f"LongAlign-like, {arguments.samples} samples a rank and minibatch; the mean one sleeps "
         f"{arguments.seconds:g} s",
+        begun=begun,
     )
 
 

@@ -35,6 +35,7 @@ from odc.balance import Plan, lb_micro, lb_mini, quadratic
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.provenance import begin
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=60.0, help="give up when a control's step would sleep longer")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    begun = begin()
     with Crew(RANKS, timeout_s=1800) as crew:
         scale, control = find_scale(crew, control_plan(arguments.regime), arguments.scale, arguments.longest)
         rows, spans = table(crew, arguments.regime, scale, arguments.steps, arguments.seed)
@@ -246,6 +248,7 @@ def main() -> None:
         lengths=f"lognormal, sigma {named.sigma}, clipped at {named.longest}, mean {named.mean:g}; "
         f"{REGIMES[arguments.regime]} samples a rank and minibatch",
         steps_s={row["arm"]: row["steps_s"] for row in rows},
+        begun=begun,
     )
     picture = arguments.results / f"{name}.png"
     draw(picture, [(title, spans[title]) for title in spans], source="emulated")

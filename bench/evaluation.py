@@ -31,6 +31,7 @@ from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.eval import RequestPlan, gather_results, run_requests, session
+from odc.provenance import begin
 from odc.simulate.lengths import NAMED
 from odc.train.arms import ARMS
 
@@ -175,14 +176,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    begun = begin()
     with Crew(arguments.ranks, timeout_s=1800) as crew:
         forwards, gathered = forward_rows(crew, arguments), gather_rows(crew, arguments)
     title = f"{arguments.documents} documents on {arguments.ranks} ranks, emulated (slept) compute, real communication"
     lengths = f"LongAlign-like; the mean request sleeps {arguments.seconds:g} s"
     best = "all work, evenly over the ranks, without any communication"
-    store(arguments.results, "evaluation", title, forwards, seed=arguments.seed, lengths=lengths, best=best)
+    store(
+        arguments.results, "evaluation", title, forwards, seed=arguments.seed, lengths=lengths, best=best, begun=begun
+    )
     title = f"{arguments.results_count} small results of {arguments.ranks} ranks gathered on rank 0, measured"
-    store(arguments.results, "gather", title, gathered)
+    store(arguments.results, "gather", title, gathered, begun=begun)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from odc.bench.crew import Crew, alone, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.provenance import begin
 
 SAMPLES, TOKENS, STEPS, WARM = 8, 1024, 6, 2
 GIB = float(1 << 30)
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--gloo", action="store_true", help="FSDP2 by way of the host where ranks share a device")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: does the script run?")
     options = parser.parse_args()
+    begun = begin()
     if options.steps <= WARM:
         parser.error(f"--steps must be more than {WARM}, which warm up")
     if not (options.rehearse or torch.cuda.is_available()):
@@ -158,7 +160,7 @@ def main() -> None:
     name = "gpu_train"
     if options.rehearse:
         title, name = "A rehearsal of bench.gpu_train: a tiny model on the CPU", "gpu_train_rehearsal"
-    store(options.results, name, title, rows, tokens_a_step=SAMPLES * TOKENS, steps=options.steps)
+    store(options.results, name, title, rows, tokens_a_step=SAMPLES * TOKENS, steps=options.steps, begun=begun)
     if far := [row for row in rows if row["largest_loss_gap"] > LARGEST_GAP]:
         raise SystemExit(f"losses differ by {far[0]['largest_loss_gap']} from FSDP2's with {far[0]['ranks']} ranks")
 

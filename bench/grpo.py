@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from odc.bench.report import store
+from odc.provenance import begin
 
 ARMS = {
     "fsdp2, verl's equal counts": {"arm": "fsdp2", "balance": "verl"},
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    begun = begin()
     config = GrpoConfig(
         model=given.model,
         prompts=given.prompts,
@@ -104,6 +106,7 @@ def main() -> None:
         rows,
         lengths=lengths,
         runs=runs,
+        begun=begun,
     )
 
 

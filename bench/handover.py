@@ -29,6 +29,7 @@ from torch import nn
 
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
+from odc.provenance import begin
 
 MIB = 1 << 20
 _WIDTH = 1024  # of a unit: one fp32 matrix of 4 MiB
@@ -217,14 +218,25 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6, help="rounds with and without a reader")
     parser.add_argument("--steps", type=int, default=8, help="of one round")
     given = parser.parse_args()
+    begun = begin()
     with Crew(2, timeout_s=1800) as crew:
         rates_ = rate_rows(crew, given.mib, given.rounds)
         loads = [
             step_row(crew, min(given.mib), given.seconds, second, given.pairs, given.steps) for second in (False, True)
         ]
-    store(given.results, "handover", "A full fetch from outside the job against memcpy of the same tensors", rates_)
     store(
-        given.results, "handover_steps", "The job's steps with a reader that fetches in a loop, compute emulated", loads
+        given.results,
+        "handover",
+        "A full fetch from outside the job against memcpy of the same tensors",
+        rates_,
+        begun=begun,
+    )
+    store(
+        given.results,
+        "handover_steps",
+        "The job's steps with a reader that fetches in a loop, compute emulated",
+        loads,
+        begun=begun,
     )
 
 

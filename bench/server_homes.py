@@ -23,6 +23,7 @@ from bench.bench_push import Push
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import MIB, build
+from odc.provenance import begin
 
 OWNER = 1
 
@@ -122,8 +123,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    begun = begin()
     rows, costs = measure(arguments.mib, arguments.seconds, arguments.repeats)
-    store(arguments.results, "server_homes", "Where the daemon adds: thread or process (measured)", rows, costs=costs)
+    store(
+        arguments.results,
+        "server_homes",
+        "Where the daemon adds: thread or process (measured)",
+        rows,
+        costs=costs,
+        begun=begun,
+    )
     for cost in costs:
         print(f"{cost['home']}: {cost['start_s']:.3f} s to start, {cost['private_MiB']:.1f} MiB private memory")
 

@@ -22,6 +22,7 @@ from bench.emulated import COST, REGIMES, TABLE, UNITS, Run, draw_minibatches, m
 from odc.balance import Plan
 from odc.bench.crew import Crew
 from odc.bench.report import store
+from odc.provenance import begin
 from odc.simulate import Cluster, Model, Step, Unit, simulate
 from odc.train.arms import ARMS, Transport
 
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.25, help="seconds slept for a second of the cost curve")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    begun = begin()
     rows = []
     for ranks in arguments.ranks:
         with Crew(ranks, timeout_s=1800) as crew:
@@ -118,6 +120,7 @@ def main() -> None:
         rule=f"a row is within when simulated and emulated differ by at most {NEAR:.0%}",
         seed=arguments.seed,
         scale=arguments.scale,
+        begun=begun,
     )
     raise SystemExit(0 if all(row["within"] for row in rows) else 1)
 

@@ -85,11 +85,13 @@ def _apart(a: dict[str, float], b: dict[str, float]) -> str:
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """What else differs: machines and versions; a load is not a difference."""
+    """The machines, versions and commits that differ; a load is no difference."""
     said = [f"a: {first['date']} `{first['command']}`", f"b: {second['date']} `{second['command']}`"]
+    if first.get("commit") != second.get("commit"):
+        said.append(f"commit: {first.get('commit')} in a, {second.get('commit')} in b")
     for kind in ("machine", "versions"):
         for key in dict.fromkeys([*first[kind], *second[kind]]):
             mine, theirs = first[kind].get(key, "none"), second[kind].get(key, "none")
-            if mine != theirs and not key.startswith("load"):
+            if mine != theirs:
                 said.append(f"{key}: {mine} in a, {theirs} in b")
     return said

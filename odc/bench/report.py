@@ -12,7 +12,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -20,9 +19,11 @@ from typing import Any
 
 import torch
 
+from odc.provenance import Measurement
+
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and the load of the last minute; nothing that names the host."""
+    """Processor, cores and memory; nothing that names the host."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as info:
         for line in info:
@@ -43,7 +44,6 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release().split("-")[0],
-        "load_1min_at_end": round(os.getloadavg()[0], 2),
         **devices,
     }
 
@@ -73,14 +73,9 @@ def command() -> str:
     return "OMP_NUM_THREADS=1 " + shlex.join([*head.split(), *sys.argv[1:]])
 
 
-def facts() -> dict[str, Any]:
-    """What a stored result says of how it was made."""
-    return {
-        "command": command(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-    }
+def facts(begun: Measurement) -> dict[str, Any]:
+    """What a stored result says of how it was made; the measurement `begun` ends now."""
+    return {"command": command(), **begun.facts(), "machine": machine(), "versions": versions()}
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
@@ -106,13 +101,17 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def store(folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Print the table and write `<folder>/<name>.json` and `.md`."""
-    result = {"title": title, **facts(), **more, "rows": list(rows)}
+def store(
+    folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], *, begun: Measurement, **more: Any
+) -> None:
+    """Print the table and write `<folder>/<name>.json` and `.md`, with `begun` as it was before the first row."""
+    result = {"title": title, **facts(begun), **more, "rows": list(rows)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in {**result["machine"], **result["versions"]}.items())
+    load, commit = result["load_1min"], result["commit"] or "unknown"
+    when = f"{result['date']}, commit {commit}, load {load['begin']} at the beginning and {load['end']} at the end"
     notes = "".join(f"\n{key}: {value}\n" for key, value in more.items() if isinstance(value, str))
-    text = f"# {title}\n\n`{result['command']}`\n\n{where}\n{notes}\n{table(rows)}\n"
+    text = f"# {title}\n\n`{result['command']}`\n\n{where}\n\n{when}\n{notes}\n{table(rows)}\n"
     (folder / f"{name}.md").write_text(text)
     print(f"\n{title}\n{table(rows)}\nstored in {folder / name}.json and .md", flush=True)

@@ -23,6 +23,7 @@ from odc.bench.tables import MIB, brief, text_of
 from odc.bench.units import drop
 from odc.errors import ConfigError
 from odc.memory import free_memory
+from odc.provenance import begin
 
 SCHEMA = "odc-bench-1"
 KIB = 1 << 10
@@ -134,7 +135,7 @@ def run(
         effort: how many rounds.
         say: told what comes next and what came out.
     """
-    found = _Found()
+    begun, found = begin(), _Found()
     chosen = list(parts)
     for name in chosen:
         if name not in PARTS:
@@ -155,7 +156,7 @@ def run(
             except BrokenExecutor:
                 more, cases = _Found(failed=[f"{world} ranks: the process of rank 0 died; see its output"]), []
             found = _Found(*(mine + others for mine, others in zip(astuple(found), astuple(more), strict=True)))
-    return {"schema": SCHEMA, **facts(), "device": device, **vars(found)}
+    return {"schema": SCHEMA, **facts(begun), "device": device, **vars(found)}
 
 
 @dataclass

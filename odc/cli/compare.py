@@ -81,16 +81,18 @@ def compare(
 def _compare(job: JobConfig, arms: tuple[ArmName, ...], repeats: int, skip: int, json: Path | None) -> None:
     began = time.monotonic()
     _say(began, f"{len(arms)} arms, {job.ranks} ranks, {job.steps} steps; figures and pictures go to {job.output}")
+    from odc.provenance import begin
     from odc.train.compare import CompareConfig, run_arms, write_pictures
     from odc.train.preflight import writable_folder
     from odc.train.report import report, write_report
     from odc.train.table import table
 
+    begun = begin()
     config = CompareConfig(job, arms, repeats, skip)
     path = json or config.output / "compare.json"
     writable_folder(path.parent, "json")
     runs = run_arms(config, lambda text: _say(began, text))
-    figures = report(config, runs, ["odc", *sys.argv[1:]])
+    figures = report(config, runs, ["odc", *sys.argv[1:]]) | begun.facts()
     write_report(path, figures)
     _say(began, "drawing")
     written = {"figures": path} | write_pictures(config)

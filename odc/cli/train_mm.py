@@ -82,12 +82,14 @@ def _compare(config: Any, json: Path | None, say: Any) -> None:
 
     from odc.multimodal.compare import run_arms, write_pictures
     from odc.multimodal.report import report, table
+    from odc.provenance import begin
     from odc.train.preflight import writable_folder
     from odc.train.report import write_report
 
     path = json or config.output / "train-mm.json"
     writable_folder(path.parent, "json")
-    figures = report(config, run_arms(config, say), ["odc", *sys.argv[1:]])
+    begun = begin()
+    figures = report(config, run_arms(config, say), ["odc", *sys.argv[1:]]) | begun.facts()
     write_report(path, figures)
     say("drawing")
     written = {"figures": path} | write_pictures(config)

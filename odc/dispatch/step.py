@@ -61,7 +61,7 @@ class Nodes:
 
     size: int
     budget_s: float = 0.004
-    method: Method = "auto"
+    method: Method = "exchange"
     tolerance: float = 0.0
 
 

@@ -2,6 +2,6 @@
 
 from odc.microbatch.figures import InputFigures, input_figures
 from odc.microbatch.lazy import LazyMicrobatches
-from odc.microbatch.normalize import LossNormalizer, Totals
+from odc.microbatch.normalize import LossNormalizer, Normalization, Totals
 
-__all__ = ["InputFigures", "LazyMicrobatches", "LossNormalizer", "Totals", "input_figures"]
+__all__ = ["InputFigures", "LazyMicrobatches", "LossNormalizer", "Normalization", "Totals", "input_figures"]

@@ -1,14 +1,16 @@
-"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510, option A).
+"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510).
 
-Let S_m be the summed loss of microbatch m and n_m what it counts (label tokens), over all ranks. A minibatch's loss is
-sum(S_m) / N with N = sum(n_m), and nobody knows N before the last microbatch has been loaded. So backward runs on
-c * S_m with c = grad_scale / proxy, and once all gradients are there each is multiplied by what is missing to 1 / N:
-exact for any counts on any rank. Chose one proxy for all microbatches of a minibatch on all ranks over the issue's
-"tokens of this microbatch", which weights microbatches against each other and is exact only when all have equal counts.
-The proxy keeps 16-bit gradients in range and cancels; the token budget of a minibatch is a good one.
+Let S be the summed loss of one microbatch and n what it counts (label tokens). Three objectives are offered:
 
-The price: one all-reduce of a few doubles at the minibatch's end (all ranks are there anyway), and a pass over the
-gradient shards. One rescale can serve one divisor only: a second loss with a divisor of its own is refused.
+* "global" (option A of the issue): the sum of all S over the sum of all n, of all microbatches on all ranks.
+* "per_microbatch" (option B of the issue): for the i-th microbatches of all ranks, their summed S over their summed n;
+  then the mean over i.
+* "per_rank_microbatch": the mean over all microbatches of all ranks of each one's own S / n.
+
+Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by what is missing to
+1 / N. This is exact for any counts on any rank, because the proxy is the same for all microbatches. (The issue's proxy,
+each microbatch's own number of tokens, weights microbatches against each other.) One factor can serve one divisor only,
+so losses over several divisors need their totals before the first backward: see `announce`.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from odc.errors import ConfigError, OdcError, UnsupportedError
+from odc.errors import ConfigError, OdcError
+from odc.microbatch.positions import Count, Counts, device_of, positions
 from odc.trace import recorder
 
+T = TypeVar("T")
+Normalization = Literal["global", "per_microbatch", "per_rank_microbatch"]
+_NORMALIZATIONS = ("global", "per_microbatch", "per_rank_microbatch")
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +41,8 @@ class Totals:
     """A minibatch over all ranks, the same on each.
 
     Args:
-        divisors: the true divisors by name.
+        divisors: the true divisors by name; unless the normalization is "global", also "microbatches", the number that
+            the objective is a mean over.
         metrics: each metric's numerators over its divisor; NaN where that is 0.
         factor: what gradients were multiplied by; None when the step is to be skipped.
     """
@@ -63,28 +70,40 @@ class LossNormalizer:
         if not totals.skip: ...clip, optimizer.step()
 
     Args:
-        proxy: about the divisor of a minibatch, a whole number, the same on all ranks (checked by `finish`).
+        proxy: about the divisor of a minibatch, a whole number, the same on all ranks (checked by `finish`). It cancels
+            and keeps 16-bit gradients in range. Unless the normalization is "global" it stands for the number of
+            microbatches.
         metrics: name -> the divisor it is a mean over. Names are given here because a rank that has no microbatch must
             know them too.
-        divisor: what the loss that is trained on is divided by.
-        per_microbatch: option B: the mean over microbatches of each one's own mean, so that a token's weight is
-            1 / (microbatches * n_m). Another objective, unless all counts are equal; the proxy then stands for the
-            number of microbatches in a minibatch.
+        divisor: what the losses that are trained on are divided by; several names for losses with divisors of their
+            own, whose sum is trained on.
+        normalization: which objective, as the module's text says.
         grad_scale: of a gradient scaler for fp16; `finish` takes it out again.
         gradient_divide_factor: what the reduction of gradients has divided by; the number of ranks unless given, as
             FSDP2 and odc average. 1.0 where gradients are summed.
         group: ranks that share the minibatch; the default group unless given. Without torch.distributed, one rank.
 
-    On the training thread. Only `finish` synchronizes.
+    Used on the training thread. `finish`, `announce` and `microbatches` communicate; nothing else does.
+
+    Raises:
+        ConfigError: a value that cannot be, or several divisors with "per_rank_microbatch", whose microbatches would
+            have to be counted for each divisor apart.
     """
+
+    # Of the minibatch under way: this rank's sums; all ranks' divisors as announced, and those of the current position.
+    _counted: dict[str, float | Tensor]
+    _numerators: dict[str, float | Tensor]
+    _promised: dict[str, float] | None
+    _current: dict[str, float] | None
+    _positions: int
 
     def __init__(
         self,
         proxy: int,
         *,
         metrics: Mapping[str, str] | None = None,
-        divisor: str = "labels",
-        per_microbatch: bool = False,
+        divisor: str | Sequence[str] = "labels",
+        normalization: Normalization = "global",
         grad_scale: float = 1.0,
         gradient_divide_factor: float | None = None,
         group: dist.ProcessGroup | None = None,
@@ -93,48 +112,105 @@ class LossNormalizer:
             raise ConfigError(f"proxy must be a whole number below 2^40, about what a minibatch counts, not {proxy!r}")
         if not 0 < grad_scale < math.inf:
             raise ConfigError(f"grad_scale must be positive, not {grad_scale!r}")
-        self.proxy, self.grad_scale = proxy, grad_scale
-        self._metrics, self._divisor, self._per_microbatch = dict(metrics or {}), divisor, per_microbatch
+        if normalization not in _NORMALIZATIONS:
+            raise ConfigError(f"normalization must be one of {', '.join(_NORMALIZATIONS)}, not {normalization!r}")
+        self._trained = (divisor,) if isinstance(divisor, str) else tuple(dict.fromkeys(divisor))
+        if not self._trained or (len(self._trained) > 1 and normalization == "per_rank_microbatch"):
+            raise ConfigError(
+                f"divisor: {len(self._trained)} divisors are no objective under {normalization!r}; it takes one"
+                + (", the other normalizations take several" if self._trained else " or more")
+            )
+        self.proxy, self.grad_scale, self.normalization = proxy, grad_scale, normalization
+        self._metrics = dict(metrics or {})
         self._divided_by, self._group = gradient_divide_factor, group
-        self._trained = "microbatches" if per_microbatch else divisor
-        self._names = sorted({self._trained, divisor, *self._metrics.values()})
+        own = {"microbatches"} if normalization == "per_rank_microbatch" else set()
+        self._names = sorted({*self._trained, *own, *self._metrics.values()})
         self._start()
 
-    def scaled(self, loss_sum: Tensor, count: int | Tensor, *, divisor: str | None = None) -> Tensor:
+    def announce(self, counts: Mapping[str, Count]) -> dict[str, float]:
+        """Tell all ranks what this rank's microbatches of the coming minibatch count, and learn the totals.
+
+        Needed with "global" and several divisors: their losses share one backward, so each must have its own true
+        divisor before that backward. It is one all-reduce of a few doubles at the beginning of a minibatch.
+
+        Args:
+            counts: by divisor, over all microbatches that this rank will run; a divisor that is left out counts 0.
+
+        Every rank of the group calls it, once a minibatch, before its first `scaled`; waits for all of them. `finish`
+        raises if what was trained on is not what was announced.
+        """
+        if self.normalization != "global" or self._promised is not None:
+            when = "was announced already" if self.normalization == "global" else f"needs none: {self.normalization}"
+            raise ConfigError(f"rank {recorder().rank}: this minibatch {when}")
+        if unknown := counts.keys() - set(self._trained):
+            raise ConfigError(f"{', '.join(sorted(unknown))}: losses are divided by {', '.join(self._trained)}")
+        known = [torch.as_tensor(counts.get(name, 0), dtype=torch.float64) for name in self._trained]
+        packed = torch.stack([value.to(device_of(self._group)) for value in known])
+        if dist.is_initialized():
+            dist.all_reduce(packed, group=self._group)
+        self._promised = dict(zip(self._trained, packed.tolist(), strict=True))
+        return dict(self._promised)
+
+    def microbatches(self, source: Iterable[T], counts: Callable[[T], Counts]) -> Iterator[T]:
+        """Iterates over this rank's microbatches under "per_microbatch", in step with the other ranks.
+
+        Args:
+            source: any number of microbatches, including zero; the next one is taken before one is handed out.
+            counts: what a microbatch adds to its divisor, or to each divisor by name.
+
+        The divisor of the i-th microbatches is summed over ranks, so a rank waits for the slowest one to be at most one
+        microbatch behind: this normalization gives up a part of what unequal ranks gain by communication on demand.
+        Every rank must iterate to the end, inside the minibatch. It waits as long as the group's own timeout says.
+        """
+        if self.normalization != "per_microbatch":
+            raise ConfigError(f"microbatches() is not for {self.normalization!r}, which divides without being in step")
+        if self._promised is not None:
+            raise ConfigError(f"rank {recorder().rank}: microbatches() was called in this minibatch already")
+        self._promised = dict.fromkeys(self._trained, 0.0)
+        return self._in_step(source, counts)
+
+    def _in_step(self, source: Iterable[T], counts: Callable[[T], Counts]) -> Iterator[T]:
+        for position in positions(source, counts, self._trained, self._group):
+            self._positions += 1
+            self._promised = {name: so_far + position.totals[name] for name, so_far in (self._promised or {}).items()}
+            self._current = position.totals
+            yield from position.items
+        self._current = None
+
+    def scaled(self, loss_sum: Tensor, count: Count, *, divisor: str | None = None) -> Tensor:
         """What to call `backward` on: the summed loss of one microbatch, times what keeps gradients in range.
 
         Args:
-            loss_sum: scalar, summed over what `count` counts; of 0 where that is 0. Losses that share the divisor are
-                added up before.
+            loss_sum: scalar, summed over what `count` counts; of 0 where that is 0. Losses that share a divisor are
+                added up before; those with divisors of their own are scaled apart and then added up.
             count: what this microbatch adds to the divisor: labels it trains on. A tensor is not waited for.
-            divisor: must be the normalizer's; see above.
+            divisor: one of the normalizer's; the first one unless given.
 
         Raises:
-            UnsupportedError: another divisor.
+            ConfigError: a divisor that the normalizer was not given, or whose value is needed now and not known yet.
             ValueError: not a scalar, or a negative count.
         """
-        if divisor not in (None, self._divisor):
-            raise UnsupportedError(
-                f"rank {recorder().rank}: a loss over {divisor!r} beside one over {self._divisor!r}: one rescale at "
-                "the minibatch's end cannot divide both. Run it in a minibatch of its own and add the gradients, or "
-                f"weight it per {self._divisor}"
+        name = self._trained[0] if divisor is None else divisor
+        if name not in self._trained:
+            raise ConfigError(
+                f"rank {recorder().rank}: a loss over {name!r}, but the normalizer divides by "
+                f"{', '.join(self._trained)}; name every divisor when it is made"
             )
         if loss_sum.numel() != 1:
             raise ValueError(f"loss_sum must be a scalar, not of shape {tuple(loss_sum.shape)}")
         if not isinstance(count, Tensor) and count < 0:
             raise ValueError(f"count must be 0 or more, not {count!r}")
-        self.count(self._divisor, count)
-        scale = self.grad_scale / self.proxy
-        if not self._per_microbatch:
-            return loss_sum * scale
-        some = count > 0
-        self.count("microbatches", some.double() if isinstance(some, Tensor) else float(some))
-        least_one = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        return loss_sum * scale / least_one
+        self.count(name, count)
+        if self.normalization == "per_rank_microbatch":
+            some = count > 0
+            self.count("microbatches", some.double() if isinstance(some, Tensor) else float(some))
+            least_one = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+            return loss_sum * (self.grad_scale / self.proxy) / least_one
+        return loss_sum * (self.grad_scale * self._weight(name))
 
     def count(self, divisor: str, count: float | Tensor) -> None:
-        """Add to a divisor that only metrics have. (`scaled` counts the loss's own.)"""
-        self._add(self._divisors, divisor, count)
+        """Add to a divisor that only metrics have. (`scaled` counts the losses' own.)"""
+        self._add(self._counted, divisor, count)
 
     def metric(self, name: str, numerator: float | Tensor) -> None:
         """Add to a metric's numerator: a sum over what its divisor counts. A tensor is detached, and not waited for."""
@@ -151,7 +227,8 @@ class LossNormalizer:
         as long as its own timeout says.
 
         Raises:
-            OdcError: ranks had different proxies; their gradients are of different scales and cannot be mended.
+            OdcError: ranks had different proxies, or trained on other counts than they had announced; the gradients
+                cannot be mended.
         """
         grown = [parameter for parameter in parameters if parameter.grad is not None]
         ranks, sums = self._reduced(grown)
@@ -161,14 +238,17 @@ class LossNormalizer:
             name: numerators[name] / divisors[over] if divisors[over] else math.nan
             for name, over in self._metrics.items()
         }
-        total = divisors[self._trained]
+        if self.normalization == "per_microbatch":
+            divisors["microbatches"] = float(self._positions)
+        missing, promised = self._missing(divisors), self._promised or {}
         self._start()
-        if total == 0:
+        _check(promised, divisors)
+        if missing is None:
             _log.warning("rank %d: no rank has anything to train on in this minibatch; skip its step", recorder().rank)
             for parameter in grown:
                 parameter.grad = None
             return Totals(divisors, metrics, None)
-        factor = (self._divided_by or ranks) * self.proxy / (total * self.grad_scale)
+        factor = (self._divided_by or ranks) * missing / self.grad_scale
         with torch.no_grad():
             for parameter in grown:
                 gradient: Any = parameter.grad
@@ -176,24 +256,51 @@ class LossNormalizer:
                 gradient.mul_(factor)
         return Totals(divisors, metrics, factor)
 
+    def _weight(self, name: str) -> float:
+        """What a summed loss is multiplied by before backward, apart from grad_scale."""
+        if self.normalization == "per_microbatch":
+            if self._current is None:
+                raise ConfigError("per_microbatch: run the microbatches in `for mb in normalizer.microbatches(...)`")
+            total = self._current[name]
+            return 1.0 / (self.proxy * total) if total else 0.0
+        if self._promised is not None:
+            return 1.0 / self._promised[name] if self._promised[name] else 0.0
+        if len(self._trained) > 1:
+            raise ConfigError(
+                f"rank {recorder().rank}: losses over {', '.join(self._trained)} share one backward, so the totals of "
+                "all divisors must be known before it: call announce() first, or use normalization='per_microbatch'"
+            )
+        return 1.0 / self.proxy
+
+    def _missing(self, divisors: Mapping[str, float]) -> float | None:
+        """What gradients lack once the averaging over ranks is undone; None where there is nothing to train on."""
+        if not any(divisors[name] for name in self._trained):
+            return None
+        if self.normalization == "global":
+            return 1.0 if self._promised is not None else self.proxy / divisors[self._trained[0]]
+        return self.proxy / divisors["microbatches"]
+
     def _start(self) -> None:
-        self._divisors: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
-        self._numerators: dict[str, float | Tensor] = dict.fromkeys(self._metrics, 0.0)
+        self._counted = dict.fromkeys(self._names, 0.0)
+        self._numerators = dict.fromkeys(self._metrics, 0.0)
+        self._promised = self._current = None
+        self._positions = 0
 
     def _add(self, sums: dict[str, float | Tensor], name: str, value: float | Tensor) -> None:
         if name not in sums:
+            known = ", ".join(sums) or "none"
             raise ConfigError(
-                f"rank {recorder().rank}: {name!r} was not announced; there are {', '.join(sums) or 'none'}"
+                f"rank {recorder().rank}: {name!r} was not named when the normalizer was made; there are {known}"
             )
         sums[name] = sums[name] + (value.detach().double() if isinstance(value, Tensor) else float(value))
 
     def _reduced(self, grown: Sequence[Tensor]) -> tuple[int, list[float]]:
         """Number of ranks, and the sums over all of them: of each divisor, then of each metric's numerators."""
         digest = zlib.crc32(str(self.proxy).encode()) & 0xFFFFFF
-        own = [float(self.proxy), float(digest), *self._divisors.values(), *self._numerators.values()]
+        own = [float(self.proxy), float(digest), *self._counted.values(), *self._numerators.values()]
         if not dist.is_initialized():
             return 1, [float(value) for value in own[2:]]
-        device = _device(grown, self._group)
+        device = grown[0].device if grown else device_of(self._group)
         packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in own])
         dist.all_reduce(packed, group=self._group)
         (proxies, digests, *sums), ranks = packed.tolist(), dist.get_world_size(self._group)
@@ -206,10 +313,11 @@ class LossNormalizer:
         return ranks, sums
 
 
-def _device(grown: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group can reduce: the gradients' device; a rank without any takes the backend's usual one."""
-    if grown:
-        return grown[0].device
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+def _check(promised: Mapping[str, float], divisors: Mapping[str, float]) -> None:
+    """Raise unless the ranks trained on what their losses were divided by."""
+    for name, total in promised.items():
+        if divisors[name] != total:
+            raise OdcError(
+                f"rank {recorder().rank} (epoch {recorder().epoch}): losses were divided by {total:g} {name} as the "
+                f"ranks had announced, but they trained on {divisors[name]:g}"
+            )

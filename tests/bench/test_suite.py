@@ -48,6 +48,7 @@ def test_bytes_are_those_that_moved(result: dict[str, Any]) -> None:
 def test_facts_and_table(result: dict[str, Any]) -> None:
     assert result["schema"] == "odc-bench-1"
     assert result["versions"].keys() >= {"python", "torch", "numpy"}
+    assert result.keys() >= {"commit", "date"} and result["load_1min"].keys() == {"begin", "end"}
     text = show(result)
     for row in result["rows"]:
         assert f"| {row['what']} " in text

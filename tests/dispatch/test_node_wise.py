@@ -71,13 +71,13 @@ def test_the_last_node_may_be_smaller() -> None:
     assert found.bound <= found.cost <= found.before
 
 
-def test_the_method_follows_from_sizes_alone() -> None:
-    pytest.importorskip("scipy")
+def test_the_method_that_is_asked_for_runs_whatever_the_budget_and_the_installation() -> None:
+    """A rank without scipy, or with another budget, must not choose another method than its peers."""
     small, sizes = drawn(4, 6, 0)
-    assert node_wise(small, sizes, 2, budget_s=60.0).method == "exact"
-    assert node_wise(small, sizes, 2, budget_s=0.001).method == "exchange"
-    large, more = drawn(128, 4, 0)
-    assert node_wise(large, more, 8, budget_s=60.0 / 1000).method == "exchange"
+    for budget_s in (1e-9, 0.004, 60.0):
+        assert node_wise(small, sizes, 2, budget_s=budget_s).method == "exchange"
+    pytest.importorskip("scipy")
+    assert node_wise(small, sizes, 2, budget_s=1e-9, method="exact").method == "exact"
 
 
 def test_plans_are_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +98,5 @@ def test_bad_input_is_refused() -> None:
         node_wise(move, [1, -1], 1)
     with pytest.raises(PlanError, match="at least one instance"):
         node_wise(move, [1, 1], 0)
+    with pytest.raises(PlanError, match="'exchange' or 'exact', not 1 and 'auto'"):
+        node_wise(move, [1, 1], 1, method="auto")  # type: ignore[arg-type]

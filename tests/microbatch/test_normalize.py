@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from odc.errors import ConfigError, UnsupportedError
-from odc.microbatch import LossNormalizer
+from odc.errors import ConfigError
+from odc.microbatch import LossNormalizer, Normalization
 
 VOCABULARY, WIDTH = 17, 8
 IGNORED = -100
@@ -96,14 +96,14 @@ def test_option_a_is_exact_for_any_counts_and_proxy(counts: list[int], proxy: in
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.integers(1, 50))
-def test_option_b_weights_microbatches_alike(counts: list[int], proxy: int) -> None:
-    found = run(counts, LossNormalizer(proxy, per_microbatch=True))
+def test_each_ranks_microbatches_weigh_alike(counts: list[int], proxy: int) -> None:
+    found = run(counts, LossNormalizer(proxy, normalization="per_rank_microbatch"))
     assert off(found, reference(counts, lambda n, nonempty: 1 / (nonempty * n) if n else 0.0)) < 1e-12
 
 
-def test_option_b_is_another_objective_unless_counts_are_equal() -> None:
+def test_a_mean_over_microbatches_is_another_objective_unless_counts_are_equal() -> None:
     for counts, alike in (([12, 12, 12], True), ([40, 12, 1], False)):
-        gap = off(run(counts, LossNormalizer(3, per_microbatch=True)), run(counts, LossNormalizer(30)))
+        gap = off(run(counts, LossNormalizer(3, normalization="per_rank_microbatch")), run(counts, LossNormalizer(30)))
         assert (gap < 1e-12) == alike
 
 
@@ -150,9 +150,9 @@ def _alone(labels: int) -> torch.Tensor:
     return gradients(model)
 
 
-@pytest.mark.parametrize("per_microbatch", [False, True])
-def test_nothing_to_train_on_skips_the_step(per_microbatch: bool, caplog: pytest.LogCaptureFixture) -> None:
-    normalizer, model = LossNormalizer(5, metrics={"loss": "labels"}, per_microbatch=per_microbatch), build()
+@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
+def test_nothing_to_train_on_skips_the_step(normalization: Normalization, caplog: pytest.LogCaptureFixture) -> None:
+    normalizer, model = LossNormalizer(5, metrics={"loss": "labels"}, normalization=normalization), build()
     normalizer.scaled(loss_sum(model, *microbatch(0, 6, 0)), 0).backward()
     totals = normalizer.finish(model.parameters())
     assert totals.skip and totals.factor is None and math.isnan(totals.metrics["loss"])
@@ -185,20 +185,20 @@ def test_what_is_refused() -> None:
         LossNormalizer(1, grad_scale=0.0)
     normalizer = LossNormalizer(4)
     loss = torch.ones((), requires_grad=True)
-    with pytest.raises(UnsupportedError, match="over 'documents' beside one over 'labels'"):
+    with pytest.raises(ConfigError, match="over 'documents', but the normalizer divides by labels"):
         normalizer.scaled(loss, 3, divisor="documents")
     with pytest.raises(ValueError, match="scalar"):
         normalizer.scaled(torch.ones(2), 3)
     with pytest.raises(ValueError, match="0 or more"):
         normalizer.scaled(loss, -1)
-    with pytest.raises(ConfigError, match="'reward' was not announced"):
+    with pytest.raises(ConfigError, match="'reward' was not named"):
         normalizer.metric("reward", 1.0)
 
 
 # ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, per_microbatch: bool) -> None:
+def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, normalization: Normalization) -> None:
     """Gradients of unequal microbatches on all ranks, sharded, against one process in double precision."""
     from torch.distributed.fsdp import fully_shard
 
@@ -211,8 +211,8 @@ def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, 
     shard = on_demand if transport == "odc" else fully_shard
     shard(model[2])
     shard(model)
-    proxy = len(flat) if per_microbatch else 50
-    normalizer = LossNormalizer(proxy, metrics={"loss": "labels"}, per_microbatch=per_microbatch)
+    proxy = 50 if normalization == "global" else len(flat)
+    normalizer = LossNormalizer(proxy, metrics={"loss": "labels"}, normalization=normalization)
 
     def work() -> None:
         for i, labels in enumerate(counts[rank]):
@@ -228,7 +228,7 @@ def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, 
     totals = normalizer.finish(model.parameters())
     nonempty = sum(1 for n in flat if n)
     by_token, by_microbatch = (lambda n, _: 1 / sum(flat)), (lambda n, _: 1 / (nonempty * n) if n else 0.0)
-    expected = reference(flat, by_microbatch if per_microbatch else by_token)
+    expected = reference(flat, by_token if normalization == "global" else by_microbatch)
     assert off(gradients(model), expected) < 1e-6, off(gradients(model), expected)
     assert totals.divisors["labels"] == sum(flat), totals
     losses = [float(loss_sum(build(), *microbatch(m, max(flat) + 2, n))) for m, n in enumerate(flat)]
@@ -237,16 +237,16 @@ def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, 
         shutdown()
 
 
-@pytest.mark.parametrize("per_microbatch", [False, True])
+@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
 @pytest.mark.parametrize(("transport", "counts"), [
     ("odc", [[40, 12, 1], [5]]),
     ("odc", [[], [7, 0, 20]]),
     ("fsdp2", [[40, 1], [5, 0]]),
 ])  # fmt: skip
 def test_over_sharded_ranks(
-    ranks: Callable[[int], RankPool], transport: str, counts: list[list[int]], per_microbatch: bool
+    ranks: Callable[[int], RankPool], transport: str, counts: list[list[int]], normalization: Normalization
 ) -> None:
-    ranks(2).run(sharded_run, counts, transport, per_microbatch)
+    ranks(2).run(sharded_run, counts, transport, normalization)
 
 
 def all_empty(rank: int, world: int) -> None:

@@ -1,0 +1,207 @@
+"""Paragraphs and tables of docs/ about planners, dispatch and the simulator, made from stored results."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from bench.quoted import below, busy, find, load, note, prose, span
+from odc.bench.report import table
+
+
+def _e4(text: str) -> str:
+    return f"{float(text) * 1e4:.2g}e-4" if float(text) < 0.1 else f"{float(text):.2f}"
+
+
+def _ms(text: str) -> str:
+    return f"{float(text):.0f} ms" if float(text) >= 100 else f"{float(text):.2g} ms"
+
+
+def planners() -> str:
+    """docs/balance.md: milliseconds, and how far the fullest part lies above the mean."""
+    result = load("planners")
+    columns = {"odc": "odc", "LPT": "LPT", "verl 0.9.1's Karmarkar-Karp": "verl_KK"}
+    lines = []
+    for row in result["rows"]:
+        equal = row["sizes"] == "equal"
+        if row["sizes"] not in ("equal", "unequal") or (equal and row["samples"] != 512):
+            continue
+        name = f"{row['samples']:,} on {row['parts']}" + (", equal counts" if equal else "")
+        cells = {
+            title: f"{_ms(row[f'{key}_ms'])}, {_e4(row[f'{key}_above_mean'])}" if row.get(f"{key}_ms") else "-"
+            for title, key in columns.items()
+        }
+        lines.append({"samples on parts": name, **cells})
+    return table(lines) + below(result, 1)
+
+
+def policies() -> str:
+    """docs/balance.md: first calls and whole policies."""
+    result = load("planners")
+
+    def seconds(**wanted: object) -> str:
+        took = float(find(result, **wanted)["odc_ms"])
+        return f"{took / 1e3:.2g} s" if took >= 200 else f"{took:.2g} ms"
+
+    return prose(
+        f"The first call took {seconds(sizes='first call, filled cache')} with numba's cache filled, and "
+        f"{seconds(sizes='first call, empty cache')} on an empty one, which is filled once. Whole policies, plans and "
+        f"their checks included: `lb_mini` {seconds(sizes='lb_mini', samples=64)} for 64 samples on 8 ranks, "
+        f"{seconds(sizes='lb_mini', samples=512)} for 512 on 64, {seconds(sizes='lb_mini', samples=153600)} for "
+        f"153,600 on 2560; `lb_micro` {seconds(sizes='lb_micro', samples=64)}, "
+        f"{seconds(sizes='lb_micro', samples=512)}, and {seconds(sizes='lb_micro', samples=4096)} for 4096 on 64."
+    )
+
+
+def post_balancing() -> str:
+    """docs/dispatch.md: planning one phase."""
+    result = load("dispatch")
+    names = {
+        "1 packed": ("algorithm 1", ""),
+        "2 padded": ("algorithm 2", " (exact: the bound knows nothing of padding)"),
+        "4 packed, quadratic": ("algorithm 4, by cost", ""),
+        "4 with tolerance": ("algorithm 4, with tolerance", ""),
+        "5 attention padded": ("algorithm 5", " (as above)"),
+    }
+    lines = []
+    for name, (title, remark) in names.items():
+        small, large = (find(result, what=f"algorithm {name}", instances=n) for n in (64, 2560))
+        lines.append(
+            {
+                "post-balancing, ms": title,
+                "64 instances": f"{small['ms']:.2f}",
+                "2560": f"{large['ms']:.1f}",
+                "greatest cost above a lower bound, 64 / 2560": " / ".join(r["above_bound"] for r in (small, large))
+                + remark,
+            }
+        )
+    return table(lines)
+
+
+def node_wise() -> str:
+    """docs/dispatch.md: exchanges, against bounds and against the optimum."""
+    result = load("dispatch")
+    rows = [find(result, what="node-wise, exchanges", instances=n) for n in (64, 128, 2560)]
+    lines = [
+        {"node-wise, exchanges": "ms", **{str(r["instances"]): r["ms"] for r in rows}},
+        {"node-wise, exchanges": "above a lower bound", **{str(r["instances"]): r["above_bound"] for r in rows}},
+    ]
+    exact = [r for r in result["rows"] if "HiGHS" in r["what"]]
+    said = "; ".join(f"{r['instances']} instances: {r['above_bound']}, {r['ms'] / 1e3:.2g} s" for r in exact)
+    against = (
+        f"Against HiGHS's optimum (exchanges above the optimum, the optimum above the linear "
+        f"relaxation, and the time HiGHS took, one seed each): {said}."
+    )
+    return f"{table(lines)}\n\n{prose(against)}"
+
+
+def node_exact() -> str:
+    """docs/dispatch.md: why the exact method is not the default."""
+    result = load("node_exact")
+    lines = [
+        {
+            "instances (of a node)": f"{row['instances']} ({row['per_node']})",
+            "HiGHS, ms": f"{row['exact_ms']:.0f} to {row['exact_most_ms']:.0f}",
+            "exchanges, ms": f"up to {row['exchange_most_ms']:.1f}",
+            "exchanges above the optimum": f"up to {row['gap']}",
+        }
+        for row in result["rows"]
+    ]
+    return table(lines)
+
+
+def overhead() -> str:
+    """docs/dispatch.md: three phases, beside the paper's row."""
+    rows = [r for r in load("dispatch")["rows"] if r["what"].startswith("three phases")]
+    lines: list[dict[str, object]] = [
+        {"instances": name} for name in ("paper, ms", "balancing three phases, ms", "placing them node-wise, ms")
+    ]
+    for row in rows:
+        balancing, _, placing = row["ms"].partition(" + ")
+        paper = re.findall(r"[\d.]+", row["target_ms"])[0]
+        for line, value in zip(lines, (paper, balancing, placing), strict=True):
+            line[str(row["instances"])] = value
+    return table(lines)
+
+
+def volume() -> str:
+    """docs/dispatch.md: what crosses nodes."""
+    result = load("dispatch")
+    titles = {
+        "node-wise": "node-wise (algorithm 3)",
+        "and equal lengths traded, within 0%": "and equal lengths traded",
+        "and equal lengths traded, within 2%": "... lengths within 2%",
+    }
+    heads = {"images": "images, few resolutions, packed", "audio": "audio, padded", "text": "text, packed"}
+    lines = []
+    for name, title in titles.items():
+        line = {"": title}
+        for modality, head in heads.items():
+            row = find(result, what=f"volume between nodes, {modality}: {name}")
+            cost = "" if row["above_bound"] == "cost +0.00%" else f", {row['above_bound']}"
+            line[head] = f"{row['mean_sent']} ({row['most_sent']}){cost}"
+        lines.append(line)
+    return table(lines)
+
+
+def exchange() -> str:
+    """docs/dispatch.md: the exchanges, and planning ahead."""
+    result = load("dispatch")
+
+    def times(mib: int, kind: str) -> str:
+        found = [r for r in result["rows"] if r["what"] == f"exchange of {mib} MiB a rank, fp32: {kind}"]
+        return " and ".join(f"{float(r['above_bound'].split()[0]):.1f} ({r['instances']} ranks)" for r in found)
+
+    (ahead,) = [r for r in result["rows"] if r["what"].startswith("planning a step")]
+    between = find(result, what="the same, planned between steps")["ms"]
+    planned, waited = re.findall(r"[\d.]+", ahead["ms"])
+    moving = (
+        "**Exchange** of 16 MiB a rank, fp32, times as fast as the all-gather strawman in the same run: the all-to-all "
+        f"{times(16, 'all-to-all')}, on demand {times(16, 'on demand')}; of 1 MiB the all-to-all "
+        f"{times(1, 'all-to-all')}, on demand {times(1, 'on demand')}. Four ranks shared two cores."
+    )
+    planning = (
+        "**Planning ahead** (`PlannedLoader.overlap`), 2 ranks on demand, 60 examples of three modalities, compute "
+        f"*emulated* by 50 ms of sleep, so that a core is free: {planned} ms a step of gathering and planning, of "
+        f"which the loop waited {waited}; the same between steps took {between}."
+    )
+    return f"{prose(moving)}\n\n{prose(planning)}"
+
+
+def simulator() -> str:
+    """docs/simulate.md: how fast the two simulators are."""
+    rows = load("simulate")["rows"]
+    return prose(
+        "Two simulators run this model. `simulate_events` knows everything and takes "
+        f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
+        "numpy over all ranks, agrees with it to rounding, and is what runs unless `--owner-skew` is above 1. One step "
+        f"of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
+        f"{span([r['seconds'] for r in rows], '.1f')} s, by transport (`bench/results/simulate.md`). Planning is "
+        "separate: it takes what `odc.balance` takes."
+    )
+
+
+def trust() -> str:
+    """docs/simulate.md: simulated against emulated."""
+    beside = load("simulated_vs_emulated")
+    ratios = [row["simulated/emulated"] for row in beside["rows"]]
+    ranks = sorted({row["ranks"] for row in beside["rows"]})
+    simulated = (
+        f"Against the real runtime with emulated compute on {', '.join(map(str, ranks))} ranks, also with one rank "
+        f"slowed 1.5 times (`{beside['command'].partition(' --results')[0]}`, rows in `bench/results`), simulated step "
+        f"times are {span(ratios)} of the emulated ones.{note(beside, max(ranks))}"
+    )
+    said = []
+    for name, lengths in (("longalign", "LongAlign-like"), ("swe_smith", "SWE-Smith-like")):
+        result = load(f"emulated_{name}")
+        best = max(result["rows"], key=lambda row: row["speed-up"])
+        said.append(
+            f"for {lengths} lengths the bound is {best['bound / step']:.3f} of its step, and it is "
+            f"{best['speed-up']:.2f} times as fast as the first row"
+            + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
+        )
+    emulated = (
+        "In emulated runs on 8 ranks (`python -m bench.emulated`) `odc` comes near the bound that no plan can beat: "
+        f"{'; '.join(said)}. The first row is collectives with equal sample counts."
+    )
+    return "\n".join(textwrap.indent(prose(one), "  ").replace("  ", "* ", 1) for one in (simulated, emulated))

@@ -1,0 +1,158 @@
+"""Paragraphs and tables of docs/ about evaluation, the server, reinforcement learning and other runs."""
+
+from __future__ import annotations
+
+from bench.quoted import below, find, load, note, prose, span
+from odc.bench.report import table
+
+
+def evaluation() -> str:
+    """docs/evaluation.md: forwards and time of four ways."""
+    result = load("evaluation")
+    lines = [
+        {
+            "way": row["way"].replace("odc, by length", "odc, dealt by length"),
+            "forwards by rank": row["forwards by rank"],
+            "in all": row["forwards"],
+            "times as fast as the first": f"{row['times as fast as the first']:.2f}",
+            "share of the best possible": f"{row['share of the best']:.2f}",
+        }
+        for row in result["rows"]
+    ]
+    return table(lines) + below(result, 4)
+
+
+def gather() -> str:
+    """docs/evaluation.md: bringing results together."""
+    result = load("gather")
+    names = {
+        "dist.gather_object": "`dist.gather_object` (rank by rank)",
+        "in order, into a list": "`gather_results`, a list in order",
+        "in order, into a function": "`gather_results(into=...)`, in order",
+    }
+    lines = [
+        {
+            "way": names[row["way"]],
+            "times as long as the first": f"{row['times as long as gather_object']:.2f}",
+            "MiB held on rank 0 beyond its own results": row["MiB held on rank 0"],
+        }
+        for row in result["rows"]
+    ]
+    return table(lines) + below(result, 4)
+
+
+def server_homes() -> str:
+    """docs/server.md: thread or process."""
+    result = load("server_homes")
+    lines = [
+        {
+            "owner's main thread": row["owner's main thread"],
+            "thread in the rank": f"{row['thread_GBps']:.2f}",
+            "process beside it": f"{row['process_GBps']:.2f}",
+        }
+        for row in result["rows"]
+    ]
+    computes = find(result, **{"owner's main thread": "multiplies matrices"})
+    (process,) = [cost for cost in result["costs"] if cost["home"] == "process"]
+    said = (
+        f"While pushes come in without pause, a thread slows the owner's own matrix products to "
+        f"{computes['thread_owner_pace']:.0%} of their pace, a process to "
+        f"{computes['process_owner_pace']:.0%}. The process took {process['start_s']:.1f} s to start and "
+        f"{process['private_MiB']:.0f} MiB of memory of its own.{note(result, 2)}"
+    )
+    return f"{table(lines)}\n\n{prose(said)}"
+
+
+def handover() -> str:
+    """docs/rl.md: a reader outside the job."""
+    rates, steps = load("handover"), load("handover_steps")
+    kept, fresh = ([r["ratio"] for r in rates["rows"] if r["pages"] == pages] for pages in ("kept", "fresh"))
+    sizes = [r["MiB"] for r in rates["rows"]]
+    one, two = (find(steps, buffers=n) for n in (1, 2))
+    extra = [(r["read_s"] - r["alone_s"]) * 1e3 for r in (one, two)]
+    return prose(
+        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores), from {span(sizes, '.0f')} "
+        f"MiB: a full fetch runs at {span(kept)} of memcpy's rate into memory that is there, and at {span(fresh)} into "
+        f"new memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads in a loop "
+        f"without pause ({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with "
+        f"one buffer and {two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms a step, which it takes from "
+        f"cores and memory; here three processes shared two cores.{note(rates, 3)}"
+    )
+
+
+def grpo() -> str:
+    """docs/rl.md: verl's equal counts against the arms."""
+    result = load("grpo")
+    lines = [
+        {
+            "arm": row["arm"],
+            "training, s a step": f"{row['train_s a step']:.2f}",
+            "speed-up": f"{row['speed-up']:.2f}",
+            "bubble, measured": f"{row['bubble']:.0%}",
+        }
+        for row in result["rows"]
+    ]
+    return table(lines) + below(result, 2)
+
+
+def inputs() -> str:
+    """docs/microbatch.md: prepared ahead against all at once."""
+    result = load("inputs")
+    eager, one = find(result, prefetch="all (eager)"), find(result, prefetch="1")
+    return prose(
+        f"With a rollout server and a trainer that are *emulated* (slept), 32 microbatches of 4 MiB "
+        f'(`make bench ARGS="-k inputs"`, rows in `bench/results/inputs.md`), one prepared ahead takes '
+        f"{one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f} and uses samples {one['mean_age_ms']:.0f} ms "
+        f"after they were made instead of {eager['mean_age_ms']:.0f}. The step takes {one['step_s']:.2f} s instead of "
+        f"{eager['step_s']:.2f}, because making samples overlaps training on them.{note(result, 2)}"
+    )
+
+
+def train_mm() -> str:
+    """docs/multimodal.md: the demo's arms."""
+    result = load("train_mm")
+    arms = result["arms"]
+    fastest = max(arms, key=lambda name: arms[name]["tokens_per_s"])
+    lines = []
+    for name, arm in arms.items():
+        phases = [arm["phases"][phase] for phase in ("image", "audio", "llm")]
+        cells = {
+            "step, s": f"{arm['step_s']['median']:.2f}",
+            "tokens/s": f"{arm['tokens_per_s']:,.0f}",
+            "useful GFLOP/s": f"{arm['useful_flops_per_s'] / 1e9:.0f}",
+            "bubble": f"{arm['bubble']['median']:.0%}",
+            "bubble of image, audio, llm": ", ".join(f"{phase['bubble']['median']:.0%}" for phase in phases),
+            "audio padded": f"{phases[1]['padding']:.0%}",
+        }
+        bold = {"step, s", "tokens/s", "useful GFLOP/s"} if name == fastest else set()
+        lines.append({"": f"`{name}`", **{key: f"**{v}**" if key in bold else v for key, v in cells.items()}})
+    steps = result["job"]["steps"] - result["skipped_steps"]
+    ranks = result["job"]["ranks"]
+    head = (
+        f"{ranks} ranks on {result['machine']['cores']} cores, {result['job']['minibatch_size']} examples a step, "
+        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (`{' '.join(result['command'])}`; "
+        f"all figures in `bench/results/train_mm.json`).{note(result, ranks)}"
+    )
+    return f"{prose(head)}\n\n{table(lines)}\n\n{_gains(result)}"
+
+
+def _gains(result: dict[str, object]) -> str:
+    arms: dict[str, dict[str, object]] = result["arms"]  # type: ignore[assignment]
+
+    def times(slow: str, fast: str) -> str:
+        speed, step = ({name: figure(arms[name]) for name in (slow, fast)} for figure in (_tokens_per_s, _median_step))
+        return f"{speed[fast] / speed[slow]:.2f} ({step[slow] / step[fast]:.2f})"
+
+    return prose(
+        "By tokens/s, which counts all steps (in brackets by the median step), balancing every phase is worth "
+        f"{times('fsdp2/none', 'fsdp2/full')} under FSDP2 and {times('odc/none', 'odc/full')} under odc; both together "
+        f"{times('fsdp2/none', 'odc/full')}."
+    )
+
+
+def _tokens_per_s(arm: dict[str, object]) -> float:
+    return float(arm["tokens_per_s"])  # type: ignore[arg-type]
+
+
+def _median_step(arm: dict[str, object]) -> float:
+    return float(arm["step_s"]["median"])  # type: ignore[index]

@@ -1,0 +1,82 @@
+"""Microbatches of all ranks, position by position: how many of each thing the ranks count together at one position.
+
+Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce of a few doubles,
+which is started when the microbatch before it is handed out, so that its latency hides behind that one's compute. A
+rank that has run out of microbatches goes on to take part until no rank has one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+Count = int | Tensor
+Counts = Count | Mapping[str, Count]
+
+
+class Position(NamedTuple, Generic[T]):
+    """One microbatch of this rank, and what all ranks count at its position.
+
+    Args:
+        items: the microbatch, or nothing where this rank has run out of them.
+        totals: by name, summed over ranks.
+    """
+
+    items: tuple[T, ...]
+    totals: dict[str, float]
+
+
+def positions(
+    source: Iterable[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
+) -> Iterator[Position[T]]:
+    """Yields a `Position` until no rank has a microbatch left, as many on every rank.
+
+    Args:
+        source: microbatches of this rank, any number, including zero. The next one is taken before one is yielded.
+        counts: of a microbatch, by name; one number stands for the first of `names`.
+        names: the same on every rank.
+        group: ranks that take part; without torch.distributed, this one alone.
+
+    Every rank must iterate to the end. Waits for the slowest rank to come within one position of this one.
+    """
+    remaining = iter(source)
+    coming = _sent(remaining, counts, names, group)
+    while True:
+        items, work, sums = coming
+        if work is not None:
+            work.wait()
+        active, *totals = sums.tolist()
+        if not active:
+            return
+        coming = _sent(remaining, counts, names, group)
+        yield Position(items, dict(zip(names, totals, strict=True)))
+
+
+def _sent(
+    remaining: Iterator[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
+) -> tuple[tuple[T, ...], Any, Tensor]:
+    """The next microbatch, and the all-reduce of [ranks that have one, counts] that has been started for it."""
+    items = tuple(item for item in (next(remaining, _END),) if item is not _END)
+    found = counts(items[0]) if items else 0
+    given = found if isinstance(found, Mapping) else {names[0]: found}
+    if unknown := given.keys() - set(names):
+        raise ValueError(f"counts of {', '.join(sorted(unknown))}, but the losses are divided by {', '.join(names)}")
+    values = [float(len(items)), *(given.get(name, 0) for name in names)]
+    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device_of(group)) for value in values])
+    return items, dist.all_reduce(sums, group=group, async_op=True) if dist.is_initialized() else None, sums
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where `group` reduces a tensor that belongs to no model."""
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+_END: Any = object()
