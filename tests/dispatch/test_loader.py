@@ -28,6 +28,10 @@ class Planner:
         return SimpleNamespace(planning_s=0.0)
 
 
+def records_of(batch: int) -> Any:
+    return batch
+
+
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_no_more_batches_are_drawn_ahead_than_asked_for(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """At rest `ahead` planned batches lie ready, and the thread holds one more, for which there is no room."""
@@ -54,7 +58,8 @@ def test_no_more_batches_are_drawn_ahead_than_asked_for(monkeypatch: pytest.Monk
             time.sleep(0.001)
 
     monkeypatch.setattr(sys.modules[PlannedLoader.__module__].queue, "Queue", Watched)
-    loader: PlannedLoader[int] = PlannedLoader(batches(), lambda batch: batch, planner, ahead=ahead)  # type: ignore
+    stand_in: Any = planner
+    loader: PlannedLoader[int] = PlannedLoader(batches(), records_of, stand_in, ahead=ahead)
     iterator = iter(loader)
     for taken in (1, 2):
         assert next(iterator)[0] == taken - 1

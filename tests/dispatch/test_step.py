@@ -97,7 +97,8 @@ def most_sent(plan: StepPlan, llm: Rearrangement, records: Sequence[Records], pe
     images = [sum(record.phase[record.example == e] == 1) for record in records for e in range(record.examples)]
     outbound = llm.lift(images).compose(vision.inbound.inverse())
     encoded = vision.inbound.take(vision.tokens) * VISION.bytes_out
-    return int((llm.between_nodes(plan.text * LLM.bytes_in, per_node) + outbound.between_nodes(encoded, per_node)).max())
+    text = llm.between_nodes(plan.text * LLM.bytes_in, per_node)
+    return int((text + outbound.between_nodes(encoded, per_node)).max())
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -4,7 +4,6 @@ import threading
 import time
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from _together import RANKS, run_together
 

@@ -76,7 +76,7 @@ def cells_of(line: str) -> tuple[str, ...]:
 
 
 def test_figures_on_the_page_are_those_that_simulating_again_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two cells and two statements, by value: with the minibatches and the seed that the page says it was made with."""
+    """Of two cells and two statements, by value, with the minibatches and the seed that the page names."""
     text = PAGE.read_text(encoding="utf-8")
     made = re.search(r"--minibatches (\d+) --seed (\d+)", text)
     assert made is not None
