@@ -13,6 +13,8 @@ import numpy as np
 from odc.dispatch.rearrangement import Ints
 from odc.errors import PlanError
 
+_TOLERANCE = 2e-6  # by which HiGHS may overstate a bound: rows may be violated by 1e-6, and 1e-6 more is left to round
+
 
 def solve(
     volume: Ints, rooms: Ints, node_of: Ints, *, relaxed: bool = False, limit_s: float | None = None
@@ -56,4 +58,4 @@ def solve(
     found = milp(goal, integrality=whole, bounds=bounds, constraints=constraints, options=options)
     bound = found.mip_dual_bound if not relaxed and found.mip_dual_bound is not None else found.fun
     nodes = None if relaxed or found.x is None else found.x[:-1].reshape(d, m).argmax(axis=1).astype(np.int64)
-    return nodes, max(0.0, float(bound or 0.0)) * scale
+    return nodes, max(0.0, float(bound or 0.0) - _TOLERANCE) * scale

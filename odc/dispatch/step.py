@@ -269,10 +269,20 @@ def _placed_llm(
     example = np.concatenate(
         [np.arange(joined.examples), *(joined.example[joined.phase == k] for k in range(1, 1 + len(encoders)))]
     )
-    heaviest = np.lexsort((np.concatenate(senders), np.concatenate(sizes), example))
-    last = np.flatnonzero(np.diff(example[heaviest], append=joined.examples))
-    homes = np.concatenate(senders)[heaviest[last]]
+    homes = _heaviest(example, np.concatenate(senders), np.concatenate(sizes), move.instances)
     owners = keep_local(
         places[move.owners], homes, joined.sequences, len(places), nodes.size, tolerance=nodes.tolerance
     )
     return Rearrangement.to(move.counts, owners)
+
+
+def _heaviest(examples: Ints, senders: Ints, sizes: Ints, instances: int) -> Ints:
+    """[examples] the instance that sends the most of each example, of equals the last; every example is listed."""
+    keys = examples * instances + senders
+    order = np.argsort(keys)
+    sent = keys[order]
+    first = np.flatnonzero(np.diff(sent, prepend=-1))
+    key, summed = sent[first], np.add.reduceat(sizes[order], first)
+    rising = np.lexsort((summed, key // instances))
+    last = np.flatnonzero(np.diff(key[rising] // instances, append=-1))
+    return key[rising[last]] % instances

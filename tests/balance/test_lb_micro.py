@@ -41,6 +41,16 @@ def test_known_instance():
     assert plan.costs == [[100.0, 50.0], [100.0, 50.0]] or plan.stepped == 150.0
 
 
+@pytest.mark.parametrize(
+    ("lengths", "first", "second"),
+    [([50, 40, 100, 10, 10], [100, 20], [50, 40]), ([100, 100, 90, 60, 60], [100, 60, 60], [100, 90, 0])],
+)
+def test_in_a_step_the_costliest_microbatch_goes_to_the_rank_with_the_least_so_far(lengths, first, second):
+    plan = lb_micro(lengths, 2, 100)
+    assert sorted(plan.costs, reverse=True) == sorted([first, second], reverse=True)
+    assert plan.longest == max(sum(first), sum(second))
+
+
 def test_fewer_samples_than_ranks_gives_place_holders():
     plan = lb_micro([7, 5], 4, 10)
     assert sorted(plan.ranks) == [[[]], [[]], [[0]], [[1]]]

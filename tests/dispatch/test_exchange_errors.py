@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -53,27 +52,25 @@ def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str, fault
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
 
-def stays_away(rank: int, world: int, kind: str) -> float:
+def stays_away(rank: int, world: int, kind: str) -> None:
+    """Rank 1 stays until rank 0 has given up, so a deadline that never runs out would keep both for ever."""
     over = default_store()
     with exchange_of(kind, rank, world, ["data"], timeout_s=1.5) as exchange:
         if rank == 1:
-            over.wait(["rank 0 has given up"], timedelta(seconds=50))
-            return 0.0
-        began = time.monotonic()
+            over.wait(["rank 0 has given up"], timedelta(hours=1))
+            return
         with pytest.raises(WaitTimeoutError, match=r"moving data of step 1|rank 1 to put data of step 1") as error:
             exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
         assert error.value.culprit == 1, str(error.value)
         assert "rank 1" in str(error.value), str(error.value)
         over.set("rank 0 has given up", "")
-        return time.monotonic() - began
 
 
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
 def test_a_deadline_names_who_did_not_come(kind: str) -> None:
     with spawn_ranks(2, stays_away, kind) as ranks:
-        outcomes = ranks.wait(60)
-    assert outcomes[0].error is None, outcomes[0].describe()
-    assert outcomes[0].value < 30.0
+        outcomes = ranks.wait(240)
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
 
 def overflows(rank: int, world: int) -> None:
@@ -100,18 +97,17 @@ def test_an_overflow_names_the_size_that_would_do(ranks: Any) -> None:
 
 
 def runs_apart(rank: int, world: int) -> None:
-    """Rank 0 sends to rank 1 only; rank 1 comes late, rank 0 does not wait for it, nor rank 2 for anybody."""
+    """Rank 0 sends to rank 1 only. Rank 1 comes when all others are done: if one waited for it, none would be."""
     plan = Rearrangement.to([1, 1, 1, 1], [1, 1, 2, 3])
     route = Route.of(plan, {"rows": [4] * 4}, rank)
     with exchange_of("on_demand", rank, world, ["data"]) as exchange:
-        began = time.monotonic()
+        store = default_store()
         if rank == 1:
-            time.sleep(1.0)
+            store.wait([f"rank {other} is done" for other in (0, 2, 3)], timedelta(hours=1))
         got = exchange.move(1, "data", route, {"rows": torch.full((4, 1), float(rank))})["rows"]
-        took = time.monotonic() - began
         assert got[:, 0].tolist() == {0: [], 1: [0.0] * 4 + [1.0] * 4, 2: [2.0] * 4, 3: [3.0] * 4}[rank]
         assert exchange.moved["data"] == (16 if rank == 0 else 0)
-        assert rank == 1 or took < 0.9, f"rank {rank} waited {took} s for somebody"
+        store.set(f"rank {rank} is done", "")
 
 
 def test_on_demand_nobody_waits_but_for_rows(ranks: Any) -> None:
@@ -227,8 +223,8 @@ def undeclared(rank: int, world: int) -> None:
             exchange.move(1, "other", swapped(rank), {"rows": torch.zeros(3, 2)})
 
 
-def dies(rank: int, world: int) -> float:
-    with exchange_of("on_demand", rank, world, ["data"], timeout_s=60.0) as exchange:
+def dies(rank: int, world: int) -> None:
+    with exchange_of("on_demand", rank, world, ["data"], timeout_s=3600.0) as exchange:
         exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
         if rank == 1:
             die()
@@ -238,8 +234,8 @@ def dies(rank: int, world: int) -> float:
         raise error.value
 
 
-def test_a_death_is_known_at_once_and_named() -> None:
+def test_a_death_is_known_long_before_the_deadline_and_named() -> None:
+    """The deadline is an hour away; the test would run out of time before it."""
     with spawn_ranks(2, dies) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait(240)
     assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
-    assert outcomes[0].at - outcomes[1].told[0][0] < 30.0

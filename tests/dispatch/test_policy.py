@@ -92,6 +92,25 @@ def test_attention_padding_stays_within_twice_the_best_where_it_can_be_tried(
     assert latest(values, owners, instances, policy) <= 2 * optimum(tuple(lengths), instances, policy) + 1e-9
 
 
+@pytest.mark.parametrize("lengths", [[3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3], [7, 7, 6, 6, 5, 5, 4, 4, 4]])
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_packed_batches_are_evened_out_where_longest_first_leaves_them_uneven(lengths: list[int], beta: float) -> None:
+    """Graham's worst cases: longest first onto the lightest leaves one instance 17 to 25% above the others."""
+    instances = len(lengths) // 2
+    owners = balance_flat(np.array(lengths), instances, BalancePolicy(beta=beta))
+    sums = np.bincount(owners, weights=lengths, minlength=instances)
+    assert sums.tolist() == [sum(lengths) / instances] * instances
+
+
+@pytest.mark.parametrize("lengths", [[9, 10, 15, 18, 2], [17, 20, 1, 1, 17], [12, 3, 3, 14, 1, 15, 17, 4]])
+def test_attention_padding_beats_every_cut_of_the_rising_lengths_where_the_listing_does(lengths: list[int]) -> None:
+    """Short examples fill the batches, the longest lie on top: no batch is a run of the lengths in rising order."""
+    policy, values = POLICIES["5"], np.array(lengths, np.int64)
+    rising = np.sort(values)
+    runs = [max(policy.cost(rising[:cut]), policy.cost(rising[cut:])) for cut in range(len(lengths) + 1)]
+    assert latest(values, balance_flat(values, 2, policy), 2, policy) < 0.96 * min(runs)
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300), st.integers(1, 20), st.integers(1, 200))
 def test_tolerance_lets_sums_differ_by_that_much(lengths: list[int], instances: int, tolerance: int) -> None:

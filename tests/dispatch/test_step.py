@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from _toy import ENCODERS, POLICIES, phases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.dispatch import TEXT, Nodes, Records, StepPlan, plan_step
+from odc.dispatch import TEXT, BalancePolicy, Nodes, Phase, Rearrangement, Records, StepPlan, plan_step
 from odc.errors import PlanError
 
 Example = list[tuple[str, int, int]]
@@ -82,6 +84,62 @@ def test_every_sequence_arrives_whole_and_in_order(step: list[list[Example]], na
             seen.add((source, e))
         assert begin == len(sequence)
     assert seen == {(i, e) for i, examples in enumerate(step) for e in range(len(examples))}
+
+
+# where the LLM's mini-batches lie ---------------------------------------------------------------------------------
+
+VISION, LLM = Phase("vision", BalancePolicy(), bytes_out=7), Phase("llm", BalancePolicy(), bytes_in=3)
+
+
+def most_sent(plan: StepPlan, llm: Rearrangement, records: Sequence[Records], per_node: int) -> int:
+    """The most bytes that one instance sends to other nodes' LLM, with Pi_M being `llm`."""
+    vision = plan.encoders["vision"]
+    images = [sum(record.phase[record.example == e] == 1) for record in records for e in range(record.examples)]
+    outbound = llm.lift(images).compose(vision.inbound.inverse())
+    encoded = vision.inbound.take(vision.tokens) * VISION.bytes_out
+    text = llm.between_nodes(plan.text * LLM.bytes_in, per_node)
+    return int((text + outbound.between_nodes(encoded, per_node)).max())
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("instances", "per_node"), [(3, 1), (4, 2)])
+def test_no_other_place_for_the_llms_batches_sends_less_between_nodes(instances: int, per_node: int, seed: int) -> None:
+    """Text and what the encoders send count alike, by their bytes; lengths all differ, so no examples trade places."""
+    pytest.importorskip("scipy")
+    draw = np.random.default_rng(seed)
+    lengths = iter(draw.permutation(np.arange(20, 60)).tolist())
+    step: list[list[Example]] = []
+    for _ in range(instances):
+        tokens = draw.integers(0, 20, 3).tolist()
+        step.append([[("vision", 1 + 9 * t, t), (TEXT, n - t, n - t)] for t, n in zip(tokens, lengths, strict=False)])
+    records = [Records.of(examples, ["vision"]) for examples in step]
+    plan = plan_step(records, [VISION], LLM, nodes=Nodes(per_node, method="exact"))
+    others = [plan.llm.relabel(list(places)) for places in permutations(range(instances))]
+    assert most_sent(plan, plan.llm, records, per_node) == min(most_sent(plan, m, records, per_node) for m in others)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_examples_of_one_length_stay_with_the_instance_that_sends_most_of_them(seed: int) -> None:
+    """Every example is 11 tokens long; with two images it may be their encoder that sends the most of it."""
+    draw = np.random.default_rng(seed)
+    kinds = [[5, 3, 3], [8, 3], [2, 9], [4, 7]]  # text, then images
+    chosen = [[kinds[kind] for kind in draw.integers(0, len(kinds), draw.integers(1, 6))] for _ in range(3)]
+    step = [
+        [[(TEXT, text, text), *(("vision", int(draw.integers(1, 90)), t) for t in images)] for text, *images in some]
+        for some in chosen
+    ]
+    phases = Phase("vision", BalancePolicy()), Phase("llm", BalancePolicy())
+    plan = plan_step([Records.of(examples, ["vision"]) for examples in step], phases[:1], phases[1], nodes=Nodes(1))
+    encoded_on, sent = iter(plan.encoders["vision"].inbound.owners.tolist()), list[Counter[int]]()
+    for instance, examples in enumerate(chosen):
+        for text, *images in examples:
+            sent.append(Counter({instance: text}))
+            for tokens in images:
+                sent[-1][next(encoded_on)] += tokens
+    homes = [max(by_instance, key=by_instance.__getitem__) for by_instance in sent]
+    owners = plan.llm.owners.tolist()
+    at_home = sum(home == owner for home, owner in zip(homes, owners, strict=True))
+    assert at_home == sum((Counter(homes) & Counter(owners)).values()), "no dealing out keeps more"
 
 
 def test_the_digest_tells_plans_apart() -> None:

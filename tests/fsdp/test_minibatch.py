@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,6 +94,37 @@ def test_replicas_are_summed_too() -> None:
         for rank in ranks:
             rank.machine.collect()
             assert rank.grads() == [[2.0] * 4, [2.0] * 2, None]
+
+
+def waits_for(crew: Crew, member: int, peer: int, until: Future[None]) -> bool:
+    """Whether `member` says on its board that it waits for `peer`, before its call `until` ends."""
+    board = crew.spaces[member].board(member)
+    while board.load(Word.WAITING) != 1 + crew.ranks[peer]:
+        if until.done():
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
+    """Members 0 and 2 hold the same shard; what member 3 pushed to member 2 stays in its slots for a while."""
+    with Crew(LAYOUT, 2, replicas=2, settings=Settings(timeout_s=3600.0)) as crew, ThreadPoolExecutor(2) as pool:
+        ranks = [Rank(crew, member) for member in range(4)]
+        for rank in ranks:
+            rank.machine.begin()
+        for rank, value in zip(ranks, [1.0, 2.0, 4.0, 8.0], strict=True):
+            crew.by_hand = rank.me == 3
+            rank.push(0, value)
+        for rank in ranks:
+            rank.machine.done()
+        fast, slow = (pool.submit(ranks[member].machine.collect) for member in (0, 2))
+        waited = waits_for(crew, 0, 2, fast), waits_for(crew, 2, 2, slow)
+        assert crew.spaces[2].board(2).load(Word.COMPLETE) == 0, "member 2 announced sums that lack a push"
+        crew.drain(2)
+        fast.result()
+        slow.result()
+        assert waited == (True, True)
+        assert [ranks[member].grads() for member in (0, 2)] == [[[3.75] * 4, [3.75] * 2, None]] * 2
 
 
 def complete(crew: Crew) -> None:

@@ -272,6 +272,15 @@ def test_waits_for_a_version_that_is_still_to_come(job: Job) -> None:
     timer.join()
 
 
+def test_a_version_older_than_asked_for_is_not_given_out(job: Job) -> None:
+    job.publish([1.0, 1.0])
+    job.publish([2.0, 2.0])
+    with Reader(job.ticket, timeout_s=0.1) as source:
+        assert source.read(at_least=2).version == 2
+        with pytest.raises(WaitTimeoutError, match="rank 10 to publish version 3"):
+            source.read(at_least=3)
+
+
 def test_a_rank_that_does_not_publish_is_named(job: Job) -> None:
     job.publish([1.0, 1.0])
     job.crew.publish(0, 2.0)

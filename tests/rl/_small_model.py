@@ -48,6 +48,8 @@ class RolloutHere(contextlib.AbstractContextManager["RolloutHere"]):
         sent = {name: tensor.numpy() for name, tensor in (weights or {}).items()}
         request = {"step": step, "prompts": prompts, "at_least": at_least, "weights": sent}
         self.answer = answer(self.generator, self.reader, request)
+        read = self.answer["version"]
+        assert read in (None, at_least), f"asked for version {at_least} or newer, and {read} is the newest there is"
 
     def collect(self) -> tuple[int | None, list[Response]]:
         return self.answer["version"], self.answer["responses"]

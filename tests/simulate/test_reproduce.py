@@ -68,3 +68,25 @@ def test_the_page_in_docs_has_every_row() -> None:
     assert len(rows) == len(FIGURES) + len(STATEMENTS)
     agree = sum(row.endswith("| yes |") for row in rows)
     assert f"**{agree} of {len(rows)} agree**" in text
+
+
+def cells_of(line: str) -> tuple[str, ...]:
+    """What stands between the bars of a table's row, without bold marks."""
+    return tuple(cell.strip().strip("*") for cell in line.strip().strip("|").split("|"))
+
+
+def test_figures_on_the_page_are_those_that_simulating_again_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two cells and two statements, by value, with the minibatches and the seed that the page names."""
+    text = PAGE.read_text(encoding="utf-8")
+    made = re.search(r"--minibatches (\d+) --seed (\d+)", text)
+    assert made is not None
+    cells = {"14B AIME": 2, "1.5B LongAlign": 4}
+    chosen = tuple(figure for figure in FIGURES if cells.get(figure.cell) == figure.samples)
+    quick = tuple(statement for statement in STATEMENTS if statement.what.startswith("fetch of a 7B layer"))
+    monkeypatch.setattr("odc.simulate.reproduce.FIGURES", chosen)
+    monkeypatch.setattr("odc.simulate.reproduce.STATEMENTS", quick)
+    on_page = {cells_of(line)[:3]: cells_of(line)[3:] for line in text.splitlines() if line.startswith("| paper")}
+    rows = reproduce(int(made[1]), int(made[2]), lambda said: None)
+    assert {row.what.split(":")[0] for row in rows} >= {"14B AIME, 2 a rank", "1.5B LongAlign, 4 a rank"}
+    for row in rows:
+        assert on_page[row.source, row.what, row.published] == (row.ours, row.spread, "yes" if row.agrees else "no")

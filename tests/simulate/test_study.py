@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from odc.errors import ConfigError
+from odc.simulate.arms import ARMS, arm_named
 from odc.simulate.catalog import MODELS, config_named, parameter_counts
 from odc.simulate.scenario import Scenario, scenario_from_yaml
 from odc.simulate.study import AXES, study, sweep, usual_values
+from odc.simulate.workload import even_model
 
 SMALL = Scenario(minibatches=3, ranks=4, arms=("fsdp2", "odc-equal", "odc"))
 
@@ -33,6 +35,42 @@ def test_arms_of_one_plan_compute_the_same() -> None:
     busy = [row.step_s * (1 - row.bubble) for row in done.arms]
     assert busy == pytest.approx([busy[0]] * 3)
     assert done["odc-equal"].step_s <= done["fsdp2"].step_s
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_lb_micro_arms_run_the_published_plan_with_equal_sample_counts(name: str) -> None:
+    """One giant beside many short samples: a planner that is free to gives its rank fewer of them."""
+    lengths = [60_000] + [3_000] * 31
+    plan = arm_named(name).plan(lengths, 4, 65_536, SMALL.cost(), 0)
+    samples = [sum(map(len, own)) for own in plan.ranks]
+    microbatches = {len(own) for own in plan.ranks}
+    if name in ("fsdp2", "fsdp2-hybrid", "odc-equal"):
+        assert samples == [8] * 4 and len(microbatches) == 1
+    elif not name.endswith("-sort"):
+        assert samples[[[0] in own for own in plan.ranks].index(True)] < 8
+
+
+@pytest.mark.parametrize("arm", ["fsdp2", "odc"])
+def test_a_microbatch_holds_as_many_longest_samples_as_the_packing_ratio_says(arm: str) -> None:
+    """Eight samples a rank fit into eight, at most, and into one where it may hold eight times the longest."""
+    done = sweep(SMALL.with_(samples_per_rank=8, arms=(arm,)), "packing_ratio", [1, 2, 32])
+    microbatches = [one[arm].microbatches for one in done]
+    assert 8 >= microbatches[0] > microbatches[1] > microbatches[2] == 1
+
+
+def test_recomputation_is_a_second_forward_inside_backward() -> None:
+    """Backward computes twice what forward does, and of the layers with recomputation three times."""
+    plain, again = (SMALL.with_(checkpointing=on) for on in (False, True))
+    assert 1.2 < again.cost()(5000) / plain.cost()(5000) < 4 / 3
+    for scenario, share in ((plain, 1 / 3), (again, 1 / 4)):
+        uses = scenario.units().uses()
+        assert sum(use.share for use in uses if not use.backward) == pytest.approx(share)
+        assert sum(use.share for use in uses) == pytest.approx(1)
+    forward = [
+        sum(use.share for use in even_model(2, 1.0, checkpointing=on).uses() if not use.backward) * seconds
+        for on, seconds in ((False, 3.0), (True, 4.0))
+    ]
+    assert forward == pytest.approx([1.0, 1.0]), "forward itself takes as long with recomputation as without"
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -97,6 +97,23 @@ def test_nested_input_ids_and_order():
     assert work == sorted(work[: peak + 1]) + sorted(work[peak + 1 :], reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([30, 10, 20, 5, 60], [[3], [2], [4], [0], [1]]),  # 5, 20, 60, 30, 10
+        ([60, 10, 30, 20], [[3], [0], [2], [1]]),  # 20, 60, 30, 10
+        ([60, 60, 60], [[0], [2], [1]]),  # of equal workloads the one with the greater index counts as the greater
+    ],
+)
+def test_the_smallest_workloads_stand_at_both_ends_as_in_verl(lengths: list[int], expected: list[list[int]]):
+    """Falling workloads w0 w1 w2 ...: every second one rising to the greatest, then the others falling."""
+    batch = padded(lengths)
+    micro, indices = rearrange_micro_batches(batch, 60, min_num_micro_batch=len(lengths))
+    assert indices == expected
+    for rows, (index,) in zip(micro, indices, strict=True):
+        assert int(rows["attention_mask"].sum()) == lengths[index]
+
+
 def test_counts():
     batch = padded([10] * 7)
     assert len(rearrange_micro_batches(batch, 30)[0]) == 3
