@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from odc.arms import arm_named
 from odc.dispatch import Nodes
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator
@@ -25,7 +26,7 @@ from odc.multimodal.results import MultimodalResult, MultimodalStep
 from odc.multimodal.step import Stepper
 from odc.trace import recorder, save_spans
 from odc.train import footprint
-from odc.train.arms import arm_named
+from odc.train.arms import shard_model
 from odc.train.progress import Progress
 from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import adamw
@@ -65,7 +66,7 @@ class MultimodalRank:
         self.baseline = footprint.held_bytes()
         self.towers = build_towers(model, job.seed)
         for tower in self.towers.values():
-            arm_named(job.arm).shard(tower, tower.blocks, job.settings())  # type: ignore[arg-type]
+            shard_model(arm_named(job.arm), tower, tower.blocks, job.settings())  # type: ignore[arg-type]
         parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
         optimizer = adamw(parameters, job)
         self.stepper = Stepper(

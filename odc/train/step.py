@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from odc.arms import Arm
 from odc.balance import Cost, queue_of
 from odc.trace import OPTIMIZER, recorder
-from odc.train.arms import Arm
+from odc.train.arms import run_minibatch, run_queue
 from odc.train.config import JobConfig
 from odc.train.dataset import Dataset
 from odc.train.device import settle
@@ -125,9 +126,9 @@ class Step:
             backward(m, Microbatch.from_tensors(tensors))
 
         if self.arm.dynamic:
-            self.arm.run_queue(self.model, [microbatch.tensors() for microbatch in mine], costs, claimed)
+            run_queue(self.arm, self.model, [microbatch.tensors() for microbatch in mine], costs, claimed)
         else:
-            self.arm.run(self.model, len(mine), lambda m: backward(m, mine[m]))
+            run_minibatch(self.arm, self.model, len(mine), lambda m: backward(m, mine[m]))
         self.computed = len(losses)
         return math.fsum(losses)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from odc import Settings
+from odc.arms import ARM_NAMES, ARMS, arm_named
 from odc.balance import lb_dynamic, linear_cost
 from odc.errors import ConfigError, UnsupportedError
 from odc.memory import atomics, plain_x86_64
-from odc.train.arms import ARMS, arm_named
+from odc.train.arms import run_minibatch, shard_model
 from odc.train.compare import CompareConfig, run_arms
-from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.config import JobConfig
 from odc.train.preflight import check_arm, preflight
 
 LENGTHS = [90, 10, 10, 10, 10, 10]
@@ -23,7 +24,7 @@ LENGTHS = [90, 10, 10, 10, 10, 10]
 def test_every_name_has_an_arm_and_others_are_refused() -> None:
     assert tuple(ARMS) == ARM_NAMES
     assert all(arm_named(name).name == name for name in ARM_NAMES)
-    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2, "):
+    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2-localsort, "):
         arm_named("zero")
 
 
@@ -60,10 +61,10 @@ def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:
     assert ARMS["fsdp2"].counts(plan) == [2, 2]
 
 
-def test_a_resident_rank_without_samples_still_takes_part() -> None:
+def test_every_resident_rank_ends_with_a_dummy() -> None:
     plan = ARMS["fsdp2-resident"].plan([50], 2, 100, linear_cost, 0)
     assert sorted(ARMS["odc"].counts(plan)) == [0, 1]
-    assert ARMS["fsdp2-resident"].counts(plan) == [1, 1]
+    assert sorted(ARMS["fsdp2-resident"].counts(plan)) == [1, 2]
 
 
 def test_the_prediction_fits_how_often_ranks_meet() -> None:
@@ -76,10 +77,16 @@ def unequal_counts(rank: int, world: int, name: str) -> list[float]:
     """Gradients after 3 microbatches on rank 0 and one elsewhere; the root has no parameters of its own."""
     torch.manual_seed(0)
     arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))  # type: ignore[index]
-    arm.shard(model, list(model), Settings(timeout_s=20.0))
+    shard_model(arm, model, list(model), Settings(timeout_s=20.0))
     for _ in range(2):
         model.zero_grad()
-        arm.run(model, 1 if rank else 3, lambda m: model(torch.full((1, 4), 1.0 + m)).sum().backward())
+        own = 1 if rank else 3
+        dummies = int(arm.transport == "resident")
+
+        def backward(m: int, own: int = own) -> None:
+            (model(torch.full((1, 4), 1.0 + m)).sum() * (1.0 if m < own else 0.0)).backward()
+
+        run_minibatch(arm, model, own + dummies, backward)
     whole = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
     return torch.cat(whole).tolist()  # type: ignore[no-any-return]
 

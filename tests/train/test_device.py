@@ -11,7 +11,7 @@ from _tiny_job import tiny_job
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.train.compare import CompareConfig, run_arms
-from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.config import JobConfig
 from odc.train.device import backend, can_time, settle, take_device
 from odc.train.preflight import preflight
 

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from _ranks import RanksFailed
 from _tiny_job import CONFIG, run_here, tiny_job
 
+from odc.arms import ARM_NAMES
 from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.fsdp import shutdown
 from odc.trace import recorder
-from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.config import JobConfig
 from odc.train.job import prepare, run
 from odc.train.progress import Progress
 from odc.train.rank import RankJob
