@@ -53,7 +53,7 @@ class MultimodalRank:
         costs = phase_costs(model)
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
         planning = Planning(config.balance, costs, model.geometry)
-        self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
+        self.exchange = make_exchange(config, arena_bytes(examples, job.minibatch_size, model.geometry))
         orchestrator = Orchestrator(
             *planning.phases(), self.exchange, nodes=Nodes(config.per_node, budget_s=_PLACING_S)
         )
@@ -92,4 +92,4 @@ class MultimodalRank:
         if job.spans is not None:
             save_spans(Path(job.spans) / f"rank-{self.rank}.jsonl", recorder().spans())
         self.exchange.close()
-        return MultimodalResult(self.rank, done, peak, self.baseline)
+        return MultimodalResult(self.rank, done, peak, self.baseline, self.exchange.buffer_bytes)
