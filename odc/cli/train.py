@@ -20,9 +20,7 @@ def train(
     data: Annotated[
         str, Option(help="Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
     ],
-    arm: Annotated[
-        str | None, Option(help=f"One of {', '.join(ARM_NAMES)}. [default: odc]")
-    ] = None,
+    arm: Annotated[str | None, Option(help=f"One of {', '.join(ARM_NAMES)}. [default: odc]")] = None,
     output: Annotated[
         str | None, Option(help="Folder for checkpoints and steps.jsonl.", rich_help_panel=_FILES)
     ] = None,

@@ -1,7 +1,7 @@
 """The job's exchange between ranks, and what it moved within nodes and across them.
 
-The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do not
-meet. Under the balance `all-gather` every rank gathers the rows of all ranks. What each rank sends to whom is counted
+The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do
+not. Under the balance `all-gather` every rank gathers the rows of all ranks. What each rank sends to whom is counted
 from its route and its rows; nodes are as declared, so that two ranks of one host may stand for two nodes.
 """
 

@@ -15,7 +15,9 @@ from odc.simulate.scenario import Scenario
 
 Kind = Literal["speedup", "bubble"]
 
-_LONGALIGN = Scenario(lengths="longalign", machine="a100-roce", arms=("fsdp2-equal-samples", "odc-equal-samples", "odc"))
+_LONGALIGN = Scenario(
+    lengths="longalign", machine="a100-roce", arms=("fsdp2-equal-samples", "odc-equal-samples", "odc")
+)
 _AIME = _LONGALIGN.with_(lengths="aime", samples_per_rank=2)
 _B14 = _LONGALIGN.with_(model="qwen2.5-14b", ranks=16)
 _AMD = _LONGALIGN.with_(machine="mi300x", arms=("fsdp2-padded", "odc"))
@@ -64,7 +66,8 @@ class Figure:
 _TABLES = "paper, tables, by reviews"
 _PLANNER = (
     "neither another width nor another cut of our lognormal gives it, and `fsdp2-equal-samples` plans under the "
-    "published constraint: the real lengths must differ in shape, or the reviews count minibatches otherwise than samples a rank"
+    "published constraint: the real lengths must differ in shape, or the reviews count minibatches otherwise than "
+    "samples a rank"
 )
 _ACROSS = (
     "with two samples a rank there is little to gain, and costs decide that we do not simulate: real transfers across "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from odc.balance import Plan
 from odc.arms import Arm
+from odc.balance import Plan
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate_events
 from odc.simulate.result import StepResult

@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from odc.arms import arm_named
 from odc.balance import Cost, cost_from_config
 from odc.errors import ConfigError
-from odc.arms import arm_named
 from odc.simulate.catalog import config_named, machine_named, parameter_counts
 from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named

@@ -92,7 +92,11 @@ def _most_rl(studies: _Studies) -> tuple[str, bool]:
 
 def _local_sort(studies: _Studies) -> tuple[str, bool]:
     found = [
-        _ratio(studies(cell, samples_per_rank=samples, arms=("fsdp2-localsort", "odc-localsort")), "odc-localsort", "fsdp2-localsort")
+        _ratio(
+            studies(cell, samples_per_rank=samples, arms=("fsdp2-localsort", "odc-localsort")),
+            "odc-localsort",
+            "fsdp2-localsort",
+        )
         for cell in ("1.5B LongAlign", "14B LongAlign", "1.5B SWE-Smith")
         for samples in (2, 4, 8)
     ]
@@ -139,8 +143,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "unpacked microbatches of sorted samples still differ between ranks in every step, and the tail of our lengths "
         "is heavier than what a gain below 10% needs",
     ),
-    Statement("paper, tables, by reviews", "bubble of fsdp2-equal-samples, one LongAlign sample a rank", "up to 73%", _worst_bubble,
-              _NEAR),
+    Statement("paper, tables, by reviews", "bubble of fsdp2-equal-samples, one LongAlign sample a rank", "up to 73%",
+              _worst_bubble, _NEAR),
     Statement(_FIGURE, f"{_GOLDEN}: gain by samples a rank", "peaks at a moderate minibatch", _peaks, _NEAR),
     Statement(_FIGURE, f"{_GOLDEN}: gain by longest sample", "rises",
               _trend("max_length", (8192, 16_384, 32_768, 65_536), 1), _NEAR),

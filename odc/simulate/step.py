@@ -14,8 +14,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.errors import ConfigError
 from odc.arms import Transport, counts_with_dummies
+from odc.errors import ConfigError
 from odc.simulate.cluster import Cluster
 from odc.simulate.workload import Model, checked_seconds
 

@@ -1,10 +1,10 @@
 """How an arm's model is sharded and its microbatches are run, by torch's FSDP2 or by odc.
 
 `fsdp2` reduces gradients after every microbatch, as torchtitan and verl do: deferring the reduction keeps whole
-gradients on every rank, which gives up what ZeRO-3 is for. `fsdp2-resident` is that deferral. It meets other ranks twice
-in a minibatch: all units are gathered before the first microbatch, and all are reduced in the backward of a
-dummy that follows the last one. Reducing in the backward of the last real microbatch instead would make the ranks
-wait for each other at every unit of it.
+gradients on every rank, which gives up what ZeRO-3 is for. `fsdp2-resident` is that deferral. It meets other ranks
+twice in a minibatch: all units are gathered before the first microbatch, and all are reduced in the backward of a dummy
+that follows the last one. Reducing in the backward of the last real microbatch instead would make the ranks wait for
+each other at every unit of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shard_model(
     for module in (*blocks, model):
         fully_shard(module, **options)
     if device == "cpu":  # elsewhere the processor sees only when they are asked for
-        record_collectives(model)
+        record_collectives(model, replicated=arm.within_node)
 
 
 def _mesh(arm: Arm, device: str, per_node: int) -> DeviceMesh:

@@ -51,7 +51,7 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path) -> None:
 
 
 def _check_all_gather(results: dict[str, list[MultimodalResult]]) -> None:
-    """By the plan of `full`, and with room for the rows of all ranks where one all-to-all holds what it sends and gets."""
+    """An all-gather follows the plan of `full` and holds the rows of all ranks, not only what it sends and receives."""
     full, everything = results["fsdp2/full"], results["fsdp2/all-gather"]
     for mine, theirs in zip(full, everything, strict=True):
         assert 0 < mine.exchange_bytes < theirs.exchange_bytes

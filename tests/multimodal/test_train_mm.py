@@ -34,7 +34,15 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
         str(output),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "odc.cli", "train-mm", *options, "--arms", "fsdp2/none,odc/none,odc/full,fsdp2/all-gather"],
+        [
+            sys.executable,
+            "-m",
+            "odc.cli",
+            "train-mm",
+            *options,
+            "--arms",
+            "fsdp2/none,odc/none,odc/full,fsdp2/all-gather",
+        ],
         capture_output=True,
         text=True,
         timeout=280,
