@@ -28,13 +28,14 @@ import torch.distributed as dist
 
 from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
+from odc.arms import ARMS
 from odc.balance import Plan
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import ARMS
+from odc.train.arms import run_minibatch, run_queue, shard_model
 
 COMPARED = ("odc", "odc-dynamic")
 
@@ -70,7 +71,7 @@ def run_arm(run: Run) -> Any:
     drop()
     torch.manual_seed(0)
     model, arm, rank, world = Model(), ARMS[run.arm], dist.get_rank(), dist.get_world_size()  # type: ignore[index]
-    arm.shard(model, list(model.layers), Settings(queue_bytes=run.queue_bytes if arm.dynamic else 0))
+    shard_model(arm, model, list(model.layers), Settings(queue_bytes=run.queue_bytes if arm.dynamic else 0))
     recorder().set_rank(rank)
     scale = run.scale * (run.slowdown if rank == world - 1 else 1.0)
     counts = []
@@ -96,9 +97,9 @@ def run_arm(run: Run) -> Any:
             recorder().clear()
         with recorder().window(step):
             if arm.dynamic:
-                arm.run_queue(model, mine, [cost for _, cost in loads], backward)
+                run_queue(arm, model, mine, [cost for _, cost in loads], backward)
             else:
-                arm.run(model, len(mine), lambda m, mine=mine, backward=backward: backward(m, m, mine[m]))
+                run_minibatch(arm, model, len(mine), lambda m, mine=mine, backward=backward: backward(m, m, mine[m]))
         model.zero_grad()
         counts.append(len(done))
     spans = recorder().spans()

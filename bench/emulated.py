@@ -20,7 +20,6 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -31,13 +30,14 @@ import torch.distributed as dist
 from torch import nn
 
 from odc import Settings
-from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.arms import ARMS, ArmName
+from odc.balance import Plan, quadratic
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import ARMS
+from odc.train.arms import run_minibatch, shard_model
 
 RANKS, UNITS, WIDTH = 8, 4, 128
 #: name -> samples a rank and minibatch: where balancing has most to give, among 2, 4, 8 and 16, beside the paper's 4
@@ -46,16 +46,8 @@ COST = quadratic(8.768 / 32768, 4.348 / 32768**2)
 NEAR = 0.05  # how close the arms of the control have to be
 _TRIES = 4
 
-_published = partial(lb_micro, equal_samples=True)
-#: title -> (planner, transport as of odc.train.arms)
-TABLE: dict[str, tuple[Any, str]] = {
-    "fsdp2, LB-Micro": (_published, "fsdp2"),
-    "fsdp2, LB-Micro of odc.balance": (lb_micro, "fsdp2"),
-    "fsdp2-resident, LB-Mini": (lb_mini, "fsdp2-resident"),
-    "odc-equal, LB-Micro": (_published, "odc-equal"),
-    "odc, LB-Mini": (lb_mini, "odc"),
-}
-BASE, BEST = "fsdp2, LB-Micro", "odc, LB-Mini"
+#: Arms of `odc.arms` in the table's order; the first is the base of speed-ups.
+COMPARED: tuple[ArmName, ...] = ("fsdp2-equal-samples", "fsdp2", "fsdp2-resident", "odc-equal-samples", "odc")
 
 
 def draw_minibatches(regime: str, count: int, steps: int, seed: int) -> tuple[list[list[int]], int]:
@@ -113,9 +105,9 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """One arm's steps: its transport, one plan a step, and seconds slept for each unit of predicted cost."""
+    """One arm's steps: its name, one plan a step, and seconds slept for each unit of predicted cost."""
 
-    transport: str
+    arm: ArmName
     plans: tuple[Plan, ...]
     scale: float
 
@@ -126,8 +118,8 @@ def run_arm(run: Run) -> Any:
 
     drop()
     torch.manual_seed(0)
-    model, arm, rank = Model(), ARMS[run.transport], dist.get_rank()  # type: ignore[index]
-    arm.shard(model, list(model.layers), Settings())
+    model, arm, rank = Model(), ARMS[run.arm], dist.get_rank()
+    shard_model(arm, model, list(model.layers), Settings())
     recorder().set_rank(rank)
     for step, plan in enumerate((run.plans[0], *run.plans)):
         count, costs = arm.counts(plan)[rank], [c for c in plan.costs[rank] if c > 0]
@@ -140,7 +132,7 @@ def run_arm(run: Run) -> Any:
         if step == 1:
             recorder().clear()
         with recorder().window(step):
-            arm.run(model, count, backward)
+            run_minibatch(arm, model, count, backward)
         model.zero_grad()
     spans = recorder().spans()
     recorder().clear()
@@ -175,7 +167,8 @@ def find_scale(crew: Crew, plan: Plan, scale: float, longest_s: float) -> tuple[
     rows: list[dict[str, Any]] = []
     for _ in range(_TRIES):
         plans = (plan,) * 3
-        times = {arm: median(measure(crew, Run(arm, plans, scale))["steps"]) for arm in ("fsdp2", "odc")}
+        control: tuple[ArmName, ...] = ("fsdp2", "odc")
+        times = {arm: median(measure(crew, Run(arm, plans, scale))["steps"]) for arm in control}
         compute = plan.longest * scale
         apart = times["fsdp2"] / times["odc"] - 1
         rows.append({"slept_s": compute, "fsdp2_s": times["fsdp2"], "odc_s": times["odc"], "fsdp2/odc": 1 + apart})
@@ -194,31 +187,31 @@ def table(crew: Crew, regime: str, scale: float, steps: int, seed: int) -> tuple
     """The rows, one an arm, and each arm's spans."""
     minibatches, cap = draw_minibatches(regime, RANKS * REGIMES[regime], steps, seed)
     results, plans = {}, {}
-    for title, (planner, transport) in TABLE.items():
-        plans[title] = tuple(planner(lengths, RANKS, cap, cost=COST) for lengths in minibatches)
-        results[title] = measure(crew, Run(transport, plans[title], scale))
-        print(f"{title}: {mean(results[title]['steps']):.2f} s a step", file=sys.stderr, flush=True)
-    base, bound = sum(results[BASE]["steps"]), sum(p.bound for p in plans[BEST]) * scale
+    for name in COMPARED:
+        plans[name] = tuple(ARMS[name].plan(lengths, RANKS, cap, COST, 0) for lengths in minibatches)
+        results[name] = measure(crew, Run(name, plans[name], scale))
+        print(f"{name}: {mean(results[name]['steps']):.2f} s a step", file=sys.stderr, flush=True)
+    base, bound = sum(results[COMPARED[0]]["steps"]), sum(p.bound for p in plans["odc"]) * scale
     rows = []
-    for title, (_, transport) in TABLE.items():
-        measured, arm = results[title], ARMS[transport]  # type: ignore[index]
+    for name in COMPARED:
+        measured, arm = results[name], ARMS[name]
         barriers = arm.transport == "collectives"
-        predicted = sum(p.stepped if barriers else p.longest for p in plans[title]) * scale
-        slept = sum(mean(p.rank_costs) for p in plans[title]) * scale
+        predicted = sum(p.stepped if barriers else p.longest for p in plans[name]) * scale
+        slept = sum(mean(p.rank_costs) for p in plans[name]) * scale
         rows.append(
             {
-                "arm": title,
+                "arm": name,
                 "step_s": mean(measured["steps"]),
                 "speed-up": base / sum(measured["steps"]),
                 "bound / step": bound / sum(measured["steps"]),
                 "bubble": bubble(measured),
                 "plan_step_s": predicted / steps,
                 "plan_bubble": 1 - slept / predicted,
-                "microbatches": "/".join(str(max(arm.counts(p))) for p in plans[title]),
+                "microbatches": "/".join(str(max(arm.counts(p))) for p in plans[name]),
                 "steps_s": [round(step, 3) for step in measured["steps"]],
             }
         )
-    return rows, {title: results[title]["spans"] for title in TABLE}
+    return rows, {name: results[name]["spans"] for name in COMPARED}
 
 
 def main() -> None:

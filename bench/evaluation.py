@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from bench.emulated import WIDTH, Model
 from odc import Settings
+from odc.arms import ARMS
 from odc.balance import partition
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
@@ -33,7 +34,7 @@ from odc.bench.units import drop
 from odc.eval import RequestPlan, gather_results, run_requests, session
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import ARMS
+from odc.train.arms import shard_model
 
 #: (transport, padded, dealt by length)
 WAYS: dict[str, tuple[str, bool, bool]] = {
@@ -64,7 +65,7 @@ def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
     drop()
     torch.manual_seed(0)
     model, world = Model(), dist.get_world_size()
-    ARMS[transport].shard(model, list(model.layers), Settings())  # type: ignore[index]
+    shard_model(ARMS[transport], model, list(model.layers), Settings())  # type: ignore[index]
     ran = 0
 
     @torch.no_grad()

@@ -18,13 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.emulated import COST, REGIMES, TABLE, UNITS, Run, draw_minibatches, measure
+from bench.emulated import COMPARED, COST, REGIMES, UNITS, Run, draw_minibatches, measure
+from odc.arms import ARMS, ArmName, Transport
 from odc.balance import Plan
 from odc.bench.crew import Crew
 from odc.bench.report import store
 from odc.provenance import begin
 from odc.simulate import Cluster, Model, Step, Unit, simulate
-from odc.train.arms import ARMS, Transport
 
 REGIME = "longalign"
 NEAR = 0.10  # how close a simulated step has to be
@@ -38,11 +38,10 @@ def idle_plan(ranks: int, microbatches: int) -> Plan:
     return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
 
 
-def overheads(crew: Crew, transport: str, ranks: int, steps: int) -> tuple[float, float]:
+def overheads(crew: Crew, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
     """Measured seconds of one microbatch, and of a step beside its microbatches, when compute takes no time."""
     few, many = (
-        median(measure(crew, Run(transport, (idle_plan(ranks, count),) * steps, 0.0))["steps"])
-        for count in (_FEW, _MANY)
+        median(measure(crew, Run(arm, (idle_plan(ranks, count),) * steps, 0.0))["steps"]) for count in (_FEW, _MANY)
     )
     each = max(0.0, (many - few) / (_MANY - _FEW))
     return each, max(0.0, few - _FEW * each)
@@ -67,21 +66,21 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
     minibatches, cap = draw_minibatches(REGIME, ranks * REGIMES[REGIME], steps, seed)
     rows = []
     known: dict[str, tuple[float, float]] = {}
-    for title, (planner, transport) in TABLE.items():
-        plans = tuple(planner(lengths, ranks, cap, cost=COST) for lengths in minibatches)
-        how = ARMS[transport].transport  # type: ignore[index]
+    for name in COMPARED:
+        plans = tuple(ARMS[name].plan(lengths, ranks, cap, COST, 0) for lengths in minibatches)
+        how = ARMS[name].transport
         if how not in known:
-            known[how] = overheads(crew, transport, ranks, 5)
+            known[how] = overheads(crew, name, ranks, 5)
         units, call = model(how, *known[how])
         for factor in (1.0, SLOW):
-            run = Run(transport, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
+            run = Run(name, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
             emulated = sum(measure(crew, run)["steps"])
             cluster = Cluster(ranks, call_seconds=call, reductions_in_flight=0, slow={ranks - 1: factor})
             simulated = sum(simulated_step(plan, how, cluster, units, scale) for plan in plans)
             rows.append(
                 {
                     "ranks": ranks,
-                    "arm": title + (f", rank {ranks - 1} slowed {factor:g}x" if factor > 1 else ""),
+                    "arm": name + (f", rank {ranks - 1} slowed {factor:g}x" if factor > 1 else ""),
                     "emulated_s": emulated / steps,
                     "simulated_s": simulated / steps,
                     "simulated/emulated": simulated / emulated,

@@ -10,9 +10,10 @@ from typing import Annotated, Any, cast
 
 from typer import Option
 
+from odc.arms import ARM_NAMES, ArmName
 from odc.cli import options
 from odc.errors import ConfigError
-from odc.train.config import DEFAULT_ARMS, ArmName, JobConfig
+from odc.train.config import DEFAULT_ARMS, JobConfig
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -37,7 +38,7 @@ def compare(
     demo: Annotated[
         bool, Option("--demo", help="A tiny Qwen2 on the sources of Python's standard library, in a few minutes.")
     ] = False,
-    arms: Annotated[str, Option(help="Which arms, with commas; there is odc-dynamic too.")] = ",".join(DEFAULT_ARMS),
+    arms: Annotated[str, Option(help=f"Which of {', '.join(ARM_NAMES)}, with commas.")] = ",".join(DEFAULT_ARMS),
     repeats: Annotated[int, Option(help="Runs of each arm, interleaved.")] = 1,
     skip: Annotated[int, Option(help="First steps of every run that are not counted.")] = 1,
     output: Annotated[
@@ -50,6 +51,7 @@ def compare(
     activation_checkpointing: options.Checkpointing = None,
     cache: options.Cache = None,
     ranks: options.Ranks = None,
+    per_node: options.PerNode = None,
     device: options.Device = None,
     steps: options.Steps = None,
     minibatch_size: options.MinibatchSize = None,

@@ -20,6 +20,9 @@ Cache = Annotated[
 ]
 
 Ranks = Annotated[int | None, Option(help="Processes on this machine. [default: 2]", rich_help_panel=_WORK)]
+PerNode = Annotated[
+    int | None, Option(help="Ranks of one declared node, for hybrid arms. [default: 2]", rich_help_panel=_WORK)
+]
 Device = Annotated[
     str | None, Option(help="cpu, or cuda: this machine's devices in turn. [default: cpu]", rich_help_panel=_WORK)
 ]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
+from odc.arms import ARM_NAMES
 from odc.cli import options
 from odc.train.config import JobConfig
 
@@ -19,9 +20,7 @@ def train(
     data: Annotated[
         str, Option(help="Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
     ],
-    arm: Annotated[
-        str | None, Option(help="odc, odc-dynamic, odc-equal, fsdp2 or fsdp2-resident. [default: odc]")
-    ] = None,
+    arm: Annotated[str | None, Option(help=f"One of {', '.join(ARM_NAMES)}. [default: odc]")] = None,
     output: Annotated[
         str | None, Option(help="Folder for checkpoints and steps.jsonl.", rich_help_panel=_FILES)
     ] = None,
@@ -40,6 +39,7 @@ def train(
     activation_checkpointing: options.Checkpointing = None,
     cache: options.Cache = None,
     ranks: options.Ranks = None,
+    per_node: options.PerNode = None,
     device: options.Device = None,
     steps: options.Steps = None,
     minibatch_size: options.MinibatchSize = None,

@@ -29,7 +29,9 @@ def train_mm(
     ] = False,
     arms: Annotated[
         str | None,
-        Option(help="TRANSPORT/BALANCE with commas: fsdp2 or odc; none, llm-only, all-padded, all-unpadded or full."),
+        Option(
+            help="TRANSPORT/BALANCE with commas: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
+        ),
     ] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Annotated[int, Option(help="Runs of each arm, interleaved.")] = 1,

@@ -1,8 +1,8 @@
 """The job's exchange between ranks, and what it moved within nodes and across them.
 
-Chose the exchange that fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where
-they do not meet. What each rank sends to whom is counted from its route and its rows; nodes are as declared, so that
-two ranks of one host may stand for two nodes.
+The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do
+not. Under the balance `all-gather` every rank gathers the rows of all ranks. What each rank sends to whom is counted
+from its route and its rows; nodes are as declared, so that two ranks of one host may stand for two nodes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from odc.dispatch import Rearrangement
-from odc.dispatch.exchange import CollectiveExchange, Exchange, OnDemandExchange
+from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
 from odc.dispatch.orchestrator import channels
 from odc.dispatch.route import Route
+from odc.multimodal.config import MultimodalConfig
 from odc.multimodal.examples import MODALITIES, Example
 from odc.multimodal.minibatch import Phase
 from odc.multimodal.model import Geometry
 from odc.multimodal.passes import rows
 from odc.multimodal.results import PhaseCount
 from odc.trace import COLLECTIVE, FETCH, NO_PEER, recorder
-from odc.train.config import JobConfig
 
 _made = count()  # exchanges of this process, the same number on every rank
 
 
-def make_exchange(job: JobConfig, arena_bytes: int) -> Exchange:
+def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
     """The exchange of a job; all ranks call it together. `close` it while the process group is still there."""
     from odc.fsdp._torch_compat import default_store
 
-    name = f"train-mm{next(_made)}"
+    job, name = config.job, f"train-mm{next(_made)}"
+    if config.balance == "all-gather":
+        return AllGatherExchange(default_store(), timeout_s=job.timeout_s, name=name)
     if job.arm != "odc":
         return CollectiveExchange(default_store(), timeout_s=job.timeout_s, name=name)
     return OnDemandExchange(
@@ -90,8 +92,11 @@ class Mover:
         """
         if where == Rearrangement.identity(where.counts):
             return mine
-        for to, sent in enumerate(route.fields["rows"].sent.tolist()):
-            self._count(phase, to, sent * mine[0].nbytes if sent else 0)
+        sent = route.fields["rows"].sent.tolist()
+        if isinstance(self.exchange, AllGatherExchange):
+            sent = [sum(sent)] * len(sent)
+        for to, number in enumerate(sent):
+            self._count(phase, to, number * mine[0].nbytes if number else 0)
         peer = COLLECTIVE if isinstance(self.exchange, CollectiveExchange) else NO_PEER
         with recorder().span(FETCH, unit=f"exchange {channel}", peer=peer):
             return self.exchange.move(self._step, channel, route, {"rows": mine})["rows"]

@@ -1,14 +1,17 @@
 """Where every phase of a minibatch is computed, under each way to balance.
 
-Chose to keep the ways apart only by the plan: decoding, exchanging, padding and computing are the same code, so that a
-difference between arms is a difference of plans.
+Decoding, padding and computing are the same code under every balance, so that a difference between two of them is a
+difference of plans, or under `all-gather` of the exchange.
 
 * `none`: every phase of an example is computed by the rank that drew it.
 * `llm-only`: pre-balancing. The examples are dealt to the ranks by the length of their sequences before anything is
   loaded; every phase of an example is then computed where it was dealt, and nothing moves.
-* `all-padded`, `all-unpadded`: every phase is balanced, but both encoders by the one algorithm that is for padded or
-  for unpadded batches (the paper's "all pad" and "all rmpad", section 8.3).
+* `all-pad`, `all-rmpad`: every phase is balanced, but both encoders by the one algorithm that is for padded or for
+  unpadded batches (the paper's ablation of algorithms, section 8.3). What is computed stays as it is: images are
+  packed and audio is padded.
 * `full`: every phase by the algorithm that is for it: images unpadded, audio padded, the language model unpadded.
+* `all-gather`: the plan of `full`; every rank gathers the rows of all ranks and keeps its own (the paper's ablation of
+  the communicator), where the other balances send each row to the one rank that needs it.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from odc.multimodal.examples import MODALITIES, Example, Modality, Text
 from odc.multimodal.minibatch import Minibatch, Phase
 from odc.multimodal.model import Geometry
 
-Balance = Literal["none", "llm-only", "all-padded", "all-unpadded", "full"]
+Balance = Literal["none", "llm-only", "all-pad", "all-rmpad", "all-gather", "full"]
 BALANCES: Final[tuple[Balance, ...]] = get_args(Balance)
 #: Where phases are balanced after drawing: the encoders that are balanced as padded.
 _PADDED: Final[Mapping[Balance, tuple[Modality, ...]]] = {
-    "all-padded": ("image", "audio"),
-    "all-unpadded": (),
+    "all-pad": ("image", "audio"),
+    "all-rmpad": (),
+    "all-gather": ("audio",),
     "full": ("audio",),
 }
 _FLOAT = 4  # bytes

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from odc.arms import arm_named
 from odc.dispatch import Nodes
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator
@@ -25,7 +26,7 @@ from odc.multimodal.results import MultimodalResult, MultimodalStep
 from odc.multimodal.step import Stepper
 from odc.trace import recorder, save_spans
 from odc.train import footprint
-from odc.train.arms import arm_named
+from odc.train.arms import shard_model
 from odc.train.progress import Progress
 from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import adamw
@@ -52,7 +53,7 @@ class MultimodalRank:
         costs = phase_costs(model)
         sampler = MinibatchSampler(len(examples), job.minibatch_size, job.seed)
         planning = Planning(config.balance, costs, model.geometry)
-        self.exchange = make_exchange(job, arena_bytes(examples, job.minibatch_size, model.geometry))
+        self.exchange = make_exchange(config, arena_bytes(examples, job.minibatch_size, model.geometry))
         orchestrator = Orchestrator(
             *planning.phases(), self.exchange, nodes=Nodes(config.per_node, budget_s=_PLACING_S)
         )
@@ -65,7 +66,7 @@ class MultimodalRank:
         self.baseline = footprint.held_bytes()
         self.towers = build_towers(model, job.seed)
         for tower in self.towers.values():
-            arm_named(job.arm).shard(tower, tower.blocks, job.settings())  # type: ignore[arg-type]
+            shard_model(arm_named(job.arm), tower, tower.blocks, job.settings())  # type: ignore[arg-type]
         parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
         optimizer = adamw(parameters, job)
         self.stepper = Stepper(
@@ -91,4 +92,4 @@ class MultimodalRank:
         if job.spans is not None:
             save_spans(Path(job.spans) / f"rank-{self.rank}.jsonl", recorder().spans())
         self.exchange.close()
-        return MultimodalResult(self.rank, done, peak, self.baseline)
+        return MultimodalResult(self.rank, done, peak, self.baseline, self.exchange.buffer_bytes)

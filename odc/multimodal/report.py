@@ -63,6 +63,7 @@ def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict
         "loss": {"final": runs[0].losses[-1], "steps": runs[0].losses, "largest_difference": max(gaps)},
         "peak_bytes": max(result.peak_bytes for run in runs for result in run.results),
         "baseline_bytes": min(result.baseline_bytes for run in runs for result in run.results),
+        "exchange_bytes": max(result.exchange_bytes for run in runs for result in run.results),
         "steal": median(known) if (known := [run.steal for run in runs if run.steal is not None]) else None,
         "runs": [[step.step_s for step in run.measured.steps] for run in runs],
     }
@@ -142,6 +143,7 @@ _COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("padded\naudio", _share("audio", "padding")),
     ("MiB\nnear", lambda arm: _moved(arm, "bytes_within_nodes")),
     ("\nfar", lambda arm: _moved(arm, "bytes_across_nodes")),
+    ("buf-\nfers", lambda arm: f"{arm['exchange_bytes'] / _MIB:.1f}"),
     ("peak\nMiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
     ("loss\ngap", lambda arm: f"{arm['loss']['largest_difference']:.0e}"),
 ]
@@ -153,6 +155,7 @@ def _caption(figures: dict[str, Any]) -> str:
     return (
         f"Medians over {counted} steps{repeats}. GFLOP/s: useful, without padding, all ranks. Bubbles are measured: of "
         "the step, and of each phase (1 - mean busy / the longest rank's time in it). MiB: exchanged in a step by all "
-        "ranks, within and across declared nodes. Peak: of the largest rank, above what it held before the model was "
-        f"built. The loss gap is the largest of any step, to {figures['reference']}."
+        "ranks, within and across declared nodes; buffers: most that one rank needs for a move, or its arena. Peak: of "
+        "the largest rank, above what it held before the model was built. "
+        f"The loss gap is the largest of any step, to {figures['reference']}."
     )

@@ -69,12 +69,14 @@ class MultimodalResult:
         steps: all steps.
         peak_bytes: largest resident size after the first step; shared pages are divided among ranks.
         baseline_bytes: resident before the model was built, to subtract.
+        exchange_bytes: most that buffers for exchanging examples took at once; on demand, the declared arena.
     """
 
     rank: int
     steps: list[MultimodalStep]
     peak_bytes: int
     baseline_bytes: int
+    exchange_bytes: int
 
     def summary(self) -> str:
         """One line for the end of a job."""

@@ -21,7 +21,7 @@ class GrpoConfig:
 
     Args:
         model: a Hugging Face config (JSON), a folder with a config and perhaps weights, or a shipped config's name.
-        arm: how ranks communicate and how work is balanced, see `odc.train.arms`.
+        arm: how ranks communicate and how work is balanced, see `odc.arms`.
         balance: "arm": the arm's own planner. "verl": what verl 0.9 does: equal sample counts on all ranks, and as many
             microbatches on each as the fullest needs.
         ranks: training processes on this machine; one more process generates.

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
+from odc.arms import arm_named
 from odc.balance import cost_from_config
 from odc.errors import ConfigError, DataError
 from odc.fsdp.blocks import blocks_of
@@ -34,7 +35,7 @@ from odc.rl.samples import Sample
 from odc.rl.tasks import Task, UpperHalf
 from odc.rl.update import Outcome, Update
 from odc.trace import Span, recorder, save_spans
-from odc.train.arms import arm_named
+from odc.train.arms import shard_model
 from odc.train.group import rank_group
 from odc.train.launch import launch
 from odc.train.model import build_model, config_of
@@ -70,7 +71,7 @@ def train(config: GrpoConfig, task: Task | None = None) -> GrpoResult:
     recorder().set_rank(dist.get_rank())
     arm = arm_named(config.arm)
     model = build_model(source, dtype=torch.float32, seed=config.seed)
-    arm.shard(model, blocks_of(model), config.settings())
+    shard_model(arm, model, blocks_of(model), config.settings())
     optimizer = AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True)
     update = Update(config, arm, model, optimizer, objective_named(config), cost_from_config(fields))
     steps, spans = [], list[Span]()

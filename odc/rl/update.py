@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from odc.arms import Arm
 from odc.balance import Cost, Plan
 from odc.errors import NonFiniteLossError
 from odc.rl.config import GrpoConfig
@@ -23,7 +24,7 @@ from odc.rl.objective import Objective, kl_estimate
 from odc.rl.plans import verl_plan
 from odc.rl.samples import Batch, Sample, batch_of, token_log_probs
 from odc.trace import COLLECTIVE, OPTIMIZER, WAIT, recorder
-from odc.train.arms import Arm
+from odc.train.arms import run_minibatch
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Update:
                 if batch.reference is not None:
                     divergences.append(float(kl_estimate(log_probs.detach(), batch.reference).sum()))
 
-        self.arm.run(self.model, len(mine), backward)
+        run_minibatch(self.arm, self.model, len(mine), backward)
         return math.fsum(losses), math.fsum(divergences)
 
     def _agree(self, mine: list[float]) -> list[list[float]]:

@@ -1,6 +1,6 @@
 """What each arm's step would take on a machine that is not there. Everything it says is simulated."""
 
-from odc.simulate.arms import ARMS, Arm, arm_named
+from odc.arms import ARMS, Arm, arm_named
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate_events
 from odc.simulate.result import StepResult

@@ -13,12 +13,14 @@ from odc.simulate.study import AXES, Study
 
 #: Blues and greens on demand, warm colours for collectives; dashes for published planners that the other ones beat.
 _STYLE: dict[str, tuple[str, str]] = {
-    "fsdp2-sort": ("#b07aa1", ":"),
+    "fsdp2-localsort": ("#b07aa1", ":"),
+    "fsdp2-equal-samples": ("#e15759", ":"),
     "fsdp2": ("#e15759", "-"),
     "fsdp2-padded": ("#f28e2b", "--"),
     "fsdp2-resident": ("#9c755f", "-."),
     "fsdp2-hybrid": ("#ff9da7", "-."),
-    "odc-sort": ("#86bcb6", ":"),
+    "odc-localsort": ("#86bcb6", ":"),
+    "odc-equal-samples": ("#59a14f", ":"),
     "odc-equal": ("#59a14f", "--"),
     "odc": ("#4e79a7", "-"),
     "odc-dynamic": ("#17395c", "--"),

@@ -8,6 +8,8 @@ The model:
   one pass. Pushes start after a unit's backward and hold up nothing but the end of the step.
 * Collectives of a group are done one after the other, each once its last rank has called it. Reductions start after a
   unit's backward too; with more than `Cluster.reductions_in_flight` of its own not over, a rank waits.
+* With resident parameters, all units are gathered one after the other before the first microbatch, and all
+  reductions follow the last one, in the backward of a dummy.
 * Transfers on demand: one fetch and one push of a rank at a time. Where an owner holds more than its share, transfers
   queue at it in the order they began (it serves both directions at once).
 * The step ends when all ranks have computed and all gradients have arrived, and then `Step.ending_seconds` later.
@@ -94,20 +96,24 @@ class _Simulation:
             return
         begin = sum(len(own) for own in self.step.seconds[:rank])
         own, count = len(self.step.seconds[rank]), self.step.counts[rank]
+        if self.step.transport == "resident":
+            for use in self.uses:
+                if not use.backward:
+                    yield from self._wait(rank, self._fetch(rank, use))
         for m in range(count):
             yield from self._microbatch(rank, begin + m if m < own else None, last=m == count - 1)
 
     def _microbatch(self, rank: int, job: int | None, *, last: bool) -> _Program:
-        first_microbatch, self.ran[rank] = self.ran[rank] == 0, self.ran[rank] + 1
+        self.ran[rank] += 1
         resident = self.step.transport == "resident"
         ahead: _Transfer | None = None
         for k, use in enumerate(self.uses):
-            unit = ahead or self._fetch(rank, use, resident and (use.backward or not first_microbatch))
-            yield from self._wait(rank, unit)
+            if not resident:
+                yield from self._wait(rank, ahead or self._fetch(rank, use))
             ahead = None
             following = self.uses[k + 1] if k + 1 < len(self.uses) else None
-            if self.step.prefetch and following is not None and not following.first:
-                ahead = self._fetch(rank, following, resident and (use.backward or not first_microbatch))
+            if self.step.prefetch and following is not None and not following.first and not resident:
+                ahead = self._fetch(rank, following)
             seconds = self._compute_seconds(rank, job, k)
             self.busy[rank] += seconds
             yield _Sleep(seconds)
@@ -127,8 +133,8 @@ class _Simulation:
 
     # links --------------------------------------------------------------------------------------------------------
 
-    def _fetch(self, rank: int, use: Use, there: bool) -> _Transfer:
-        if there or not use.fetch_bytes:
+    def _fetch(self, rank: int, use: Use) -> _Transfer:
+        if not use.fetch_bytes:
             return _Transfer(0.0, self.now)
         if self.on_demand:
             return self._send("fetch", rank, use.fetch_bytes)

@@ -148,8 +148,9 @@ _NOTES = (
     "  and the most that we get with widths of 0.5 and 1.1, and with samples cut at half the length.",
     "* Numbers of GPUs for each model are assumed where the source does not say: 8 for 1.5B and 7B, 16 for 14B, 32 for",
     "  32B. Minibatch n (mb n) means n samples a rank; AMD's global batch sizes are divided by its GPUs.",
-    "* `fsdp2` runs LB-Micro with equal sample counts (published as Collective LB-Micro), `odc-equal` the same plan on",
-    "  demand (ODC LB-Micro), `odc` LB-Mini on demand, `fsdp2-padded` LB-Mini with collectives and dummies (NCCL_pad).",
+    "* Arms are those of docs/compare.md. By their published names, `fsdp2-equal-samples` is Collective LB-Micro,",
+    "  `odc-equal-samples` ODC LB-Micro, `odc` ODC LB-Mini, and `fsdp2-padded` is AMD's NCCL_pad. Of the published",
+    "  LB-Micro only the constraint of equal sample counts is known; the planner under it is ours.",
     "* Bubbles of the paper are estimates of its packer, without communication; they are set beside a machine whose",
     "  links cost nothing.",
 )

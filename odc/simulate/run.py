@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from odc.arms import Arm
 from odc.balance import Plan
-from odc.simulate.arms import Arm
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate_events
 from odc.simulate.result import StepResult

@@ -14,15 +14,27 @@ from typing import Any, get_args
 
 import numpy as np
 
+from odc.arms import arm_named
 from odc.balance import Cost, cost_from_config
 from odc.errors import ConfigError
-from odc.simulate.arms import arm_named
 from odc.simulate.catalog import config_named, machine_named, parameter_counts
 from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named
 from odc.simulate.workload import Model, even_model
 
-_ARMS = ("fsdp2-sort", "fsdp2", "fsdp2-padded", "fsdp2-resident", "odc-sort", "odc-equal", "odc", "odc-dynamic")
+#: Simulated unless told otherwise; the first is the base.
+_ARMS = (
+    "fsdp2",
+    "fsdp2-localsort",
+    "fsdp2-equal-samples",
+    "fsdp2-padded",
+    "fsdp2-resident",
+    "odc-localsort",
+    "odc-equal-samples",
+    "odc-equal",
+    "odc",
+    "odc-dynamic",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Scenario:
         collective: "ring" or "tree".
         prefetch: units fetched or gathered ahead, 0 or 1.
         owner_skew, jitter, slow: see `odc.simulate.Cluster`.
-        arms: names of `odc.simulate.ARMS`; the first is what speed-ups are relative to.
+        arms: names of `odc.arms.ARMS`; the first is what speed-ups are relative to.
         seed: of lengths and jitter.
     """
 
@@ -69,7 +81,7 @@ class Scenario:
     owner_skew: float = 1.0
     jitter: float = 0.0
     slow: Mapping[int, float] = field(default_factory=dict)
-    arms: tuple[str, ...] = ("fsdp2", *(arm for arm in _ARMS if arm != "fsdp2"))
+    arms: tuple[str, ...] = _ARMS
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from odc.arms import Transport, counts_with_dummies
 from odc.errors import ConfigError
-from odc.simulate.arms import Transport
 from odc.simulate.cluster import Cluster
 from odc.simulate.workload import Model, checked_seconds
 
@@ -29,7 +29,7 @@ class Step:
         model: units and what they move.
         seconds: `seconds[r][m]`, compute of microbatch m of rank r on a rank of factor 1 without jitter; a rank may
             have none. Under "dynamic" only the list of all of them counts, not whose they are.
-        transport: see `odc.simulate.arms.Arm`.
+        transport: see `odc.arms.Arm`.
         within_node: parameters and gradients sharded within each node.
         prefetch: units fetched or gathered ahead of use, 0 or 1; never across the start of a pass.
         seed: of the jitter.
@@ -58,10 +58,7 @@ class Step:
     @property
     def counts(self) -> list[int]:
         """Microbatches each rank runs, dummies included. Not known before the run under "dynamic"."""
-        own = [len(seconds) for seconds in self.seconds]
-        if self.transport == "collectives":
-            return [max(own)] * len(own)
-        return [max(1, count) for count in own] if self.transport == "resident" else own
+        return counts_with_dummies(self.transport, [len(seconds) for seconds in self.seconds])
 
     def jobs(self) -> NDArray[np.float64]:
         """Compute seconds of all microbatches, rank after rank. Shape (microbatches,)."""

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from odc.arms import arm_named
 from odc.balance import Plan, lower_bound
 from odc.errors import ConfigError
-from odc.simulate.arms import arm_named
 from odc.simulate.result import StepResult
 from odc.simulate.run import simulate_plan
 from odc.simulate.scenario import Scenario

@@ -170,18 +170,23 @@ class _Lockstep:
         self._reduce(called)
 
     def _resident(self) -> None:
-        """Gather in the first forward, reduce in each rank's last backward, nothing between."""
-        for m in range(int(self.counts.max())):
-            for k, use in enumerate(self.uses):
-                gathers = m == 0 and not use.backward
-                ahead = self.step.prefetch and not use.first
-                nbytes = use.fetch_bytes if gathers else 0.0
-                fetched, took = self._gather(self.start if gathers and ahead else self.now, nbytes)
-                self._use(m, k, fetched, took, np.flatnonzero(self.counts > m + use.backward))
+        """Gather every unit, run all microbatches, and reduce in the backward of a dummy."""
+        for use in self.uses:
+            if not use.backward:
+                fetched, took = self._gather(self.now, use.fetch_bytes)
+                self._await(fetched, took)
+        for m in range(int(self.own.max(initial=0))):
+            for k in range(len(self.uses)):
+                self._use(m, k, self.now, 0.0, np.flatnonzero(self.own > m))
         for k, use in enumerate(self.uses):
-            if use.backward:
-                self._use(self.counts - 1, k, self.now, 0.0, slice(None))
-                self._reduce(use.push_bytes)
+            self._use(self.own, k, self.now, 0.0, slice(None))
+            self._reduce(use.push_bytes)
+
+    def _await(self, fetched: _Floats, took: float) -> None:
+        """Every rank stands still until it has what takes `took` to gather."""
+        gone_on = np.maximum(self.now, fetched)
+        self.transfer += np.minimum(gone_on - self.now, took)
+        self.now = gone_on
 
     def _use(
         self, m: int | NDArray[np.intp], k: int, fetched: _Floats, took: float, on: NDArray[np.intp] | slice
@@ -221,10 +226,7 @@ class _Lockstep:
         took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
         self.reductions.append((self._collective(self.now, took), took))
         if len(self.reductions) > self.step.cluster.reductions_in_flight:
-            done, took = self.reductions.popleft()
-            gone_on = np.maximum(self.now, done)
-            self.transfer += np.minimum(gone_on - self.now, took)
-            self.now = gone_on
+            self._await(*self.reductions.popleft())
 
     def _collective(self, called: _Floats, seconds: float) -> _Floats:
         """When the collective is over on each rank, which the ranks called at `called`."""

@@ -1,9 +1,8 @@
 """FSDP2's collectives, recorded as spans, so that its arms are measured by the same marks as the others.
 
-Chose torch's public hooks for custom collectives and call in them what torch would call, over patching: what is
-measured is stock FSDP2. Only the collective itself is recorded; FSDP2's copies into and out of its buffers count as
-compute, which flatters its bubble a little. Where torch asks for an asynchronous gather (not on CPU) the span would
-hold only its start.
+torch's public hooks for custom collectives call here what torch would call, so that what is measured is stock FSDP2.
+Only the collective itself is recorded; FSDP2's copies into and out of its buffers count as compute, which flatters its
+bubble a little. Where torch asks for an asynchronous gather (not on CPU) the span would hold only its start.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ class RecordedReduceScatter:
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
+        self._ended = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As torch's default: from the device's own allocator."""
@@ -65,12 +65,23 @@ class RecordedReduceScatter:
         start = recorder().now()
         work = _reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         recorder().add(PUSH, start, unit=self._unit, peer=COLLECTIVE, nbytes=input_tensor.nbytes)
+        self._ended = recorder().now()
         return work
 
+    def all_reduced(self, reduced: Tensor) -> None:
+        """Records, once torch has all-reduced the result over replicas, the time since the reduce-scatter as a PUSH."""
+        recorder().add(PUSH, self._ended, unit=f"{self._unit} all-reduce", peer=COLLECTIVE, nbytes=reduced.nbytes)
 
-def record_collectives(model: nn.Module) -> None:
-    """Records the collectives of every unit of a model that torch's `fully_shard` sharded, under the unit's name."""
+
+def record_collectives(model: nn.Module, *, replicated: bool = False) -> None:
+    """Records the collectives of every unit of a model that torch's `fully_shard` sharded, under the unit's name.
+
+    `replicated`: the mesh has two dimensions, so that gradients are all-reduced as well.
+    """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
+            reduce_scatter = RecordedReduceScatter(name)
             module.set_custom_all_gather(RecordedAllGather(name))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(RecordedReduceScatter(name))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+            if replicated:
+                module.set_all_reduce_hook(reduce_scatter.all_reduced)

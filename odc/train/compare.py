@@ -5,7 +5,7 @@ or caches, and each is what `odc train` would run. The cost is some seconds of s
 Repeats are interleaved (a b, a b), so that a machine that grows slower hurts all arms alike.
 
 What is identical: the samples of every minibatch, the initial weights, the optimizer. What differs: the plan, and who
-communicates when (`odc.train.arms`).
+communicates when (`odc.arms`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from odc.arms import ARM_NAMES, ArmName
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.trace import CAPACITY, Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
-from odc.train.config import ARM_NAMES, DEFAULT_ARMS, ArmName, JobConfig
+from odc.train.config import DEFAULT_ARMS, JobConfig
 from odc.train.machine import processor_times, steal
 from odc.train.preflight import check_arm
 from odc.train.results import JobResult
@@ -46,6 +47,8 @@ class CompareConfig:
         unknown = [arm for arm in self.arms if arm not in ARM_NAMES]
         if unknown or not self.arms or len(set(self.arms)) < len(self.arms):
             raise ConfigError(f"arms must be different ones of {', '.join(ARM_NAMES)}, not {', '.join(self.arms)!r}")
+        for arm in self.arms:
+            self.job.with_(arm=arm)  # refuses what the arm cannot run on
         if self.repeats < 1:
             raise ConfigError(f"repeats must be at least 1, not {self.repeats!r}")
         if not 0 <= self.skip < self.job.steps:

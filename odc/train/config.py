@@ -12,16 +12,15 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from odc.arms import ARM_NAMES, ArmName, arm_named
 from odc.errors import ConfigError
 from odc.settings import Accumulate, Settings
 
-ArmName = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-dynamic"]
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
 TokenizerName = Literal["auto", "bytes", "bpe"]
 Device = Literal["cpu", "cuda"]
 
-ARM_NAMES: tuple[ArmName, ...] = get_args(ArmName)
 #: What is compared unless told otherwise.
 DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
@@ -36,7 +35,8 @@ class JobConfig:
         data: a folder of text files, a JSONL file (`text` or `messages`), a datasets folder, or `stdlib` (the running
             Python's own sources).
         output: folder for checkpoints and results; None writes nothing.
-        arm: how ranks communicate and how work is balanced, see `odc.train.arms`.
+        arm: how ranks communicate and how work is balanced, see `odc.arms`.
+        per_node: ranks of one declared node, for arms that shard the model within nodes.
         ranks: processes on this machine.
         device: "cpu", or "cuda": ranks take this machine's CUDA devices in turn, and share them where there are fewer.
         steps: optimizer steps of the whole schedule; a resumed job goes on to this step.
@@ -67,6 +67,7 @@ class JobConfig:
     data: str
     output: str | None = None
     arm: ArmName = "odc"
+    per_node: int = 2
     ranks: int = 2
     device: Device = "cpu"
     steps: int = 10
@@ -121,6 +122,17 @@ class JobConfig:
         if self.slow is not None and self.device != "cpu":
             raise ConfigError("slow emulates a slower processor; it says nothing about a CUDA device")
         self.slowed()
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        """An arm that shards within nodes needs at least two nodes of two ranks."""
+        if not arm_named(self.arm).within_node:
+            return
+        if self.ranks < 2 * self.per_node or self.ranks % self.per_node:
+            raise ConfigError(
+                f"arm {self.arm} shards over a 2-D mesh: it needs at least 2 nodes of per_node={self.per_node} ranks, "
+                f"so {2 * self.per_node} ranks or another multiple of {self.per_node}, not {self.ranks}"
+            )
 
     def settings(self) -> Settings:
         """The runtime's settings under the odc arms; only the dynamic one has a queue."""
@@ -128,7 +140,7 @@ class JobConfig:
             reproducible=self.reproducible,
             accumulate=self.accumulate,
             timeout_s=self.timeout_s,
-            queue_bytes=self._queue_bytes() if self.arm == "odc-dynamic" else 0,
+            queue_bytes=self._queue_bytes() if arm_named(self.arm).dynamic else 0,
         )
 
     def _queue_bytes(self) -> int:
@@ -174,6 +186,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
 _WHOLE: dict[str, int] = {
     "ranks": 1,
+    "per_node": 2,
     "steps": 1,
     "minibatch_size": 1,
     "max_tokens": 2,

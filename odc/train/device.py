@@ -12,9 +12,9 @@ import os
 import torch
 import torch.distributed as dist
 
+from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
-from odc.train.arms import arm_named
-from odc.train.config import ArmName, JobConfig
+from odc.train.config import JobConfig
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
 
@@ -36,10 +36,10 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
             f"export: a whole model is gathered by NCCL, which needs a CUDA device a rank; {config.ranks} ranks share "
             f"{devices} here. Save checkpoints (--output), and export on the CPU (--resume, without --device)"
         )
-    if config.ranks > devices and arm_named(arm).transport != "on demand":
+    if config.ranks > devices and not arm_named(arm).on_demand:
         raise ConfigError(
             f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {config.ranks} ranks share {devices} "
-            f"here. Take --ranks {devices}, or only arms that share devices (odc, odc-equal, odc-dynamic)"
+            f"here. Take --ranks {devices}, or only arms that share devices (odc and all odc-*)"
         )
 
 
@@ -79,7 +79,7 @@ def can_time(config: JobConfig, arm: ArmName) -> bool:
     Spans are of the processor. It waits for the device at the end of each microbatch, so what it spends outside is
     waiting; but NCCL's ranks wait for each other on the device, inside a microbatch, where no span sees it.
     """
-    return config.device == "cpu" or arm_named(arm).transport == "on demand"
+    return config.device == "cpu" or arm_named(arm).on_demand
 
 
 def out_of_memory(error: BaseException) -> bool:

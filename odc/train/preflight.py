@@ -9,8 +9,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError
-from odc.train.config import ArmName, JobConfig
+from odc.train.config import JobConfig
 
 
 def preflight(config: JobConfig) -> None:
@@ -37,7 +38,7 @@ def preflight(config: JobConfig) -> None:
 
 def check_arm(config: JobConfig, arm: ArmName) -> None:
     """Raises `UnsupportedError`, or `ConfigError`, if this machine lacks what the arm needs; says what to do."""
-    if arm == "odc-dynamic":
+    if arm_named(arm).dynamic:
         from odc.memory import require_add  # loads torch
 
         require_add()

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from odc.arms import arm_named
 from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, recorder, save_spans
 from odc.train import footprint
-from odc.train.arms import arm_named
 from odc.train.checkpoint import find_checkpoint, load, save
 from odc.train.config import JobConfig
 from odc.train.dataset import load_dataset

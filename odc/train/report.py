@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from odc.arms import ArmName
 from odc.trace import CATEGORIES, EpochBreakdown, Stat
 from odc.train.compare import CompareConfig, Run
-from odc.train.config import ArmName
 from odc.train.device import can_time, device_names
 from odc.train.machine import machine, versions
 from odc.train.results import StepRecord

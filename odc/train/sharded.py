@@ -17,9 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
+from odc.arms import Arm
 from odc.balance import Cost, cost_from_config
 from odc.fsdp.blocks import blocks_of
-from odc.train.arms import Arm
+from odc.train.arms import shard_model
 from odc.train.config import JobConfig
 from odc.train.loss import use_document_loss
 from odc.train.model import build_model, config_of
@@ -42,7 +43,7 @@ def build_sharded(config: JobConfig, arm: Arm, vocab_size: int, device: torch.de
     options: dict[str, Any] = {}
     if config.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    arm.shard(model, blocks, config.settings(), device.type, **options)
+    shard_model(arm, model, blocks, config.settings(), device.type, config.per_node, **options)
     return model, adamw(model.parameters(), config)
 
 

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from odc.arms import Arm
 from odc.balance import Cost, Plan, queue_of
 from odc.errors import AbandonedMinibatchError
 from odc.trace import OPTIMIZER, recorder
-from odc.train.arms import Arm
+from odc.train.arms import run_minibatch, run_queue
 from odc.train.config import JobConfig
 from odc.train.dataset import Dataset
 from odc.train.device import out_of_memory, settle
@@ -34,6 +35,23 @@ from odc.train.results import SkippedStep, StepRecord
 from odc.train.schedule import learning_rate
 
 NS = 1e-9
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A minibatch before it runs.
+
+    Attributes:
+        plan: of all ranks.
+        mine: this rank's microbatches.
+        costs: predicted, of each; dummies have none.
+        scale: of the summed losses.
+    """
+
+    plan: Plan
+    mine: list[Microbatch]
+    costs: list[float]
+    scale: float
 
 
 @dataclass
@@ -71,8 +89,9 @@ class Step:
         start = recorder().now()
         documents = [self.dataset.documents[i] for i in samples]
         rate = self._set_rate(step)
+        prepared = self._prepare(documents, self.config.max_tokens)
         with recorder().window(step + 1):
-            attempt = self._attempt_twice(step, documents, between)
+            attempt = self._attempt_twice(step, documents, prepared, between)
         if isinstance(attempt, AbandonedMinibatchError):
             return SkippedStep(step + 1, f"rank {attempt.culprit}: {attempt.reason}")
         plan, loss_sum, retried = attempt
@@ -97,24 +116,7 @@ class Step:
             retried=retried,
         )
 
-    def _attempt_twice(
-        self, step: int, documents: list[Document], between: Callable[[], None] | None
-    ) -> tuple[Plan, float, str | None] | AbandonedMinibatchError:
-        """(plan, this rank's summed loss, why it was retried), or the second error; the same outcome on every rank."""
-        lengths, most = [len(document) for document in documents], self.config.max_tokens
-        try:
-            return *self._attempt(step, documents, most, between), None
-        except AbandonedMinibatchError as error:
-            reason = f"rank {error.culprit}: {error.reason}"
-        try:
-            return *self._attempt(step, documents, max(*lengths, most // 2), between), reason
-        except AbandonedMinibatchError as error:
-            return error.with_traceback(None)  # frames would keep the activations of the failed microbatch
-
-    def _attempt(
-        self, step: int, documents: list[Document], max_tokens: int, between: Callable[[], None] | None
-    ) -> tuple[Plan, float]:
-        """The plan, and this rank's summed loss; gradients are there. All ranks meet."""
+    def _prepare(self, documents: list[Document], max_tokens: int) -> _Prepared:
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed)
         loads = self.arm.loads(plan, rank)
@@ -122,17 +124,25 @@ class Step:
         if not self.arm.dynamic:
             mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
         scale = loss_scale(world, sum(document.label_tokens for document in documents))
-        return plan, self._minibatch(step, mine, [cost for _, cost in loads], scale, between)
+        return _Prepared(plan, mine, [cost for _, cost in loads], scale)
 
-    def _minibatch(
-        self,
-        step: int,
-        mine: list[Microbatch],
-        costs: list[float],
-        scale: float,
-        between: Callable[[], None] | None,
-    ) -> float:
-        """Runs `mine`, or under a dynamic arm what this rank claims of everybody's; returns the summed loss."""
+    def _attempt_twice(
+        self, step: int, documents: list[Document], first: _Prepared, between: Callable[[], None] | None
+    ) -> tuple[Plan, float, str | None] | AbandonedMinibatchError:
+        """(plan, this rank's summed loss, why it was retried), or the second error; the same outcome on every rank."""
+        try:
+            return first.plan, self._minibatch(step, first, between), None
+        except AbandonedMinibatchError as error:
+            reason = f"rank {error.culprit}: {error.reason}"
+        smaller = self._prepare(documents, max(self.config.max_tokens // 2, *(len(d) for d in documents)))
+        try:
+            return smaller.plan, self._minibatch(step, smaller, between), reason
+        except AbandonedMinibatchError as error:
+            return error.with_traceback(None)  # frames would keep the activations of the failed microbatch
+
+    def _minibatch(self, step: int, prepared: _Prepared, between: Callable[[], None] | None) -> float:
+        """Runs this rank's microbatches, or under a dynamic arm what it claims of everybody's; returns its loss."""
+        mine, scale = prepared.mine, prepared.scale
         losses: list[float] = []
         given_up = False
 
@@ -150,7 +160,7 @@ class Step:
                     losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
                     self._slow_down(time.thread_time() - began)
             except (RuntimeError, MemoryError) as error:
-                if self.arm.transport != "on demand" or not out_of_memory(error):
+                if not self.arm.on_demand or not out_of_memory(error):
                     raise
                 given_up = True
                 self.model.abandon_minibatch(f"out of memory in a microbatch of {microbatch.tokens} tokens")
@@ -161,9 +171,9 @@ class Step:
             backward(m, Microbatch.from_tensors(tensors))
 
         if self.arm.dynamic:
-            self.arm.run_queue(self.model, [microbatch.tensors() for microbatch in mine], costs, claimed)
+            run_queue(self.arm, self.model, [microbatch.tensors() for microbatch in mine], prepared.costs, claimed)
         else:
-            self.arm.run(self.model, len(mine), lambda m: backward(m, mine[m]))
+            run_minibatch(self.arm, self.model, len(mine), lambda m: backward(m, mine[m]))
         self.computed = len(losses)
         return math.fsum(losses)
 

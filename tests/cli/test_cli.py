@@ -115,13 +115,13 @@ def test_compare_writes_one_table_and_what_it_names(job: list[str], tmp_path: Pa
     [
         (
             ["train", "--arm", "zero1"],
-            "odc: arm must be one of fsdp2, fsdp2-resident, odc-equal, odc, odc-dynamic, not 'zero1'",
+            "odc-equal, odc, odc-dynamic, odc-hybrid, not 'zero1'",
             2,
         ),
         (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),
         (["train", "--data", "/does/not/exist"], "odc: data: there is no file or folder /does/not/exist", 2),
         (["train", "--steps", "many"], "Invalid value for ", 2),
-        (["compare", "--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2, ", 2),
+        (["compare", "--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2-localsort, ", 2),
         (["compare", "--skip", "2"], "odc: skip must leave a step to measure: it is 2, steps is 2", 2),
     ],
 )

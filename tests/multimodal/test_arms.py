@@ -47,6 +47,19 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path) -> None:
             count.far + count.near for result in by_rank for s in result[at].steps for count in s.phases.values()
         )
         assert bool(moved) == (arm.balance not in ("none", "llm-only")), arm.name
+    _check_all_gather({arm.name: [results[at] for results in by_rank] for at, arm in enumerate(arms)})
+
+
+def _check_all_gather(results: dict[str, list[MultimodalResult]]) -> None:
+    """An all-gather follows the plan of `full` and holds the rows of all ranks, not only what it sends and receives."""
+    full, everything = results["fsdp2/full"], results["fsdp2/all-gather"]
+    for mine, theirs in zip(full, everything, strict=True):
+        assert 0 < mine.exchange_bytes < theirs.exchange_bytes
+        for one, other in zip(mine.steps, theirs.steps, strict=True):
+            for phase, count in one.phases.items():
+                assert (count.items, count.real) == (other.phases[phase].items, other.phases[phase].real)
+                assert count.far <= other.phases[phase].far
+    assert len({result.exchange_bytes for result in everything}) == 1, "every rank holds the rows of all"
 
 
 def gradients(rank: int, world: int, config: MultimodalConfig) -> tuple[dict[str, torch.Tensor], list[list[str]]]:

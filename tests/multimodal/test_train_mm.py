@@ -34,7 +34,15 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
         str(output),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "odc.cli", "train-mm", *options, "--arms", "fsdp2/none,odc/none,odc/full"],
+        [
+            sys.executable,
+            "-m",
+            "odc.cli",
+            "train-mm",
+            *options,
+            "--arms",
+            "fsdp2/none,odc/none,odc/full,fsdp2/all-gather",
+        ],
         capture_output=True,
         text=True,
         timeout=280,
@@ -44,12 +52,13 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("fsdp2/", "odc/"))]
-    assert [row[0] for row in rows] == ["fsdp2/none", "odc/none", "odc/full"] and {len(row) for row in rows} == {13}
+    arms = ["fsdp2/none", "odc/none", "odc/full", "fsdp2/all-gather"]
+    assert [row[0] for row in rows] == arms and {len(row) for row in rows} == {14}
     figures = json.loads((output / "train-mm.json").read_text())
     assert figures["command"][:2] == ["odc", "train-mm"]
     _check_figures(figures["arms"])
     names = sorted(path.name for path in output.iterdir())
-    assert "timeline.png" in names and sum(name.startswith("trace-") for name in names) == 3
+    assert "timeline.png" in names and sum(name.startswith("trace-") for name in names) == 4
 
 
 def _check_figures(arms: dict[str, Any]) -> None:
@@ -64,9 +73,16 @@ def _check_figures(arms: dict[str, Any]) -> None:
             assert 0 <= phase["bubble"]["median"] < 1 and 0 <= phase["padding"] < 1
             assert phase["busiest_s"]["median"] >= phase["busy_s"]["median"] > 0
     items = [{name: phase["items"] for name, phase in arm["phases"].items()} for arm in arms.values()]
-    assert items[0] == items[1] == items[2] and items[0]["llm"] == 6  # the same work in every arm
+    assert all(one == items[0] for one in items) and items[0]["llm"] == 6  # the same work in every arm
+    _check_exchanges(arms)
     far, near = ([_moved(arm, f"bytes_{where}_nodes") for arm in (none, full)] for where in ("across", "within"))
     assert far[0] == 0 < far[1] and near == [0, 0]  # every rank is declared a node of its own
+
+
+def _check_exchanges(arms: dict[str, Any]) -> None:
+    """By the same plan, an all-gather of two ranks sends each rank's rows to the other, also those that stay."""
+    assert arms["fsdp2/none"]["exchange_bytes"] == 0 < arms["fsdp2/all-gather"]["exchange_bytes"]
+    assert 0 < _moved(arms["odc/full"], "bytes_across_nodes") < _moved(arms["fsdp2/all-gather"], "bytes_across_nodes")
 
 
 def _moved(arm: dict[str, Any], key: str) -> float:
@@ -108,6 +124,6 @@ def test_what_a_multimodal_job_cannot_do(tmp_path: Path, changes: dict[str, Any]
         tiny_job(tmp_path, **changes)
 
 
-def test_all_ten_arms_unless_told_otherwise(tmp_path: Path) -> None:
+def test_all_twelve_arms_unless_told_otherwise(tmp_path: Path) -> None:
     config = CompareConfig(tiny_job(tmp_path, output=str(tmp_path)))
-    assert len(config.arms) == 10 and config.arm("fsdp2/llm-only").name == "fsdp2/llm-only"
+    assert len(config.arms) == 12 and config.arm("fsdp2/llm-only").name == "fsdp2/llm-only"

@@ -33,13 +33,15 @@ def test_a_collective_waits_for_its_last_rank() -> None:
     assert result.busy == (pytest.approx(18.0), pytest.approx(6.0))
 
 
-def test_a_blocking_reduction_holds_up_the_last_backward() -> None:
-    # Parameters resident, links free. Units' backwards end after 12 and 18 s on rank 0, 20 + 4/3 and 22 s on rank 1.
-    step = [[18.0], [20.0, 2.0]]
-    overlapped = simulate_events(Step(Cluster(2, reductions_in_flight=1), TWO, step, "resident"))
-    assert overlapped.seconds == pytest.approx(22.0)
-    blocking = simulate_events(Step(Cluster(2, reductions_in_flight=0), TWO, step, "resident"))
-    assert blocking.seconds == pytest.approx(20 + 4 / 3 + 6)  # rank 0 begins its second unit's when both met
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_resident_ranks_meet_before_their_first_and_after_their_last_microbatch(in_flight: int) -> None:
+    # 2 ranks: a gather or reduction of 8 bytes at 4 bytes/s takes 1 s. Rank 0 waits for 4 s, then reduces twice.
+    cluster = Cluster(2, intra_bandwidth=4.0, reductions_in_flight=in_flight)
+    result = simulate_events(Step(cluster, TWO, [[18.0], [20.0, 2.0]], "resident"))
+    assert result.seconds == pytest.approx(2 + 22 + 2)
+    assert result.transfer[0] == pytest.approx(2 + (2 if in_flight == 0 else 1))
+    free = simulate_events(Step(Cluster(2, reductions_in_flight=in_flight), TWO, [[18.0], [20.0, 2.0]], "resident"))
+    assert free.seconds == pytest.approx(22.0)
 
 
 def test_dummies_fill_up_counts_under_collectives_only() -> None:
@@ -48,7 +50,7 @@ def test_dummies_fill_up_counts_under_collectives_only() -> None:
     assert simulate_events(step).microbatches == (2, 2)
     assert simulate_events(step).busy[1] == pytest.approx(4.0 + 2 * 4 * 0.5)
     assert simulate_events(Step(Cluster(2), model, step.seconds, "on demand")).microbatches == (2, 1)
-    assert simulate_events(Step(Cluster(2), model, [[4.0], []], "resident")).microbatches == (1, 1)
+    assert simulate_events(Step(Cluster(2), model, [[4.0], []], "resident")).microbatches == (2, 1)
 
 
 def test_transfers_queue_at_an_owner_that_holds_all() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from odc import Settings
+from odc.arms import ARM_NAMES, ARMS, ArmName, arm_named
 from odc.balance import lb_dynamic, linear_cost
 from odc.errors import ConfigError, UnsupportedError
 from odc.memory import atomics, plain_x86_64
-from odc.train.arms import ARMS, arm_named
+from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
+from odc.train.arms import run_minibatch, shard_model
 from odc.train.compare import CompareConfig, run_arms
-from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.config import JobConfig
 from odc.train.preflight import check_arm, preflight
 
 LENGTHS = [90, 10, 10, 10, 10, 10]
@@ -23,7 +26,7 @@ LENGTHS = [90, 10, 10, 10, 10, 10]
 def test_every_name_has_an_arm_and_others_are_refused() -> None:
     assert tuple(ARMS) == ARM_NAMES
     assert all(arm_named(name).name == name for name in ARM_NAMES)
-    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2, "):
+    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2-localsort, "):
         arm_named("zero")
 
 
@@ -60,10 +63,10 @@ def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:
     assert ARMS["fsdp2"].counts(plan) == [2, 2]
 
 
-def test_a_resident_rank_without_samples_still_takes_part() -> None:
+def test_every_resident_rank_ends_with_a_dummy() -> None:
     plan = ARMS["fsdp2-resident"].plan([50], 2, 100, linear_cost, 0)
     assert sorted(ARMS["odc"].counts(plan)) == [0, 1]
-    assert ARMS["fsdp2-resident"].counts(plan) == [1, 1]
+    assert sorted(ARMS["fsdp2-resident"].counts(plan)) == [1, 2]
 
 
 def test_the_prediction_fits_how_often_ranks_meet() -> None:
@@ -76,12 +79,62 @@ def unequal_counts(rank: int, world: int, name: str) -> list[float]:
     """Gradients after 3 microbatches on rank 0 and one elsewhere; the root has no parameters of its own."""
     torch.manual_seed(0)
     arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))  # type: ignore[index]
-    arm.shard(model, list(model), Settings(timeout_s=20.0))
+    shard_model(arm, model, list(model), Settings(timeout_s=20.0))
     for _ in range(2):
         model.zero_grad()
-        arm.run(model, 1 if rank else 3, lambda m: model(torch.full((1, 4), 1.0 + m)).sum().backward())
+        own = 1 if rank else 3
+        dummies = int(arm.transport == "resident")
+
+        def backward(m: int, own: int = own) -> None:
+            (model(torch.full((1, 4), 1.0 + m)).sum() * (1.0 if m < own else 0.0)).backward()
+
+        run_minibatch(arm, model, own + dummies, backward)
     whole = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
     return torch.cat(whole).tolist()  # type: ignore[no-any-return]
+
+
+def collectives(rank: int, world: int, name: ArmName, counts: list[int]) -> dict[str, Any]:
+    """Of one minibatch of an arm of three units: its collectives by microbatch, and the shards' shape and replicas."""
+    arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    shard_model(arm, model, list(model), Settings(timeout_s=20.0))
+    recorder().clear()
+
+    def backward(m: int) -> None:
+        with recorder().microbatch(m):
+            model(torch.ones(1, 4)).sum().backward()
+
+    run_minibatch(arm, model, counts[rank], backward)
+    spans = [span for span in recorder().spans() if span.peer == COLLECTIVE]
+    recorder().clear()
+    kinds = [(span.microbatch, "all-reduce" if span.unit.endswith("all-reduce") else span.category) for span in spans]
+    shards = {tuple(parameter.to_local().shape) for parameter in model.parameters()}  # type: ignore[attr-defined]
+    return {"calls": Counter(kinds), "shards": shards}
+
+
+def test_a_resident_arm_meets_before_its_first_and_in_a_dummy_after_its_last_microbatch(
+    ranks: Callable[[int], Any],
+) -> None:
+    counts = [4, 2]
+    for rank, found in enumerate(ranks(2).run(collectives, "fsdp2-resident", counts, timeout=60)):
+        assert found["calls"] == {(-1, FETCH): 3, (counts[rank] - 1, PUSH): 3}
+
+
+def test_gradients_of_a_hybrid_arm_cross_nodes_once_a_minibatch(ranks: Callable[[int], Any]) -> None:
+    for found in ranks(4).run(collectives, "fsdp2-hybrid", [3] * 4, timeout=60):
+        calls = found["calls"]
+        assert {m: calls[m, "all-reduce"] for m in range(3)} == {0: 0, 1: 0, 2: 3}
+        assert all(calls[m, PUSH] == 3 <= calls[m, FETCH] for m in range(3))
+        assert found["shards"] == {(2, 4)}, "half of each parameter, as two ranks of a node share it"
+
+
+@pytest.mark.parametrize(("count", "per_node"), [(2, 2), (3, 2), (6, 4), (4, 4)])
+def test_a_hybrid_arm_needs_two_nodes_and_says_so_first(tmp_path: Path, count: int, per_node: int) -> None:
+    job = JobConfig(model="m", data="d", output=str(tmp_path), ranks=count, per_node=per_node)
+    with pytest.raises(
+        ConfigError, match=rf"odc-hybrid shards over a 2-D mesh.*at least 2 nodes of per_node={per_node}"
+    ):
+        CompareConfig(job, arms=("odc", "odc-hybrid"))
+    assert CompareConfig(job.with_(ranks=2 * per_node), arms=("odc-hybrid",)).arms == ("odc-hybrid",)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-resident", "odc"])

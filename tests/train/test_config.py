@@ -15,7 +15,7 @@ from odc.train.packing import pack
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arm": "zero1"}, "arm must be one of fsdp2, fsdp2-resident, odc-equal, odc"),
+        ({"arm": "zero1"}, "arm must be one of fsdp2-localsort, .*, odc-hybrid, not 'zero1'"),
         ({"precision": "fp8"}, "precision must be one of fp32, bf16"),
         ({"long": "truncate"}, "long must be one of error, split, drop"),
         ({"ranks": 0}, "ranks must be a whole number, 1 or more"),

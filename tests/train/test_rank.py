@@ -20,10 +20,11 @@ import torch.distributed as dist
 from _ranks import RanksFailed
 from _tiny_job import CONFIG, run_here, tiny_job
 
+from odc.arms import ARM_NAMES, ARMS, ArmName
 from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.fsdp import shutdown
 from odc.trace import recorder
-from odc.train.config import ARM_NAMES, JobConfig
+from odc.train.config import JobConfig
 from odc.train.job import prepare, run
 from odc.train.progress import Progress
 from odc.train.rank import RankJob
@@ -50,9 +51,15 @@ def trained_parameters(rank: int, world: int, config: JobConfig) -> tuple[list[f
 pytest.importorskip("transformers", reason="needs the train extra")
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"activation_checkpointing": True}])
-def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, Any]) -> None:
-    runs = {arm: ranks(2).run(run_job, tiny_job(tmp_path, arm=arm, **changes)) for arm in ARM_NAMES}
+ONE_NODE = tuple(name for name in ARM_NAMES if not ARMS[name].within_node)
+KINDS = ("fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-dynamic")  # one arm of each transport and of each planner
+
+
+@pytest.mark.parametrize(
+    ("changes", "arms"), [({}, ONE_NODE), ({"precision": "bf16"}, KINDS), ({"activation_checkpointing": True}, KINDS)]
+)
+def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, Any], arms: tuple[ArmName, ...]) -> None:
+    runs = {arm: ranks(2).run(run_job, tiny_job(tmp_path, arm=arm, **changes)) for arm in arms}
     reference = runs["fsdp2"][0].steps
     assert len(reference) == 3 and reference[-1].loss < reference[0].loss
     near = {"rel": 2e-2} if changes.get("precision") == "bf16" else {"rel": 2e-5}
@@ -65,8 +72,20 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, A
             assert step.loss == pytest.approx(expected.loss, **near), arm
             assert step.norm == pytest.approx(expected.norm, **near), arm
             assert step.bubble is not None and 0 < step.bubble < 1, arm
-        assert {step.dummies for step in results[0].steps} == {0} or arm == "fsdp2"
+        if ARMS[arm].transport != "collectives":
+            assert {step.dummies for step in results[0].steps} == {2 if arm == "fsdp2-resident" else 0}, arm
     assert all(len(set(step.counts)) == 1 for step in reference), "fsdp2 needs equal counts"
+
+
+def test_two_nodes_of_two_ranks_train_like_four_ranks(ranks: Pools, tmp_path: Path) -> None:
+    arms: tuple[ArmName, ...] = ("fsdp2", "fsdp2-hybrid", "odc-hybrid")
+    runs = {arm: ranks(4).run(run_job, tiny_job(tmp_path, arm=arm, ranks=4, minibatch_size=12)) for arm in arms}
+    reference = runs["fsdp2"][0].steps
+    for arm, results in runs.items():
+        for mine, *others in zip(*(result.steps for result in results), strict=True):
+            assert all((mine.loss, mine.norm) == (theirs.loss, theirs.norm) for theirs in others), arm
+        assert [step.loss for step in results[0].steps] == pytest.approx([s.loss for s in reference], rel=2e-5), arm
+        assert [step.norm for step in results[0].steps] == pytest.approx([s.norm for s in reference], rel=2e-5), arm
 
 
 def nap(seed: str, longest_s: float) -> Callable[..., None]:

@@ -22,11 +22,13 @@ class Exchange(Protocol):
         ranks: global rank of each instance.
         me: own instance.
         moved: bytes that this rank sent to others since the start, by channel.
+        buffer_bytes: most bytes that this rank's buffers for sending and receiving took at once, so far.
     """
 
     ranks: tuple[int, ...]
     me: int
     moved: dict[str, int]
+    buffer_bytes: int
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all instances; on the planning thread. Waits for all.

@@ -41,6 +41,7 @@ class CollectiveExchange:
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.me = self.ranks.index(dist.get_rank())
         self.moved: dict[str, int] = Counter()
+        self.buffer_bytes = 0
         backend = dist.get_backend(group)
         self._data = Meeting(store, f"{name}/data", self.ranks, backend, timeout_s)
         self._heads = Meeting(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
@@ -85,6 +86,7 @@ class CollectiveExchange:
         outgoing = _joined([parts[name][i] for i in range(len(self.ranks)) for name in names])
         received = [sum(int(route.fields[n].received[i]) * widths[n] for n in names) for i in range(len(self.ranks))]
         incoming = torch.empty(sum(received), dtype=torch.uint8, device=outgoing.device)
+        self.buffer_bytes = max(self.buffer_bytes, outgoing.nbytes + incoming.nbytes)
         dist.all_to_all_single(incoming, outgoing, received, sent, group=self._data.group)
         chunks: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         at = 0
@@ -113,6 +115,7 @@ class AllGatherExchange(CollectiveExchange):
             padded = torch.empty(max(rows), mine.shape[1], dtype=torch.uint8, device=mine.device)
             padded[: len(mine)] = mine
             everything = [torch.empty_like(padded) for _ in self.ranks]
+            self.buffer_bytes = max(self.buffer_bytes, padded.nbytes * (1 + len(everything)))
             dist.all_gather(everything, padded, group=self._data.group)
             chunks = []
             for table, all_rows in zip(tables, everything, strict=True):

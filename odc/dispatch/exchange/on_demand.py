@@ -54,6 +54,7 @@ class OnDemandExchange:
         self._arena = Arena(store, ranks, rank, arena_bytes, channels, timeout_s, name)
         self.ranks, self.me = self._arena.geometry.ranks, self._arena.geometry.me
         self.moved: dict[str, int] = Counter()
+        self.buffer_bytes = self._arena.nbytes
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
         mine = np.array(values, np.int64)

@@ -1,0 +1,172 @@
+"""Trains the same job under several arms for some hundred steps and compares the losses step by step.
+
+Run as `OMP_NUM_THREADS=1 python -m bench.convergence --results bench/results`. Every arm gets the same samples in the
+same order, the same initial weights and the same optimizer; what differs is the plan and the order of fp32 sums. Small
+differences grow with every step, so the gap of `odc` means something only beside that of a control: `fsdp2-resident`,
+which is torch's FSDP2 as well, with another plan and another order of sums.
+
+Each run writes its losses step by step below `--folder`. Starting the script again with the same options keeps runs
+that are complete and repeats the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from odc.arms import ArmName, arm_named
+from odc.bench.report import store
+from odc.train.config import JobConfig
+from odc.train.job import run
+
+REFERENCE: ArmName = "fsdp2"
+ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")
+_COLOURS = {"fsdp2": "#d8431f", "fsdp2-resident": "#e6ab02", "odc": "#27496d"}
+_LAST = 50  # steps of the mean at the end
+
+
+def job_of(arguments: argparse.Namespace) -> JobConfig:
+    """The job that all arms run, without arm and output folder."""
+    return JobConfig(
+        model=arguments.model,
+        data="stdlib",
+        long="drop",
+        vocab=arguments.vocab,
+        max_tokens=arguments.max_tokens,
+        minibatch_size=arguments.minibatch_size,
+        steps=arguments.steps,
+        lr=2e-3,
+        warmup=arguments.steps // 15,
+        seed=arguments.seed,
+    )
+
+
+def finished(folder: Path, job: JobConfig) -> list[dict[str, Any]] | None:
+    """The records of a complete run of this job in `folder`, or None."""
+    log, told = folder / "steps.jsonl", folder / "job.json"
+    if not log.exists() or not told.exists() or json.loads(told.read_text()) != job.to_dict():
+        return None
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return records if [record["step"] for record in records] == list(range(1, job.steps + 1)) else None
+
+
+def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any]]:
+    """The records of every step of one arm; trains unless a complete run is there."""
+    job = job.with_(arm=arm, output=str(folder), label=arm)
+    records = finished(folder, job)
+    if records is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        began, load = time.monotonic(), os.getloadavg()[0]
+        run(job)
+        (folder / "job.json").write_text(json.dumps(job.to_dict()))
+        taken = {
+            "seconds": time.monotonic() - began,
+            "load_1min_at_start": load,
+            "load_1min_at_end": os.getloadavg()[0],
+        }
+        (folder / "taken.json").write_text(json.dumps(taken))
+        records = finished(folder, job)
+        assert records is not None
+    return records
+
+
+def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, float]) -> dict[str, Any]:
+    """One line of the table."""
+    gaps = [abs(mine - theirs) for mine, theirs in zip(losses, reference, strict=True)]
+    largest = max(range(len(gaps)), key=gaps.__getitem__)
+    return {
+        "arm": arm,
+        "first loss": losses[0],
+        "final loss": losses[-1],
+        f"mean loss of the last {_LAST}": fmean(losses[-_LAST:]),
+        "largest gap": gaps[largest],
+        "at step": largest + 1,
+        "final gap": gaps[-1],
+        "mean gap": fmean(gaps),
+        "minutes": taken["seconds"] / 60,
+        "load_1min": f"{taken['load_1min_at_start']:.1f} to {taken['load_1min_at_end']:.1f}",
+    }
+
+
+def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
+    """Loss curves above, distances to the reference on a logarithmic axis below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    reference = losses[REFERENCE]
+    steps = range(1, len(reference) + 1)
+    styles = ("-", (0, (5, 3)), (0, (1, 2)))
+    for (arm, own), style in zip(losses.items(), styles, strict=True):
+        upper.plot(
+            steps, own, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
+        )
+        if arm != REFERENCE:
+            gaps = [max(abs(mine - theirs), 1e-9) for mine, theirs in zip(own, reference, strict=True)]
+            lower.semilogy(steps, gaps, color=_COLOURS[arm], linewidth=0.9, label=f"{arm} against {REFERENCE}")
+    upper.set(ylabel="loss of the minibatch", title=title)
+    lower.set(xlabel="optimizer step", ylabel="distance of losses")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def commit() -> str:
+    """The commit of this tree, with a mark if files differ from it."""
+    here = Path(__file__).parent
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=here, capture_output=True, text=True, check=True
+    )
+    return said.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where runs keep their losses")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--model", default="qwen2-tiny")
+    parser.add_argument("--vocab", type=int, default=2048, help="tokens of the trained BPE")
+    parser.add_argument("--max-tokens", type=int, default=512, help="cap of a microbatch; longer documents are dropped")
+    parser.add_argument("--minibatch-size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    job, made_by, began = job_of(arguments), commit(), os.getloadavg()[0]
+    records, taken = {}, {}
+    for arm in ARMS:
+        print(f"{arm}: {job.steps} steps", file=sys.stderr, flush=True)
+        records[arm] = records_of(arm, job, arguments.folder / arm)
+        taken[arm] = json.loads((arguments.folder / arm / "taken.json").read_text())
+    losses = {arm: [record["loss"] for record in own] for arm, own in records.items()}
+    assert len({tuple(record["tokens"] for record in own) for own in records.values()}) == 1, "samples differ"
+    title = f"{job.ranks} ranks, {job.model}, {job.minibatch_size} documents a step: losses of {len(ARMS)} arms"
+    store(
+        arguments.results,
+        "convergence",
+        title,
+        [row_of(arm, losses[arm], losses[REFERENCE], taken[arm]) for arm in ARMS],
+        commit=made_by,
+        load_1min_at_start=began,
+        job=job.to_dict(),
+        losses=losses,
+        norms={arm: [record["norm"] for record in own] for arm, own in records.items()},
+    )
+    picture = arguments.results / "convergence.png"
+    draw(picture, losses, title)
+    print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()
