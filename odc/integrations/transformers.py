@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on `odc.fully_shard`: `OdcTrainer` in place of `Trainer`, nothing else changes.
 
-The model is sharded here and marked as prepared, so that accelerate uses it as it is. Ranks meet once an optimizer
-step. Which arguments of a Trainer are applied and which are refused is said in `odc.integrations.transformers_arguments`.
+The model is sharded here and marked as prepared, so that accelerate uses it as it is; ranks meet once an
+optimizer step. `odc.integrations.transformers_arguments` says which of a Trainer's arguments are applied.
 """
 
 from __future__ import annotations
