@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-integrations and .venv-evaluation over it, in the same way; test-emulated makes
-# .venv-emulated beside it, for a torch of its own.
+# test-integrations lays .venv-trl, .venv-integrations and .venv-evaluation over it, in the same way; test-emulated
+# makes .venv-emulated beside it, for a torch of its own.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Environments over .venv for libraries whose versions do not go together: their extras, and what they must hold.
 EXTRAS_integrations := transformers,verl
+EXTRAS_trl := trl
 EXTRAS_evaluation := lm-eval,lmms-eval
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
@@ -36,9 +37,13 @@ demo: $(READY)  ## train a small model under each arm on this machine, compare t
 test: $(READY)  ## run the tests
 	$(ON_CPU) $(BIN)/python -m pytest $(ARGS)
 
-test-integrations: .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
+# The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
+test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
+	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
+	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
+	    --timeout 600 --installed accelerate,peft,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
-	    --timeout 600 --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_transformers.py --timeout 600 --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --timeout 600 --installed lm_eval,lmms_eval $(ARGS)
 
@@ -72,7 +77,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-integrations .venv-evaluation .venv-emulated build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-integrations .venv-evaluation .venv-emulated build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.

@@ -21,7 +21,7 @@ def grpo(
     balance: Annotated[
         str | None, Option(help="arm (the arm's own planner) or verl (equal counts). [default: arm]")
     ] = None,
-    output: Annotated[str | None, Option(help="File that gets one line of JSON a step.")] = None,
+    output: Annotated[str | None, Option(help="New file that gets one line of JSON a step.")] = None,
     ranks: options.Ranks = None,
     steps: Annotated[int | None, Option(help="Rollouts, each followed by its updates. [default: 20]")] = None,
     max_tokens: Annotated[int | None, Option(help="Most tokens of one microbatch. [default: 256]")] = None,

@@ -22,7 +22,7 @@ def train(
     ],
     arm: Annotated[str | None, Option(help=f"One of {', '.join(ARM_NAMES)}. [default: odc]")] = None,
     output: Annotated[
-        str | None, Option(help="Folder for checkpoints and steps.jsonl.", rich_help_panel=_FILES)
+        str | None, Option(help="New folder for checkpoints and steps.jsonl, or --resume's.", rich_help_panel=_FILES)
     ] = None,
     save_every: Annotated[
         int | None, Option(help="Steps between checkpoints. [default: only at the end]", rich_help_panel=_FILES)

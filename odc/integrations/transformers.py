@@ -1,9 +1,7 @@
 """Hugging Face's Trainer on `odc.fully_shard`: `OdcTrainer` in place of `Trainer`, nothing else changes.
 
-Chose a subclass that shards the model itself and marks it as prepared, over accelerate's FSDP plugin: accelerate then
-uses the model as it is, on CPU too, where that plugin is not to be had. The price is that checkpoints, for which a
-Trainer asks accelerate, are written and read here. Ranks meet once an optimizer step; between the microbatches of
-`gradient_accumulation_steps` nobody waits. All ranks still get as many samples: a Trainer's data loader deals them out.
+The model is sharded here and marked as prepared, so that accelerate uses it as it is; ranks meet once an
+optimizer step. `odc.integrations.transformers_arguments` says which of a Trainer's arguments are applied.
 """
 
 from __future__ import annotations
@@ -22,34 +20,51 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from odc.errors import ConfigError
 from odc.fsdp import fully_shard
-from odc.integrations.units import units_of
+from odc.fsdp.blocks import blocks_of
+from odc.integrations.transformers_arguments import Wishes, refuse_arguments, settings_for
 from odc.settings import Settings
 
 try:
     import accelerate  # noqa: F401  (a Trainer cannot be without it)
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 except ImportError as error:
     raise ImportError("OdcTrainer needs transformers and accelerate: pip install 'odc-fsdp[transformers]'") from error
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_PART = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options: Any) -> Any:
     """Shard a Hugging Face model in place so that accelerate takes it as it is; for a loop of your own.
 
-    Call it before `accelerator.prepare(model, optimizer, ...)`, and before the optimizer is made, on every rank.
+    Call it after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, before
+    `accelerator.prepare(model, optimizer, ...)`, and before the optimizer is made, on every rank.
 
     Args:
-        model: a `PreTrainedModel`, the same weights on every rank.
+        model: a `PreTrainedModel` or a `PeftModel`, the same weights on every rank. Each block becomes a unit;
+            embedding and head stay in the root, because some libraries read their weights outside of their forward.
         blocks: class names of its blocks, where the model does not say (`_no_split_modules`).
-        options: of `fully_shard`, for every unit.
+        options: of `fully_shard`, for every unit. A `mp_policy` takes the place of the Accelerator's.
+
+    Raises:
+        ConfigError: the Accelerator asks for what odc cannot do, or was made after this call (at the first forward).
     """
-    for unit in units_of(model, blocks):
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+    wishes = Wishes.of_accelerator()
+    own = options.pop("mp_policy", None)
+    if own is not None and wishes.precision == "bf16" and own.param_dtype is not torch.bfloat16:
+        raise ConfigError(f"the Accelerator says mixed_precision='bf16' and mp_policy says {own.param_dtype}")
+    name = type(model).__name__
+    for block in blocks_of(model, blocks):
+        wishes.compile(block)
+        fully_shard(block, mp_policy=own or wishes.policy(root=False), **options)
+    fully_shard(model, mp_policy=own or wishes.policy(root=True), **options)
     model._is_accelerate_prepared = True  # accelerate's own mark: not to be wrapped in DDP
     model.no_sync = lambda: _no_sync(model)  # what `accelerator.no_sync(model)` looks for
+    model._get_name = lambda: name  # a Trainer looks up by it how labels are shifted
+    if not Wishes.known():
+        _refuse_late_accelerator(model)
     return model
 
 
@@ -62,40 +77,67 @@ def _no_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
+def _refuse_late_accelerator(model: Any) -> None:
+    """At the first forward: an Accelerator made since then must not ask for what was not applied."""
+
+    def check(*unused: Any) -> None:
+        handle.remove()
+        if Wishes.of_accelerator() != Wishes():
+            raise ConfigError(f"prepare(model) did not know of {Wishes.of_accelerator()}: make the Accelerator first")
+
+    handle = model.register_forward_pre_hook(check)
+
+
 class OdcTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose model is sharded over the world with on-demand communication.
 
+    Also for Trainers of other libraries: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. Runs on every rank, in a
+    process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway; a saved
+    model and optimizer state are whole ones, written by one rank.
+
     Args:
-        model, args: as of a Trainer; `fsdp` and `deepspeed` are not to be set. The model is sharded in place.
+        model, args: as of a Trainer. The model is sharded in place.
         blocks: class names of the model's blocks, where it does not name them itself.
         settings: of the runtime.
-        options: as of a Trainer.
+        options: as of a Trainer, without `model_init` and `optimizers`.
 
-    On every rank, in a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every
-    rank anyway; a saved model and optimizer state are whole ones, written by one rank.
+    Raises:
+        ConfigError: an argument that odc can neither apply nor ignore; the message says what to use.
     """
 
     def __init__(
         self,
-        model: Any,
-        args: Any,
+        model: Any = None,
+        args: Any = None,
         *,
         blocks: str | Iterable[str] | None = None,
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
+        if options.get("model_init") is not None:
+            raise ConfigError("odc cannot apply model_init: pass the model, which is sharded once")
+        if any(one is not None for one in options.get("optimizers", ())):
+            raise ConfigError(
+                "odc cannot apply optimizers, made before the model is sharded: use optimizer_cls_and_kwargs"
+            )
+        if args is not None:
+            refuse_arguments(args)
         super().__init__(model=model, args=args, **options)
-        self._kind = type(model)
-        prepare(self.model, blocks=blocks, settings=settings)
+        refuse_arguments(self.args)
+        self._kind = type(self.model)
+        prepare(self.model, blocks=blocks, settings=settings_for(self.args, settings))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model to `output_dir`, by one rank. On every rank."""
+        """Write the whole model, of a PEFT model the adapter, to `output_dir`, by one rank. On every rank."""
         weights = get_model_state_dict(self.model, options=_WHOLE)
         if self.args.should_save:
             folder = output_dir or self.args.output_dir
             self._save(folder, state_dict=weights)
-            self.model.config.architectures = [self._kind.__name__]  # not the class that sharding has made of it
-            self.model.config.save_pretrained(folder)
+            if isinstance(self.model, PreTrainedModel):
+                self.model.config.architectures = [self._kind.__name__]  # not the class that sharding has made of it
+                self.model.config.save_pretrained(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
@@ -104,8 +146,15 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict()
-        set_model_state_dict(model or self.model, weights, options=_WHOLE)
+        model = model or self.model
+        if isinstance(model, PreTrainedModel):
+            weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict()
+            set_model_state_dict(model, weights, options=_WHOLE)
+        else:
+            set_model_state_dict(model, _adapter_weights(model, resume_from_checkpoint), options=_PART)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -113,3 +162,14 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True)
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=_WHOLE)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+
+def _adapter_weights(model: Any, checkpoint: str) -> dict[str, Any]:
+    """The saved adapter of a `PeftModel`, under the names that its parameters have in `model`."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    # Asked for names in place of weights, PEFT says which parameter it saves under which name.
+    names = {name: name for name, _ in model.named_parameters()}
+    saved_as = get_peft_model_state_dict(model, names, save_embedding_layers=False)
+    saved = load_peft_weights(checkpoint, device="cpu")
+    return {name: saved[key] for key, name in saved_as.items()}

@@ -1,7 +1,7 @@
-"""Which modules of a Hugging Face model become units of `odc.fully_shard`.
+"""Which modules of a Hugging Face model become units under verl: those that verl's strategy fsdp2 makes units of.
 
-Chose its blocks and, as units of their own, embedding and head, as FSDP2's users do; where these share a weight it
-stays in the root. Nothing here needs Hugging Face's libraries.
+Blocks, embedding and head; an embedding and a head that share a weight stay in the root. Nothing here needs Hugging
+Face's libraries.
 """
 
 from __future__ import annotations

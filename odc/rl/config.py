@@ -42,7 +42,7 @@ class GrpoConfig:
         seed: of weights, prompts and sampling.
         reproducible, second_buffer, timeout_s: see `odc.Settings`; `timeout_s` bounds the wait for a rollout too.
         spans: folder that gets each rank's recorded spans; None stores none.
-        output: file that gets one line of JSON a step; None writes none.
+        output: new file that gets one line of JSON a step; None writes none.
         show: print a line a step on standard error.
     """
 

@@ -39,7 +39,7 @@ from odc.train.arms import shard_model
 from odc.train.group import rank_group
 from odc.train.launch import launch
 from odc.train.model import build_model, config_of
-from odc.train.preflight import model_source, writable_folder
+from odc.train.preflight import model_source, unwritten_file, writable_folder
 
 
 def run(config: GrpoConfig, task: Task | None = None) -> list[GrpoResult]:
@@ -50,8 +50,7 @@ def run(config: GrpoConfig, task: Task | None = None) -> list[GrpoResult]:
     fields = config_of(model_source(config.model))
     if config.spans is not None:
         writable_folder(Path(config.spans), "spans")
-    if config.output is not None:
-        writable_folder(Path(config.output).resolve().parent, "output")
+    _check_output(config)
     if not isinstance(fields.get("vocab_size"), int):
         raise ConfigError(f"model: {config.model} does not say its vocab_size")
     return launch(run_rank, config, task, ranks=config.ranks)
@@ -59,8 +58,14 @@ def run(config: GrpoConfig, task: Task | None = None) -> list[GrpoResult]:
 
 def run_rank(config: GrpoConfig, task: Task | None = None) -> GrpoResult:
     """The job as one rank, in a process with the environment of `torchrun`; every rank calls it."""
+    _check_output(config)  # before the ranks meet, so before any has written
     with rank_group(config.ranks, config.timeout_s):
         return train(config, task)
+
+
+def _check_output(config: GrpoConfig) -> None:
+    if config.output is not None:
+        unwritten_file(Path(config.output), "output")
 
 
 def train(config: GrpoConfig, task: Task | None = None) -> GrpoResult:

@@ -34,7 +34,7 @@ class JobConfig:
             config that comes with odc.
         data: a folder of text files, a JSONL file (`text` or `messages`), a datasets folder, or `stdlib` (the running
             Python's own sources).
-        output: folder for checkpoints and results; None writes nothing.
+        output: folder for checkpoints and results, new or that of the run which is resumed; None writes nothing.
         arm: how ranks communicate and how work is balanced, see `odc.arms`.
         per_node: ranks of one declared node, for arms that shard the model within nodes.
         ranks: processes on this machine.

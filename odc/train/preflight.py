@@ -6,12 +6,16 @@ one line and comes before any rank has loaded torch. The cost is that a folder m
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
 from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError
 from odc.train.config import JobConfig
+
+#: Files of an output folder that say that a run has written there.
+RUN_FILES = ("steps.jsonl", "checkpoints/latest")
 
 
 def preflight(config: JobConfig) -> None:
@@ -20,6 +24,8 @@ def preflight(config: JobConfig) -> None:
     Makes the output and export folders if they are missing. Raises `ConfigError` naming the option, or
     `UnsupportedError` where this machine lacks what the arm needs.
     """
+    if config.output is not None:
+        _refuse_other_run(Path(config.output), config.resume)
     check_arm(config, config.arm)
     model_source(config.model)
     if config.data != "stdlib" and not Path(config.data).exists():
@@ -34,6 +40,25 @@ def preflight(config: JobConfig) -> None:
         from odc.train.checkpoint import find_checkpoint  # loads torch
 
         find_checkpoint(Path(config.resume))
+
+
+def _refuse_other_run(output: Path, resume: str | None) -> None:
+    """Raises `ConfigError` if `output` holds a run and the job does not go on from that run's last checkpoint."""
+    if not any((output / name).is_file() for name in RUN_FILES):
+        return
+    from odc.train.checkpoint import find_checkpoint  # loads torch
+
+    last = None
+    with contextlib.suppress(ConfigError):
+        last = find_checkpoint(output).resolve()
+    if last is None:
+        raise ConfigError(f"output: {output} holds a run that left no checkpoint to --resume; name a new folder")
+    if resume is None:
+        raise ConfigError(f"output: {output} holds a run; go on with it by --resume {output}, or name a new folder")
+    if find_checkpoint(Path(resume)).resolve() != last:
+        raise ConfigError(
+            f"output: {output} holds a run whose last checkpoint is not --resume {resume}; name a new folder"
+        )
 
 
 def check_arm(config: JobConfig, arm: ArmName) -> None:
@@ -58,6 +83,13 @@ def model_source(model: str) -> Path:
     from odc.train.model import shipped_config  # loads torch
 
     return shipped_config(model)
+
+
+def unwritten_file(file: Path, name: str) -> None:
+    """Proves that `file` can be written and that no run has written to it; `name` is the option to blame."""
+    writable_folder(file.resolve().parent, name)
+    if file.is_file() and file.stat().st_size:
+        raise ConfigError(f"{name}: {file} holds the steps of a run already; name a new file")
 
 
 def writable_folder(folder: Path, name: str) -> None:

@@ -29,6 +29,7 @@ from odc.train.sampling import MinibatchSampler
 from odc.train.sharded import build_sharded, plan_cost
 from odc.train.step import Step
 
+STEPS = "steps.jsonl"
 _CPU = torch.device("cpu")
 
 
@@ -104,6 +105,8 @@ class RankJob:
         self.progress.phase(f"loading {self.config.resume}")
         job = load(find_checkpoint(Path(self.config.resume)), self.model, self.optimizer)
         self.sampler.load_state_dict(job["sampler"])
+        if self.output is not None and self.rank == 0:
+            _drop_after(self.output / STEPS, int(job["step"]))
         return int(job["step"])
 
     def _due(self, done: int) -> bool:
@@ -145,8 +148,18 @@ class RankJob:
                 self.progress.note(f"step {record.step} was run again in smaller microbatches: {record.retried}")
             self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
         if self.output is not None and self.rank == 0:
-            with (self.output / "steps.jsonl").open("a") as log:
+            with (self.output / STEPS).open("a") as log:
                 log.write(json.dumps(asdict(record)) + "\n")
+
+
+def _drop_after(log: Path, step: int) -> None:
+    """Takes out of `log` the steps after `step`, which run again, and a line that was cut short."""
+    if log.is_file():
+        lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        beside = log.with_suffix(".partial")
+        beside.write_text("".join(kept))
+        beside.replace(log)
 
 
 def _start_end_busy(rank: int, spans: list[Span]) -> tuple[int, int, int]:

@@ -133,6 +133,8 @@ class HfTokenizer:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
 
     def _ids(self, texts: Sequence[str], *, special: bool) -> list[NDArray[np.int32]]:
+        if not texts:
+            return []  # transformers' tokenizers raise IndexError for an empty batch
         ids = self._tokenizer(
             list(texts),
             add_special_tokens=False,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from _ranks import RankPool
 from _small_model import toy, train_each
 
-from odc.errors import OdcError
+from odc.errors import ConfigError, OdcError
 from odc.fsdp import shutdown
 from odc.rl import GrpoConfig, GrpoResult, GrpoStep, job
 from odc.rl.rollout import Rollout, RolloutError
@@ -106,3 +106,12 @@ def test_an_error_of_the_rollout_process_is_told(tmp_path: Path) -> None:
         with pytest.raises(RolloutError, match=r"ConfigError: stop token 64 is not in the model's vocabulary"):
             rollout.collect()
     assert issubclass(RolloutError, OdcError)
+
+
+@pytest.mark.parametrize("start", [job.run, job.run_rank])
+def test_a_file_that_holds_a_run_is_refused_before_ranks_start(start: Callable[..., object], tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    log.write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=rf"^output: {log} holds the steps of a run already; name a new file$"):
+        start(toy(tmp_path, output=str(log)))
+    assert log.read_text() == '{"step": 1}\n'

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import random
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -180,6 +181,39 @@ def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, arm: st
     assert [json.loads(line)["loss"] for line in lines] == straight
     with pytest.raises(RanksFailed, match=r"the checkpoint was made with seed=0, this job has seed=1"):
         ranks(2).run(run_job, again.with_(seed=1))
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(ranks: Pools, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    config = tiny_job(tmp_path, steps=4, save_every=2, output=str(output))
+    prepare(config)
+    whole, _ = ranks(2).run(run_job, config)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=rf"^output: {output} holds a run; go on with it by --resume {output}, or "):
+        run(config)
+    shutil.copytree(output, tmp_path / "copy")
+    for other in (output / "checkpoints" / "step-00000002", tmp_path / "copy"):
+        with pytest.raises(ConfigError, match=rf"^output: {output} holds a run whose last checkpoint is not --resume"):
+            run(config.with_(resume=str(other)))
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+    # Killed after step 3, in the middle of a line: the checkpoint is that of step 2.
+    lines = (output / "steps.jsonl").read_text().splitlines(keepends=True)
+    (output / "steps.jsonl").write_text("".join(lines[:3]) + lines[3][:9])
+    (output / "checkpoints" / "latest").write_text("step-00000002\n")
+    resumed = config.with_(resume=str(output))
+    prepare(resumed)
+    ranks(2).run(run_job, resumed)
+    steps = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["loss"] for step in steps] == pytest.approx([step.loss for step in whole.steps], rel=1e-5)
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "steps.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="out holds a run that left no checkpoint to --resume; name a new folder"):
+        run(tiny_job(tmp_path, output=str(tmp_path / "out")))
 
 
 class Spoiled(Step):

@@ -50,6 +50,7 @@ def test_protocol(tokenizer: Tokenizer):
     many = tokenizer.encode_many([TEXT, "", "def"])
     np.testing.assert_array_equal(many[0], ids)
     assert [len(row) for row in many[1:]] == [0, len(tokenizer.encode("def"))]
+    assert tokenizer.encode_many([]) == []
 
 
 @given(st.text())

@@ -1,0 +1,167 @@
+"""What a Trainer's arguments and an Accelerator's settings mean under odc: applied, irrelevant or refused.
+
+Every field of `transformers.TrainingArguments` stands in exactly one of the three tables. A field that stands in none,
+because the installed transformers is newer, is refused as soon as it differs from its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from odc.errors import ConfigError
+from odc.settings import Settings
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Fields that change what is computed and take effect, by the Trainer's own code or by `OdcTrainer`'s.
+APPLIED = _names(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
+    average_tokens_across_devices bf16 data_seed dataloader_drop_last full_determinism gradient_accumulation_steps
+    gradient_checkpointing gradient_checkpointing_kwargs ignore_data_skip label_smoothing_factor learning_rate
+    length_column_name load_best_model_at_end lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
+    neftune_noise_alpha num_train_epochs optim optim_args per_device_train_batch_size remove_unused_columns seed tf32
+    torch_compile torch_compile_backend torch_compile_mode train_sampling_strategy use_cache use_cpu warmup_ratio
+    warmup_steps weight_decay
+    """
+)
+
+#: Fields that change neither numerics nor sharding: when to log, evaluate, save and upload, how batches are loaded, and
+#: how DistributedDataParallel communicates, which is not used.
+IRRELEVANT = _names(
+    """
+    batch_eval_metrics dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_bucket_cap_mb
+    ddp_find_unused_parameters ddp_static_graph ddp_timeout debug disable_tqdm do_eval do_predict do_train
+    eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy
+    eval_use_gather_object greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
+    hub_token include_for_metrics include_num_input_tokens_seen label_names local_rank log_level log_level_replica
+    log_on_each_node logging_dir logging_first_step logging_nan_inf_filter logging_steps logging_strategy
+    metric_for_best_model output_dir per_device_eval_batch_size prediction_loss_only project push_to_hub report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model save_steps save_strategy
+    save_total_limit skip_memory_metrics torch_empty_cache_steps trackio_bucket_id trackio_space_id
+    trackio_static_space_id
+    """
+)
+
+#: Fields that are refused when set, and what to use instead.
+REFUSED = {
+    "auto_find_batch_size": "ranks would choose different sizes; set per_device_train_batch_size",
+    "bf16_full_eval": "evaluation computes as training does; use bf16=True",
+    "ddp_broadcast_buffers": "buffers stay local to each rank; leave it unset",
+    "deepspeed": "use transformers.Trainer for DeepSpeed",
+    "enable_jit_checkpoint": "ranks would save at different steps; set save_steps",
+    "fp16": "there is no loss scaling; use bf16=True",
+    "fp16_full_eval": "evaluation computes as training does; use bf16=True",
+    "fsdp": "OdcTrainer shards the model itself; leave it out",
+    "fsdp_config": "OdcTrainer shards the model itself; use its arguments blocks and settings",
+    "liger_kernel_config": "apply Liger's kernels to the model before you pass it",
+    "optim_target_modules": "GaLore and APOLLO need whole matrices; leave it out",
+    "parallelism_config": "odc shards over all ranks; use transformers.Trainer for other parallelism",
+    "save_on_each_node": "rank 0 alone has the whole model; save to a folder that every node sees",
+    "use_liger_kernel": "apply Liger's kernels to the model before you pass it",
+}
+
+#: Values of `optim` whose update of an element needs that element alone, so that a shard can be updated by itself.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise ConfigError naming the first of a Trainer's arguments that odc can neither apply nor ignore.
+
+    Args:
+        args: a `transformers.TrainingArguments`, or one of a subclass, whose further fields are not looked at.
+    """
+    from transformers import TrainingArguments
+
+    for field in dataclasses.fields(TrainingArguments):
+        value = getattr(args, field.name)
+        if field.name in REFUSED:
+            if value:
+                _refuse(f"{field.name}={value!r}", REFUSED[field.name])
+        elif field.name not in APPLIED | IRRELEVANT and value != _default(field):
+            _refuse(f"{field.name}={value!r}", "odc does not know this argument; leave it at its default")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in OPTIMIZERS:
+        _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")
+    if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
+        _refuse("sync_each_batch=True", "ranks meet once an optimizer step; leave it out")
+
+
+def settings_for(args: Any, settings: Settings | None) -> Settings | None:
+    """The runtime's settings: `full_determinism` asks for reproducible sums. ConfigError where `settings` has none."""
+    if not args.full_determinism:
+        return settings
+    if settings is None:
+        return Settings(reproducible=True)
+    if not settings.reproducible:
+        _refuse("full_determinism=True", "it needs settings=odc.Settings(reproducible=True)")
+    return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What an Accelerator would do to a model, and `odc.integrations.transformers.prepare` does in its place.
+
+    Args:
+        precision: "no" or "bf16".
+        compiled: keyword arguments of `torch.compile`, None without compilation.
+    """
+
+    precision: str = "no"
+    compiled: dict[str, Any] | None = None
+
+    @staticmethod
+    def known() -> bool:
+        """Whether this process has made an Accelerator."""
+        from accelerate.state import is_initialized
+
+        return bool(is_initialized())
+
+    @classmethod
+    def of_accelerator(cls) -> Wishes:
+        """Those of the Accelerator that this process has made, none if it has not made one.
+
+        Raises ConfigError for what odc cannot do: fp16, fp8, or another library's sharding.
+        """
+        from accelerate.state import AcceleratorState
+
+        if not cls.known():
+            return cls()
+        state = AcceleratorState()
+        for plugin in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
+            if getattr(state, plugin, None) is not None:
+                _refuse(f"the Accelerator's {plugin}", "odc shards the model; make an Accelerator without it")
+        if state.mixed_precision not in ("no", "bf16"):
+            _refuse(f"mixed_precision={state.mixed_precision!r}", "there is no loss scaling; use 'bf16'")
+        plugin = state.dynamo_plugin
+        if plugin is None or plugin.backend.value == "NO":
+            return cls(state.mixed_precision)
+        return cls(state.mixed_precision, plugin.to_kwargs())
+
+    def policy(self, *, root: bool) -> MixedPrecisionPolicy | None:
+        """Of a unit; None for that of the parameters. In bf16 the root returns fp32, as under an Accelerator."""
+        if self.precision == "no":
+            return None
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32 if root else None)
+
+    def compile(self, block: nn.Module) -> None:
+        """Compile a block in place, where that is wished. Call it before the block is sharded."""
+        if self.compiled is not None:
+            block.compile(**self.compiled)
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise ConfigError(f"odc cannot apply {what}: {instead}")

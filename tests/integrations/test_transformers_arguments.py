@@ -1,0 +1,152 @@
+"""Every argument of a Trainer is applied, irrelevant or refused; what is refused raises before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from odc.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs transformers and accelerate: make test-integrations",
+)
+
+#: For each refused field a value that asks for something, and a word of what to use instead.
+REFUSING: dict[str, tuple[Any, str]] = {
+    "auto_find_batch_size": (True, "per_device_train_batch_size"),
+    "bf16_full_eval": (True, "bf16=True"),
+    "ddp_broadcast_buffers": (True, "leave it unset"),
+    "deepspeed": ({"zero_optimization": {"stage": 3}}, "transformers.Trainer"),
+    "enable_jit_checkpoint": (True, "save_steps"),
+    "fp16": (True, "bf16=True"),
+    "fp16_full_eval": (True, "bf16=True"),
+    "fsdp": (True, "leave it out"),
+    "fsdp_config": ({"reshard_after_forward": False}, "blocks and settings"),
+    "liger_kernel_config": ({"rope": True}, "before you pass it"),
+    "optim_target_modules": (["q_proj"], "leave it out"),
+    "parallelism_config": (SimpleNamespace(tp_size=2), "transformers.Trainer"),
+    "save_on_each_node": (True, "every node sees"),
+    "use_liger_kernel": (True, "before you pass it"),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No torchrun: the arguments are refused before a process group is needed."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **changes)
+
+
+def fields() -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    return {field.name: field for field in dataclasses.fields(TrainingArguments)}
+
+
+def test_every_field_is_in_one_table() -> None:
+    from odc.integrations.transformers_arguments import APPLIED, IRRELEVANT, REFUSED
+
+    tables = {"applied": APPLIED, "irrelevant": IRRELEVANT, "refused": frozenset(REFUSED)}
+    for name in fields():
+        holding = [table for table, names in tables.items() if name in names]
+        assert len(holding) == 1, f"{name} is in {holding or 'no table'}"
+    assert set(REFUSED) & set(fields()) == set(REFUSING) & set(fields()), "each refused field needs a case here"
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_what_is_refused_raises_and_says_what_to_use(name: str, tmp_path: Path) -> None:
+    from odc.integrations.transformers import OdcTrainer
+
+    args = arguments(tmp_path / "run")
+    value, instead = REFUSING[name]
+    setattr(args, name, value)  # some cannot be given without a library or a device that is not there
+    with pytest.raises(ConfigError) as caught:
+        OdcTrainer(model=mock.NonCallableMock(), args=args)
+    said = str(caught.value)
+    assert said.startswith(f"odc cannot apply {name}=") and instead in said and "\n" not in said
+    assert not (tmp_path / "run").exists(), "something was built before"
+
+
+def test_arguments_as_they_are_given_on_a_command_line_are_refused(tmp_path: Path) -> None:
+    from odc.integrations.transformers_arguments import refuse_arguments
+
+    refuse_arguments(arguments(tmp_path))
+    with mock.patch.dict(os.environ), pytest.raises(ConfigError, match="fsdp="):
+        refuse_arguments(arguments(tmp_path, fsdp="full_shard"))
+    with pytest.raises(ConfigError, match=r"optim='adafactor': use one of adamw_torch"):
+        refuse_arguments(arguments(tmp_path, optim="adafactor"))
+    once = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    with pytest.raises(ConfigError, match="sync_each_batch"):
+        refuse_arguments(arguments(tmp_path, accelerator_config=once))
+
+
+def test_a_field_that_odc_does_not_know_must_keep_its_default(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from odc.integrations.transformers_arguments import refuse_arguments
+
+    @dataclasses.dataclass
+    class Newer(TrainingArguments):
+        squeeze_gradients: bool = False
+
+    with mock.patch("transformers.TrainingArguments", Newer):
+        refuse_arguments(Newer(output_dir=str(tmp_path), use_cpu=True))
+        with pytest.raises(ConfigError, match="squeeze_gradients=True: odc does not know this argument"):
+            refuse_arguments(Newer(output_dir=str(tmp_path), use_cpu=True, squeeze_gradients=True))
+    refuse_arguments(Newer(output_dir=str(tmp_path), use_cpu=True, squeeze_gradients=True))  # of a subclass: its own
+
+
+def test_determinism_and_settings_must_agree(tmp_path: Path) -> None:
+    from odc.integrations.transformers_arguments import settings_for
+    from odc.settings import Settings
+
+    strict, plain = SimpleNamespace(full_determinism=True), SimpleNamespace(full_determinism=False)
+    given = Settings(timeout_s=5)
+    assert settings_for(plain, given) is given and settings_for(plain, None) is None
+    with pytest.raises(ConfigError, match=r"full_determinism=True: .* settings=odc.Settings\(reproducible=True\)"):
+        settings_for(strict, given)
+
+
+@pytest.mark.parametrize("option", ["model_init", "optimizers"])
+def test_what_is_made_before_the_model_is_sharded_is_refused(option: str, tmp_path: Path) -> None:
+    from odc.integrations.transformers import OdcTrainer
+
+    value = {"model_init": mock.Mock(), "optimizers": (mock.Mock(), None)}[option]
+    with pytest.raises(ConfigError, match=f"odc cannot apply {option}"):
+        OdcTrainer(model=mock.NonCallableMock(), args=arguments(tmp_path), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16'"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin"),
+        ({"deepspeed_plugin": object()}, "deepspeed_plugin"),
+    ],
+)
+def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, Any], said: str) -> None:
+    """`accelerate launch` sets these in the environment; some need devices to be set at all."""
+    from odc.integrations.transformers_arguments import Wishes
+
+    state = SimpleNamespace(**({"mixed_precision": "no", "dynamo_plugin": None} | changes))
+    with (
+        mock.patch("accelerate.state.is_initialized", return_value=True),
+        mock.patch("accelerate.state.AcceleratorState", return_value=state),
+        pytest.raises(ConfigError, match=said),
+    ):
+        Wishes.of_accelerator()
