@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +28,7 @@ def swapped(rank: int, rows: int = 3) -> Route:
 
 
 def refused(rank: int, kind: str, route: Route, tensors: dict[str, torch.Tensor], says: str) -> None:
-    with pytest.raises(OdcError) as error, exchange_of(kind, rank, 2, ["data"], timeout_s=20.0) as exchange:
+    with pytest.raises(OdcError) as error, exchange_of(kind, rank, 2, ["data"], timeout_s=60.0) as exchange:
         exchange.move(1, "data", route, tensors)
     assert says in str(error.value), f"rank {rank} says {error.value}"
 
@@ -49,38 +48,35 @@ def plans_otherwise(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("fault", [brings_too_few, plans_otherwise])
 def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str, fault: Any) -> None:
     with spawn_ranks(2, fault, kind) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
 
-def stays_away(rank: int, world: int, kind: str) -> float:
+def stays_away(rank: int, world: int, kind: str) -> None:
     over = default_store()
-    with exchange_of(kind, rank, world, ["data"], timeout_s=1.5) as exchange:
+    with exchange_of(kind, rank, world, ["data"], timeout_s=5.0) as exchange:
         if rank == 1:
-            over.wait(["rank 0 has given up"], timedelta(seconds=50))
-            return 0.0
-        began = time.monotonic()
+            over.wait(["rank 0 has given up"], timedelta(seconds=600))
+            return
         with pytest.raises(WaitTimeoutError, match=r"moving data of step 1|rank 1 to put data of step 1") as error:
             exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
         assert error.value.culprit == 1, str(error.value)
         assert "rank 1" in str(error.value), str(error.value)
         over.set("rank 0 has given up", "")
-        return time.monotonic() - began
 
 
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
 def test_a_deadline_names_who_did_not_come(kind: str) -> None:
     with spawn_ranks(2, stays_away, kind) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes[0].error is None, outcomes[0].describe()
-    assert outcomes[0].value < 30.0
 
 
 def overflows(rank: int, world: int) -> None:
     rows = [600, 1]
     route = Route.of(Rearrangement.to([1, 1], [1, 0]), {"rows": rows}, rank)
     error = HeapMemoryError if rank == 0 else PeerLostError  # with the same words
-    with exchange_of("on_demand", rank, world, ["data"], arena_bytes=1 << 12, timeout_s=20.0) as exchange:
+    with exchange_of("on_demand", rank, world, ["data"], arena_bytes=1 << 12, timeout_s=60.0) as exchange:
         with pytest.raises(error, match=r"data of step 1 needs \d+ bytes, but the arena has 4096") as it:
             exchange.move(1, "data", route, {"rows": torch.zeros(rows[rank], 2)})
         assert "declare arena_bytes=4864 or more" in str(it.value), str(it.value)
@@ -100,18 +96,17 @@ def test_an_overflow_names_the_size_that_would_do(ranks: Any) -> None:
 
 
 def runs_apart(rank: int, world: int) -> None:
-    """Rank 0 sends to rank 1 only; rank 1 comes late, rank 0 does not wait for it, nor rank 2 for anybody."""
+    """Rank 0 sends to rank 1 only; rank 1 comes when all others are through: they wait neither for it nor in turn."""
+    over = default_store()
     plan = Rearrangement.to([1, 1, 1, 1], [1, 1, 2, 3])
     route = Route.of(plan, {"rows": [4] * 4}, rank)
     with exchange_of("on_demand", rank, world, ["data"]) as exchange:
-        began = time.monotonic()
         if rank == 1:
-            time.sleep(1.0)
+            over.wait([f"rank {other} is through" for other in (0, 2, 3)], timedelta(seconds=600))
         got = exchange.move(1, "data", route, {"rows": torch.full((4, 1), float(rank))})["rows"]
-        took = time.monotonic() - began
+        over.set(f"rank {rank} is through", "")
         assert got[:, 0].tolist() == {0: [], 1: [0.0] * 4 + [1.0] * 4, 2: [2.0] * 4, 3: [3.0] * 4}[rank]
         assert exchange.moved["data"] == (16 if rank == 0 else 0)
-        assert rank == 1 or took < 0.9, f"rank {rank} waited {took} s for somebody"
 
 
 def test_on_demand_nobody_waits_but_for_rows(ranks: Any) -> None:
@@ -167,7 +162,7 @@ def bad_plan(rank: int, world: int, kind: str, fault: str) -> None:
     }
     lots = of([[("text", 100)], [("text", 50), ("vision", 90, 45)], [("text", 7)], [("text", 60)], [("text", 40)]])
     mine = bad[fault] if fault in bad and rank == 1 else lots if fault == "policy" else good
-    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=20.0) as exchange:
+    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=60.0) as exchange:
         orchestrator = Orchestrator(phases, Phase("llm", llm_policy, longest=500), exchange)
         with pytest.raises(PlanError) as error:
             orchestrator.plan(mine)
@@ -194,7 +189,7 @@ def loads(rank: int, world: int, kind: str) -> None:
         return of(batch)
 
     phases = [Phase(name, policy) for name, policy in zip(ENCODERS, POLICIES["full"], strict=False)]
-    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=20.0) as exchange:
+    with exchange_of(kind, rank, world, channels(ENCODERS), timeout_s=60.0) as exchange:
         loader = PlannedLoader(batches(), records_of, Orchestrator(phases, Phase("llm", BalancePolicy()), exchange))
         planned, seen = iter(loader), 0
 
@@ -228,7 +223,7 @@ def undeclared(rank: int, world: int) -> None:
 
 
 def dies(rank: int, world: int) -> float:
-    with exchange_of("on_demand", rank, world, ["data"], timeout_s=60.0) as exchange:
+    with exchange_of("on_demand", rank, world, ["data"], timeout_s=600.0) as exchange:
         exchange.move(1, "data", swapped(rank), {"rows": torch.zeros(3, 2)})
         if rank == 1:
             die()
@@ -240,6 +235,6 @@ def dies(rank: int, world: int) -> float:
 
 def test_a_death_is_known_at_once_and_named() -> None:
     with spawn_ranks(2, dies) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
-    assert outcomes[0].at - outcomes[1].told[0][0] < 30.0
+    assert outcomes[0].at - outcomes[1].told[0][0] < 60.0, "ten times that is the deadline"

@@ -1,4 +1,4 @@
-"""Every kernel compiled for every target, in processes of their own, while other tests run."""
+"""Every kernel compiled for one target or several, in processes of their own, while other tests run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TARGETS = (80, 90, 100)
 Facts = dict[str, dict[str, Any]]
 _under_way: dict[int, Future[Facts]] = {}
 
 
-def begin() -> None:
-    """Start compiling for all targets, once."""
-    if not _under_way:
-        pool = ThreadPoolExecutor(len(TARGETS))
-        _under_way.update({target: pool.submit(_compile, target) for target in TARGETS})
+def begin(targets: Collection[int]) -> None:
+    """Start compiling for these targets."""
+    if targets:
+        pool = ThreadPoolExecutor(len(targets))
+        _under_way.update({target: pool.submit(_compile, target) for target in targets})
         pool.shutdown(wait=False)
 
 
 def facts(target: int) -> Facts:
     """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it."""
-    begin()
     return _under_way[target].result()
 
 

@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiling(request: pytest.FixtureRequest) -> None:
-    if any(map(is_compiled, request.session.items)):
+    targets = {item.callspec.params["target"] for item in request.session.items if is_compiled(item)}  # type: ignore[attr-defined]
+    if targets:
         from _compiled import begin
 
-        begin()
+        begin(targets)

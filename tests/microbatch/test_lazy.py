@@ -43,7 +43,7 @@ class Watched:
 
 def settled(watched: Watched, expected: int) -> None:
     """Wait until as many are prepared, and a little longer for one too many."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while watched.prepared < expected and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.02)
@@ -115,7 +115,7 @@ def test_a_source_that_gives_nothing_is_named_at_the_deadline() -> None:
     stuck = threading.Event()
 
     def source() -> Iterator[int]:
-        stuck.wait(60)
+        stuck.wait(60.0)
         yield 0
 
     lazy = LazyMicrobatches(source(), lambda i: i, timeout_s=0.05)

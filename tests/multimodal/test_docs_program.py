@@ -20,7 +20,6 @@ def test_the_program_finishes(tmp_path: Path) -> None:
         [*command, str(tmp_path / "skip.py"), "odc"],
         capture_output=True,
         text=True,
-        timeout=200,
         env=environment,
         check=False,
     )
