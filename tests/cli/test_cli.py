@@ -20,9 +20,7 @@ _ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
 
 def odc(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*python, "-m", "odc.cli", *arguments], capture_output=True, text=True, env=_ENV, check=False
-    )
+    return subprocess.run([*python, "-m", "odc.cli", *arguments], capture_output=True, text=True, env=_ENV, check=False)
 
 
 def options_of_a_job(folder: Path) -> list[str]:

@@ -21,9 +21,7 @@ _ENV = {
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, env=_ENV, check=False
-    )
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, env=_ENV, check=False)
 
 
 @pytest.mark.thorough
