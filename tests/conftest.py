@@ -14,38 +14,33 @@ for _helpers in (Path(__file__).parent, Path(__file__).parent / "fsdp"):
     if str(_helpers) not in sys.path:
         sys.path.insert(0, str(_helpers))
 
-# No example of a property test has a deadline: a busy machine must not fail a test.
-hypothesis.settings.register_profile("all", deadline=None)
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--extent",
         choices=("quick", "rest", "all"),
         default="all",
-        help="quick: no test marked `thorough`, few examples of each property; rest: what quick leaves out; "
-        "all (the default): both",
+        help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.load_profile("quick" if config.getoption("--extent") == "quick" else "all")
+    from _extent import ALL_EXAMPLES, QUICK_EXAMPLES
+
+    count = QUICK_EXAMPLES if config.getoption("--extent") == "quick" else ALL_EXAMPLES
+    # No example has a deadline: a busy machine must not fail a test.
+    hypothesis.settings.register_profile("odc", deadline=None, max_examples=count)
+    hypothesis.settings.load_profile("odc")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--extent` does not ask for; properties belong to both halves, with more examples in the rest."""
-    extent = config.getoption("--extent")
-    left_out = []
-    for item in items:
-        thorough = item.get_closest_marker("thorough") is not None
-        is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        if (extent == "quick" and thorough) or (extent == "rest" and not (thorough or is_property)):
-            left_out.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    from _extent import left_out
+
+    out = left_out(items, config.getoption("--extent"))
+    if out:
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.timeout(180)
 def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "loop.py"

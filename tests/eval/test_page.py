@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'odc-fs
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.thorough
 def test_program_of_the_page_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     program = re.findall(r"<!-- tests/eval/test_page.py runs this program -->\n```python\n(.*?)```", text, re.DOTALL)

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_program_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "dynamic.md").read_text("utf-8"), re.DOTALL)
     script = tmp_path / "loop.py"

@@ -89,7 +89,7 @@ def train_replicas(rank: int, world: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_killed_among_replicas(culprit: int, nothing_left: list[int]) -> None:
     """Ranks on the diagonal of the mesh share neither a shard group nor a replica group, and still learn of it."""
     with spawn_ranks(4, train_replicas) as job:
@@ -100,7 +100,9 @@ def test_killed_among_replicas(culprit: int, nothing_left: list[int]) -> None:
     assert_all_noticed(outcomes, culprit, died)
 
 
-@pytest.mark.parametrize("culprit", range(WORLD))
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)]
+)
 def test_killed_from_outside_at_a_random_time(culprit: int, nothing_left: list[int]) -> None:
     wait_s = random.SystemRandom().uniform(0.0, 0.7)
     with spawn_ranks(WORLD, train_until_the_end) as job:
@@ -178,7 +180,7 @@ def train_with_loader(rank: int, world: int, start: str) -> None:
                 die()
 
 
-@pytest.mark.parametrize("start", ["before", "after"])
+@pytest.mark.parametrize("start", [pytest.param("before", marks=pytest.mark.thorough), "after"])
 def test_killed_while_loader_workers_live(start: str, nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, train_with_loader, start) as job:
         outcomes = end(job, nothing_left)

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_the_program_finishes(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multimodal.md").read_text("utf-8"), re.DOTALL)
     (tmp_path / "skip.py").write_text(program, "utf-8")
