@@ -157,10 +157,8 @@ def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> I
     """Two ranks that publish without pause, and their ticket."""
     arguments = str(tmp_path / "stop"), width, Settings(**settings), last
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
-        deadline = time.monotonic() + 60
-        while not running.outcomes[0].told:
+        while not running.outcomes[0].told and running.outcomes[0].exit_code is None:
             running.receive(0.05)
-            assert time.monotonic() < deadline
         yield running, running.outcomes[0].told[0]
 
 
@@ -205,7 +203,7 @@ def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Si
                 loop.send_signal(how)
                 if how is signal.SIGKILL:
                     loop.wait()
-                before, deadline = watch.version, time.monotonic() + 60
+                before, deadline = watch.version, time.monotonic() + 300
                 while watch.version < before + 50:
                     assert time.monotonic() < deadline, f"version {watch.version} after {before}"
                     time.sleep(0.01)

@@ -283,7 +283,7 @@ def test_a_rank_that_does_not_publish_is_named(job: Job) -> None:
 
 def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
     job.crew.publish(0, 1.0)
-    over = time.monotonic() + 0.6
+    over = time.monotonic() + 3.0
 
     def touch() -> None:
         while time.monotonic() < over:
@@ -293,7 +293,7 @@ def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
 
     thread = threading.Thread(target=touch)
     thread.start()
-    with Reader(job.ticket, timeout_s=0.3) as source:
+    with Reader(job.ticket, timeout_s=2.5) as source:
         assert source.read().version == 1
     thread.join()
 
