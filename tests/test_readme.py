@@ -26,7 +26,8 @@ def test_program_of_the_readme_runs(tmp_path: Path) -> None:
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"(?:^|`)make ([a-z]+(?:-[a-z]+)*)", README.read_text(encoding="utf-8"), re.MULTILINE)):
+    readme = README.read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?:^|`)make ([a-z]+(?:-[a-z]+)*)", readme, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
