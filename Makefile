@@ -6,11 +6,13 @@
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
+#   JOBS=2                   processes that test and test-all run tests in; 0 runs them in pytest itself (for --pdb)
 #   RESULTS=bench/results    where bench stores tables and JSON (runs/bench)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 RESULTS ?= runs/bench
 
 VENV := .venv
@@ -22,10 +24,12 @@ EXTRAS_trl := trl
 EXTRAS_evaluation := lm-eval,lmms-eval
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+# Tests of one file stay together: they share rank processes, and what those keep.
+SPREAD = -n $(JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-gpu test-emulated bench bench-gpu lint clean
+.PHONY: help demo test test-all test-integrations test-gpu test-emulated bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
@@ -34,18 +38,21 @@ help:  ## this text
 demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
 
-test: $(READY)  ## run the tests
-	$(ON_CPU) $(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## run the tests: every behaviour once
+	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) --extent quick $(ARGS)
+
+test-all: $(READY)  ## run all tests: every combination, kernels for three GPU generations, more examples of properties
+	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
 test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
-	    --timeout 600 --installed accelerate,peft,transformers,trl $(ARGS)
+	    --installed accelerate,peft,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
-	    --ignore tests/integrations/test_transformers.py --timeout 600 --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_transformers.py --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
-	    tests/integrations/test_lmms_eval.py --timeout 600 --installed lm_eval,lmms_eval $(ARGS)
+	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	$(ON_CPU) $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
@@ -62,7 +69,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-emulated: .venv-emulated/.ready build/emulated/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated (once: downloads some GB, a torch with CUDA)
-	tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session --timeout 900 $(ARGS)
+	tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session $(ARGS)
 
 bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS
 	@# Exit code 1 of the suite: some figures are missing; the others are stored, and the training is measured too.

@@ -28,7 +28,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 def settle(server: Daemon) -> None:
     """Return when the loop has handled all that had happened before."""
     for _ in range(2):
-        knock(server.door_name, {"op": "status"}, 5.0)
+        knock(server.door_name, {"op": "status"}, 60.0)
 
 
 def descriptors() -> set[str]:

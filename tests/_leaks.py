@@ -49,7 +49,7 @@ def memfds_of(pid: int) -> list[str]:
     return found + [line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line]
 
 
-def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 10.0) -> None:
+def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 60.0) -> None:
     """No process of these ranks lives, and no file in /dev/shm is new that bears odc's name or one of their pids.
 
     A memfd lives in processes alone: with these gone it could only be open in pytest itself, which is looked at too.

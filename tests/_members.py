@@ -52,13 +52,13 @@ class Crew:
         by_hand: bool = False,
         frozen: Collection[str] = (),
     ) -> None:
-        self.settings = settings or Settings(timeout_s=5.0)
+        self.settings = settings or Settings(timeout_s=60.0)
         self.units = units_of(layout, self.settings, frozen)
         self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
         self.by_hand, self.rung = by_hand, list[int]()
         self.spaces: list[Space] = []
         for me in range(len(self.ranks)):
-            heap = ShmHeap("crew", self.ranks, me, self._connect, 5.0)
+            heap = ShmHeap("crew", self.ranks, me, self._connect, 60.0)
             self.spaces.append(Space(heap, Geometry(self.ranks, shards, me), self.units, self.settings, "test"))
         self.verbs = [Verbs(space, self._ring) for space in self.spaces]
         self.services = [Service("crew", space) for space in self.spaces]

@@ -33,9 +33,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_PATIENCE_S = 600.0  # as in `_ranks`
 _PRELOADED = (
     "hypothesis",
     "odc",
+    "odc.fsdp",
+    "odc.handover",
+    "odc.dispatch",
+    "odc.eval",
     "pytest",
     "torch",
     "torch._dynamo",
@@ -190,13 +195,13 @@ def join(hello: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", hello["port"], is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", hello["port"], is_master=False, timeout=timedelta(seconds=_PATIENCE_S))
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(hello["prefix"], store),
         rank=hello["rank"],
         world_size=hello["world"],
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=_PATIENCE_S),
     )
 
 

@@ -29,8 +29,9 @@ from typing import IO, Any
 import torch.distributed as dist
 
 _OUTPUT_SHOWN = 6000  # last characters of a rank's output shown in a failure
-_START_S = 200.0  # for the nursery's imports, on a machine that has other work
-_GRACE_S = 5.0  # for the other ranks once one has failed
+# A guard against hangs, below pytest's own so that a failure shows the ranks' stacks; a busy machine never reaches it.
+_PATIENCE_S = 600.0
+_GRACE_S = 10.0  # for the other ranks' words once one has failed
 
 Environment = tuple[tuple[str, str], ...]  # variables and their values
 INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
@@ -100,7 +101,7 @@ class Nursery:
         )
         theirs.close()
         self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_PATIENCE_S), wait_for_workers=False
         )
         self._jobs = 0
         self.exits: dict[int, int] = {}
@@ -112,7 +113,7 @@ class Nursery:
         theirs.close()
         channel = Connection(ours.detach())
         try:
-            while (pid := self._read(_START_S).get("forked")) is None:
+            while (pid := self._read(_PATIENCE_S).get("forked")) is None:
                 pass
         except BaseException:
             channel.close()
@@ -224,7 +225,7 @@ class RankProcesses:
             os.kill(self.outcomes[rank].pid, signal.SIGKILL)
         return now
 
-    def wait(self, timeout: float = 120.0) -> list[Outcome]:
+    def wait(self, timeout: float = _PATIENCE_S) -> list[Outcome]:
         """Wait until every rank's process has ended.
 
         Raises:
@@ -240,7 +241,7 @@ class RankProcesses:
         self._read_outputs()
         return self.outcomes
 
-    def until_told(self, count: int, timeout: float = 120.0) -> None:
+    def until_told(self, count: int, timeout: float = _PATIENCE_S) -> None:
         """Wait until every rank has told at least `count` values."""
         deadline = time.monotonic() + timeout
         while any(len(outcome.told) < count for outcome in self.outcomes):
@@ -266,7 +267,7 @@ class RankProcesses:
         for outcome in self.outcomes:
             if outcome.exit_code is None:
                 self.kill(outcome.rank)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + _PATIENCE_S
         while any(outcome.exit_code is None for outcome in self.outcomes) and time.monotonic() < deadline:
             time.sleep(0.01)
             self._note_exits()
@@ -293,7 +294,7 @@ class RankPool:
         self.world, self._environment = world, environment
         self._ranks: RankProcesses | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = _PATIENCE_S) -> list[Any]:
         """Run `function(rank, world, *args)` on every rank and return the results by rank.
 
         Raises:
@@ -324,7 +325,7 @@ class RankPool:
         ranks, self._ranks = self._ranks, None
         ranks.send(b"")
         try:
-            return ranks.wait(20.0)
+            return ranks.wait()
         finally:
             ranks.close()
 

@@ -14,14 +14,38 @@ for _helpers in (Path(__file__).parent, Path(__file__).parent / "fsdp"):
     if str(_helpers) not in sys.path:
         sys.path.insert(0, str(_helpers))
 
-# A busy machine is no failure: no example of any property test has a deadline.
-hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--extent",
+        choices=("quick", "rest", "all"),
+        default="all",
+        help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from _extent import ALL_EXAMPLES, QUICK_EXAMPLES
+
+    count = QUICK_EXAMPLES if config.getoption("--extent") == "quick" else ALL_EXAMPLES
+    # No example has a deadline: a busy machine must not fail a test.
+    hypothesis.settings.register_profile("odc", deadline=None, max_examples=count)
+    hypothesis.settings.load_profile("odc")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from _extent import left_out
+
+    out = left_out(items, config.getoption("--extent"))
+    if out:
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], object]]:
-    """`ranks(world).run(function, *args, timeout=120)` runs a module-level function on every rank of a lasting pool."""
+    """`ranks(world).run(function, *args)` runs a module-level function on every rank of a lasting pool."""
     yield from _pools(())
 
 

@@ -8,12 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.timeout(180)
 def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "loop.py"
@@ -22,14 +19,15 @@ def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     script.write_text(program + ending, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 True"]
 
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"(?:^|`)make ([a-z]+)", README.read_text(encoding="utf-8"), re.MULTILINE)):
+    readme = README.read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?:^|`)make ([a-z]+(?:-[a-z]+)*)", readme, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

@@ -37,4 +37,4 @@ def test_importing_the_balancers_loads_no_optional_library():
         "import sys, odc.balance; heavy = {'torch', 'numba', 'scipy', 'matplotlib'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)

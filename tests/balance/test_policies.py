@@ -98,7 +98,6 @@ def test_same_plan_in_another_process_with_another_hash_seed():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
             env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(p for p in sys.path if p) + ":."},
         )
         return done.stdout.strip()

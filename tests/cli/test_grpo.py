@@ -21,12 +21,10 @@ _ENV = {
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=280, env=_ENV, check=False
-    )
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, env=_ENV, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_grpo_launches_its_ranks_and_a_rollout(tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
     done = python("odc.cli", "grpo", "--steps", "1", "--prompts", "2", "--response-tokens", "8", "--output", str(log))
@@ -43,7 +41,7 @@ def test_what_cannot_be_is_said_before_ranks_start() -> None:
     assert done.stderr == "odc: group must be a whole number, 2 or more, not 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example() -> None:
     done = python(
         "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",

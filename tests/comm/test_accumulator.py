@@ -37,13 +37,13 @@ def lock_held_elsewhere(crew: Crew, owner: int, unit: int) -> Iterator[None]:
     taken, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with crew.spaces[owner].mutex(owner, crew.units[unit]).held(5.0):
+        with crew.spaces[owner].mutex(owner, crew.units[unit]).held(60.0):
             taken.set()
-            over.wait(10.0)
+            over.wait(60.0)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    taken.wait(5.0)
+    taken.wait(60.0)
     try:
         yield
     finally:

@@ -47,7 +47,7 @@ def fetched(crew: Crew, member: int, index: int, lanes: DeferredLanes) -> set[fl
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
 def test_minibatches_are_right_however_late_the_device_is(deferred: list[DeferredLanes], accumulate: str) -> None:
-    settings = Settings(timeout_s=5.0, accumulate=accumulate, staging_block_bytes=4096)
+    settings = Settings(timeout_s=60.0, accumulate=accumulate, staging_block_bytes=4096)
     with Crew(LAYOUT, 2, settings=settings) as crew:
         for epoch in (1, 2, 3):
             crew.publish_all(float(epoch))
@@ -95,7 +95,7 @@ def test_done_comes_after_own_reads(deferred: list[DeferredLanes]) -> None:
 
 
 def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
-    settings = Settings(timeout_s=5.0, staging_block_bytes=4096)
+    settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
     with Crew([[("w", 8 * 1024, F32)]], 2, settings=settings, by_hand=True) as crew:
         crew.publish_all()
         before = deferred[0].settled
@@ -112,7 +112,7 @@ def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
 
 def test_a_full_ring_is_told_before_it_is_waited_for(deferred: list[DeferredLanes]) -> None:
     """A pusher that kept its posts to itself while it waits for credit would wait for ever."""
-    settings = Settings(timeout_s=5.0, staging_block_bytes=4096)
+    settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
     with Crew([[("w", 8192, BF16)]], 2, settings=settings) as crew:
         crew.publish_all()
         values = torch.ones(2 * 8192, dtype=torch.float64)  # wider than what the ring was made for

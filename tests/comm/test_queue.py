@@ -106,11 +106,11 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
 
     from odc.fsdp._torch_compat import default_store
 
-    chosen = Settings(timeout_s=30.0, queue_bytes=ROOM)
+    chosen = Settings(timeout_s=60.0, queue_bytes=ROOM)
     units = [UnitSpec.build(0, "u", LAYOUT[0], F32)]
     geometry = Geometry(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), "queue", geometry, 30.0, lambda doing: verbs.waiter.check(doing))
-    space = Space(ShmHeap("queue", geometry.ranks, rank, meet.connect, 30.0), geometry, units, chosen, "test")
+    meet = Rendezvous(default_store(), "queue", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
+    space = Space(ShmHeap("queue", geometry.ranks, rank, meet.connect, 60.0), geometry, units, chosen, "test")
     verbs = Verbs(space, meet.ring)
     service, server = Service("queue", space), Daemon(rank)
     server.serve(service)

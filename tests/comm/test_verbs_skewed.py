@@ -73,7 +73,7 @@ def sometimes(chance: float) -> None:
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
 def test_skewed_minibatches_on_threads(accumulate: Accumulate) -> None:
-    with Crew(WIDE, 3, settings=Settings(accumulate=accumulate, timeout_s=30.0, staging_block_bytes=4096)) as crew:
+    with Crew(WIDE, 3, settings=Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)) as crew:
         crew.by_hand = True  # each member has a server of its own
         crew.attach()
         daemons = [Daemon(rank) for rank in crew.ranks]
@@ -106,11 +106,11 @@ def live_in_a_process(rank: int, world: int, accumulate: Accumulate) -> int:
 
     from odc.fsdp._torch_compat import default_store
 
-    settings = Settings(accumulate=accumulate, timeout_s=30.0, staging_block_bytes=4096)
+    settings = Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)
     units = [UnitSpec.build(i, f"u{i}", params, F32) for i, params in enumerate(WIDE)]
     geometry = Geometry(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), f"verbs-{accumulate}", geometry, 30.0, lambda doing: verbs.waiter.check(doing))
-    space = Space(ShmHeap("verbs", geometry.ranks, rank, meet.connect, 30.0), geometry, units, settings, "test")
+    meet = Rendezvous(default_store(), f"verbs-{accumulate}", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
+    space = Space(ShmHeap("verbs", geometry.ranks, rank, meet.connect, 60.0), geometry, units, settings, "test")
     verbs = Verbs(space, meet.ring)
     service, server = Service(f"verbs-{accumulate}", space), Daemon(rank)
     server.serve(service)

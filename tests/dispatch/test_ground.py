@@ -14,4 +14,4 @@ def test_planning_loads_neither_torch_nor_an_optional_library() -> None:
         "node_wise(move, [5, 9, 3], 1); "
         "heavy = {'torch', 'numba', 'scipy'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 from _doubles import random_move
+from _extent import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def best_of_all(move: Rearrangement, sizes: np.ndarray, per_node: int) -> int:
     return min(int(sent.max()) for sent in found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 1 << 20), st.sampled_from(["exact", "exchange"]))
 def test_small_ones_against_every_permutation(instances: int, per_node: int, seed: int, method: Method) -> None:
     pytest.importorskip("scipy")
@@ -46,7 +47,7 @@ def test_small_ones_against_every_permutation(instances: int, per_node: int, see
         assert found.cost == best
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_exchanges_come_within_five_percent_of_the_optimum(seed: int) -> None:
     pytest.importorskip("scipy")
     move, sizes = drawn(16, 20, seed)

@@ -63,7 +63,7 @@ def test_bad_probes_are_lines_of_the_report() -> None:
 def test_a_hang_ends_at_its_deadline() -> None:
     begin = time.monotonic()
     (found,) = examine([probe("hangs", 2.0)])
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300, "it would have slept for 600 s"
     assert found == Finding("hangs", State.BROKEN, "no answer in 2 s", "cuda", "reboot")
 
 

@@ -128,7 +128,7 @@ from odc.doctor.packages import torch_itself
 (found,) = torch_itself()
 print(found.state, found.found)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("broken odc supports torch")
     assert "_unsafe_preserve_version_counter" in done.stdout
 

@@ -13,7 +13,7 @@ from odc.eval import Peers
 RANKS = (4, 7, 9, 2)  # global ranks of the members: messages must name these
 
 
-def run_together(world: int, function: Callable[[Peers], Any], *, timeout_s: float = 20.0) -> list[Any]:
+def run_together(world: int, function: Callable[[Peers], Any], *, timeout_s: float = 60.0) -> list[Any]:
     """What `function(peers)` returned, or the exception it raised, by member."""
     store, results = dist.HashStore(), list[Any]([None] * world)
 

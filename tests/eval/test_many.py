@@ -53,7 +53,7 @@ def _at_once(rank: int, world: int) -> tuple[int, int]:
     return sum(map(len, everyone or ())), tracemalloc.get_traced_memory()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_many_small_results_in_bounded_memory(ranks, capsys):
     taken, held, before, after = ranks(WORLD).run(_gathered)[0]
     assert taken == ROWS

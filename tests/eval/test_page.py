@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install 'odc-fs
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.thorough
 def test_program_of_the_page_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     program = re.findall(r"<!-- tests/eval/test_page.py runs this program -->\n```python\n(.*?)```", text, re.DOTALL)
@@ -25,7 +25,7 @@ def test_program_of_the_page_runs(tmp_path: Path) -> None:
     script.write_text(program[0] + ending, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     scores, lengths = ast.literal_eval((tmp_path / "found").read_text())
     assert len(scores) == 5 and all(-6 < score < -3 for score in scores)  # random weights: about -log(100)

@@ -98,7 +98,7 @@ def test_a_rank_that_stands_still_is_named_by_all():
 
     def work(peers: Peers) -> Any:
         if peers.me == 2:
-            gone.wait(20.0)
+            gone.wait(60.0)
             return None
         try:
             peers.meet("the corner")
@@ -128,12 +128,12 @@ def test_whom_a_rank_has_waited_for_before_is_not_blamed():
     def work(peers: Peers) -> Any:
         peers.timeout_s = 2.0
         if peers.me == 2:
-            time.sleep(0.5)
+            while not peers._store.check(["waits/0"]):  # until rank 4 has waited long enough to say so
+                time.sleep(0.01)
             peers.send(0, b"late", "a letter")
         if peers.me == 0:
             peers.receive(2, "a letter")
-            assert peers._store.check(["waits/0"]), "it has not waited long enough to say so"
-            done.wait(30.0)
+            done.wait(60.0)
         if peers.me == 1:
             try:
                 peers.receive(0, "a letter")
@@ -153,14 +153,14 @@ def test_progress_starts_the_deadline_anew_also_for_those_behind():
 
     def work(peers: Peers) -> Any:
         if peers.me == 2:
-            end = time.monotonic() + 2.5
+            end = time.monotonic() + 5.0
             while time.monotonic() < end:
                 peers.tick()
                 time.sleep(0.02)
         peers.leave("the end")
         return "well"
 
-    assert run_together(3, work, timeout_s=1.5) == ["well"] * 3
+    assert run_together(3, work, timeout_s=4.0) == ["well"] * 3
 
 
 def test_nothing_stays_in_the_store():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard
 from odc.eval import gather_metrics, pad_requests, plan_requests, session
+from odc.fsdp._torch_compat import default_store
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'odc-fsdp[train]'")
 
+_runs = itertools.count()  # the same number for a run on every rank
 COUNTS = {2: (5, 2), 3: (4, 0, 2)}  # requests by rank; one has none
 
 
@@ -55,7 +58,7 @@ def score(model: Any, tokens: torch.Tensor) -> float:
 
 def evaluate(model: Any, rank: int, world: int, mode: Any) -> tuple[Any, ...]:
     """All scores on rank 0; forwards that this rank ran; the plan's waste; when it ran its last, and was done."""
-    forwards, last = 0, 0.0
+    forwards, last, store, run = 0, 0.0, default_store(), f"evaluation {next(_runs)}"
 
     def count(*unused: Any) -> None:
         nonlocal forwards, last
@@ -67,9 +70,10 @@ def evaluate(model: Any, rank: int, world: int, mode: Any) -> tuple[Any, ...]:
         plan = plan_requests({"score": len(mine)}, peers)
         padded = pad_requests(mine, plan, "score", mode=mode, make_pad=lambda: request(0, 0))
         if rank == 0 and mode == "none":
-            time.sleep(0.5)  # so that ranks with less to do are done before it has fetched from them
+            store.wait([f"{run} of rank {other}" for other in range(1, world)])  # before it has fetched from them
         scores = padded.keep([score(model, tokens) for tokens in padded.requests])
         done = time.monotonic()
+        store.set(f"{run} of rank {rank}", "done")
         found = gather_metrics({"score": [((rank, i), value) for i, value in enumerate(scores)]}, peers)
     return found, forwards, plan.waste(), last, done
 
@@ -100,7 +104,7 @@ def test_padded_and_unpadded_give_the_same_scores(ranks, world: int):
 
 
 def _unpadded_fsdp2(rank: int, world: int) -> str:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=4)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=15)), "cpu")
     try:
         evaluate(build(torch_fully_shard, mesh), rank, world, "none")
     except Exception as error:
@@ -108,6 +112,7 @@ def _unpadded_fsdp2(rank: int, world: int) -> str:
     return "well"
 
 
+@pytest.mark.thorough  # a control: nothing of odc runs in it
 def test_fsdp2_without_padding_is_what_hangs(ranks):
     """The control: gloo's timeout ends the forward that nobody joins, and the session tells the other rank."""
     first, second = ranks(2).run(_unpadded_fsdp2)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from _compare import differences
+from _extent import examples
 from _failing import WORLD, assert_all_noticed, end
 from _models import Case, build, next_token_loss, own_gradients, tokens
 from _rank_worker import die, tell
@@ -137,7 +138,7 @@ def near_the_static_arm(rank: int, world: int, counts: Any, seed: int) -> list[l
     return numbers
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 999)
 )

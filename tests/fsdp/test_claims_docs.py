@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_program_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "dynamic.md").read_text("utf-8"), re.DOTALL)
     script = tmp_path / "loop.py"
@@ -19,6 +22,6 @@ def test_program_of_the_page_runs(tmp_path: Path) -> None:
     script.write_text(program + ending, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 1180", "2 1180"]

@@ -98,7 +98,7 @@ def oracle_sees_one_rounding_too_many(rank: int, world: int, case: Case) -> tupl
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_backward_a_rank_unchanged_loop(ranks: Pools, variant: str, low_precision: bool) -> None:
     case = Case(counts=ONE, low_precision=low_precision, **VARIANTS[variant])  # type: ignore[arg-type]
-    ranks(2).run(same_unchanged, case, None, timeout=200)
+    ranks(2).run(same_unchanged, case, None)
 
 
 @pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
@@ -122,7 +122,7 @@ def test_overlap_and_prefetch_change_nothing(ranks: Pools, overlap: bool, prefet
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_many_microbatches_per_source(ranks: Pools, variant: str, low_precision: bool) -> None:
     case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=low_precision, **VARIANTS[variant])  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(accumulate="per_source"), timeout=200)
+    ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))
 
 
 @pytest.mark.parametrize("idiom", ["last_backward", "gradient_sync", "minibatch", "finish"])

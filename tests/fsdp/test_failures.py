@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _failing import NOTICED_S, STEPS, WORLD, assert_all_noticed, backward, end, job
+from _failing import NOTICED_S, STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
 from _models import Case, build, next_token_loss, tokens
 from _rank_worker import die, tell
 from _ranks import spawn_ranks
@@ -88,7 +89,7 @@ def train_replicas(rank: int, world: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_killed_among_replicas(culprit: int, nothing_left: list[int]) -> None:
     """Ranks on the diagonal of the mesh share neither a shard group nor a replica group, and still learn of it."""
     with spawn_ranks(4, train_replicas) as job:
@@ -99,7 +100,9 @@ def test_killed_among_replicas(culprit: int, nothing_left: list[int]) -> None:
     assert_all_noticed(outcomes, culprit, died)
 
 
-@pytest.mark.parametrize("culprit", range(WORLD))
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)]
+)
 def test_killed_from_outside_at_a_random_time(culprit: int, nothing_left: list[int]) -> None:
     wait_s = random.SystemRandom().uniform(0.0, 0.7)
     with spawn_ranks(WORLD, train_until_the_end) as job:
@@ -123,28 +126,29 @@ def test_all_but_one_killed_at_once(nothing_left: list[int]) -> None:
     assert survivor.at - died[0] < NOTICED_S
 
 
-def compute_then_call(rank: int, world: int) -> None:
-    """Rank 2 computes on its own, for longer than a death needs to become known, then calls into odc once."""
+def compute_then_call(rank: int, world: int, go_on: Path) -> None:
+    """Rank 2 computes on its own until rank 1 has learned of rank 0's death, then calls into odc once."""
     model, _ = job(rank, world)
     backward(model, rank, 0)
     tell("ready")
     if rank == 0:
-        time.sleep(0.2)
         die()
     if rank == 2:
-        time.sleep(1.5)
+        while not go_on.exists():
+            time.sleep(0.05)
         tell(time.monotonic())
     backward(model, rank, 1)
     tell("a call into odc went through")
 
 
-def test_a_computing_rank_learns_of_it_at_its_next_call(nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, compute_then_call) as job:
+def test_a_computing_rank_learns_of_it_at_its_next_call(nothing_left: list[int], tmp_path: Path) -> None:
+    with spawn_ranks(WORLD, compute_then_call, tmp_path / "go on") as job:
+        until_ended(job, (0, 1))
+        (tmp_path / "go on").touch()
         outcomes = end(job, nothing_left)
     died, called = outcomes[0].told[-1][0], outcomes[2].told[1]
     assert_all_noticed(outcomes[:2], 0, died)
     assert_all_noticed(outcomes[2:], 0, called)
-    assert called - died > 1.0
     assert outcomes[2].told == ["ready", called]
 
 
@@ -176,26 +180,27 @@ def train_with_loader(rank: int, world: int, start: str) -> None:
                 die()
 
 
-@pytest.mark.parametrize("start", ["before", "after"])
+@pytest.mark.parametrize("start", [pytest.param("before", marks=pytest.mark.thorough), "after"])
 def test_killed_while_loader_workers_live(start: str, nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, train_with_loader, start) as job:
         outcomes = end(job, nothing_left)
     assert_all_noticed(outcomes, 1, outcomes[1].told[-1][0])
 
 
+@pytest.mark.thorough
 def test_killed_before_it_has_a_heap_is_named_at_the_deadline(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, never_comes_up, 1) as job:
         outcomes = end(job, nothing_left)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error in ("WaitTimeoutError", "PeerLostError"), outcome.describe()
         assert "rank 1" in outcome.message
-        assert outcome.at - outcomes[1].told[-1][0] < 2.0 + NOTICED_S
+        assert outcome.at - outcomes[1].told[-1][0] < 10.0 + NOTICED_S
 
 
 def never_comes_up(rank: int, world: int, culprit: int) -> None:
     if rank == culprit:
         die()
-    model, _ = job(rank, world, settings=Settings(timeout_s=2.0))
+    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
     backward(model, rank, 0)
 
 

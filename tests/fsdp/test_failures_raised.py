@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from _failing import NOTICED_S, STEPS, WORLD, assert_all_noticed, backward, end, job
+from _failing import STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
 from _rank_worker import die, tell
 from _ranks import spawn_ranks
 
@@ -56,8 +57,7 @@ def test_a_rank_that_ends_with_an_exception_is_missed_by_its_peers(nothing_left:
     with spawn_ranks(WORLD, raise_outside, whole_end=True) as job:
         outcomes = end(job, nothing_left)
     assert outcomes[1].error == "ValueError"
-    # The interpreter's own end, with torch loaded, is part of what peers wait for here.
-    assert_all_noticed(outcomes, 1, outcomes[1].told[0], within_s=10.0)
+    assert_all_noticed(outcomes, 1, outcomes[1].told[0])
 
 
 def leave_early(rank: int, world: int) -> None:
@@ -109,63 +109,64 @@ def test_an_aborted_root_stays_aborted(nothing_left: list[int]) -> None:
 # stuck -----------------------------------------------------------------------------------------------------------
 
 
-def stuck(rank: int, world: int) -> None:
-    model, _ = job(rank, world, settings=Settings(timeout_s=2.0))
-    backward(model, rank, 0)
+def stuck(rank: int, world: int, go_on: Path) -> None:
+    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
     tell(time.monotonic())
-    if rank == 1:
-        time.sleep(5.0)
+    backward(model, rank, 0)
+    while rank == 1 and not go_on.exists():
+        time.sleep(0.05)
     backward(model, rank, 1)
 
 
-def test_a_stuck_rank_is_named_at_the_deadline(nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, stuck) as job:
+def test_a_stuck_rank_is_named_at_the_deadline(nothing_left: list[int], tmp_path: Path) -> None:
+    with spawn_ranks(WORLD, stuck, tmp_path / "go on") as job:
+        until_ended(job, (0, 2))
+        (tmp_path / "go on").touch()
         outcomes = end(job, nothing_left)
     waiting = [outcomes[0], outcomes[2]]
     assert WaitTimeoutError.__name__ in {outcome.error for outcome in waiting}, waiting[0].describe()
     for outcome in waiting:
         assert outcome.error in ("WaitTimeoutError", "PeerLostError"), outcome.describe()
         assert "rank 1" in outcome.message
-        assert 2.0 < outcome.at - outcomes[1].told[0] < 2.0 + 2 * NOTICED_S
+        assert outcome.at - outcomes[1].told[0] > 10.0, "before the deadline"
     assert outcomes[1].error == "PeerLostError", outcomes[1].describe()  # what it meets when it wakes up
 
 
 def stopped(rank: int, world: int) -> None:
-    model, _ = job(rank, world, settings=Settings(timeout_s=2.0))
+    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
     backward(model, rank, 0)
     tell("ready")
     for step in range(1, STEPS):
         backward(model, rank, step)
 
 
+@pytest.mark.thorough
 def test_a_stopped_process_is_named_at_the_deadline(nothing_left: list[int]) -> None:
     """SIGSTOP: its server is stopped as well, but no pidfd says that it is dead."""
     with spawn_ranks(WORLD, stopped) as job:
         job.until_told(1)
         time.sleep(0.2)
         os.kill(job.pids[1], signal.SIGSTOP)
-        now = time.monotonic()
-        while not all(job.outcomes[rank].answered for rank in (0, 2)) and time.monotonic() < now + 30:
-            job.receive(0.05)
+        until_ended(job, (0, 2))
         job.kill(1)
         outcomes = end(job, nothing_left)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error in ("WaitTimeoutError", "PeerLostError"), outcome.describe()
         assert "rank 1" in outcome.message
-        assert 1.9 < outcome.at - now < 2.0 + 2 * NOTICED_S
 
 
 def slow_but_alive(rank: int, world: int) -> None:
     """Slower than the deadline in total, never between two calls: progress keeps it from being taken for stuck."""
-    model, _ = job(rank, world, settings=Settings(timeout_s=2.0))
+    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
     with model.minibatch():
-        for i in range(4 if rank == 1 else 1):
+        for i in range(5 if rank == 1 else 1):
             if rank == 1:
-                time.sleep(1.0)
+                time.sleep(2.5)
             backward(model, rank, 0, i)
     tell(time.monotonic())
 
 
+@pytest.mark.thorough  # tests/comm/test_wait.py shows it by a clock of its own
 def test_a_slow_rank_is_waited_for(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, slow_but_alive) as job:
         outcomes = end(job, nothing_left)

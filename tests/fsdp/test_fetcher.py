@@ -54,7 +54,7 @@ class Gated:
     def fetch(self, unit: Any, destinations: Any, *, lane: str = "main") -> int:
         self.lanes.append(threading.current_thread().name)
         self.begun.set()
-        assert self.open.wait(10.0)
+        assert self.open.wait(60.0)
         return self.real.fetch(unit, destinations, lane=lane)
 
 
@@ -124,7 +124,7 @@ def test_what_is_needed_at_once_is_copied_by_who_needs_it(crew: Crew) -> None:
 def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(crew: Crew) -> None:
     with fetching(crew, 1) as (fetcher, verbs):
         fetch = start(fetcher, crew, [Param(6), Param(1)])
-        assert verbs.begun.wait(5.0), "it is under way before anybody waits for it"
+        assert verbs.begun.wait(60.0), "it is under way before anybody waits for it"
         verbs.open.set()
         fetch.wait()
         assert verbs.lanes == ["odc-fetch"]
@@ -133,7 +133,7 @@ def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(crew: Crew) -> None
 def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory(crew: Crew) -> None:
     with fetching(crew, 1) as (fetcher, verbs):
         hold, params = start(fetcher, crew, [Param(3)], 1), [Param(6), Param(1)]
-        assert verbs.begun.wait(5.0)
+        assert verbs.begun.wait(60.0)
         queued = start(fetcher, crew, params)
         queued.drop()
         verbs.open.set()
@@ -149,13 +149,13 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(crew: Crew) -> None:
     with fetching(crew, 1) as (fetcher, verbs):
         params = [Param(6), Param(1)]
         fetch = start(fetcher, crew, params)
-        assert verbs.begun.wait(5.0)
+        assert verbs.begun.wait(60.0)
         dropping = threading.Thread(target=fetch.drop)
         dropping.start()
         dropping.join(0.05)
         assert dropping.is_alive() and params[0].told == []
         verbs.open.set()
-        dropping.join(5.0)
+        dropping.join(60.0)
         assert [param.told for param in params] == [["free"], ["free"]]
 
 

@@ -80,7 +80,7 @@ def test_marks_inside_a_minibatch_change_nothing(ranks: Pools, how: str) -> None
 
 
 def finished_inside(rank: int, world: int) -> str:
-    model, _ = new(fully_shard, world, settings=Settings(timeout_s=5.0))
+    model, _ = new(fully_shard, world, settings=Settings(timeout_s=60.0))
     try:
         with model.minibatch():
             if rank == 0:
@@ -247,7 +247,7 @@ def only_one_evaluates(rank: int, world: int) -> None:
 
 def one_closes_what_the_other_trains_in(rank: int, world: int) -> str:
     """Rank 0 evaluates and publishes, rank 1 trains: their epochs part, and both must be told."""
-    model, _ = new(fully_shard, world, settings=Settings(timeout_s=2.0))
+    model, _ = new(fully_shard, world, settings=Settings(timeout_s=10.0))
     x = tokens(rank, 0, 0)
     try:
         if rank == 0:

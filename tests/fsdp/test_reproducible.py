@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from _compare import differences
+from _extent import examples
 from _models import Case, build, next_token_loss, own_gradients, tokens
 from _ranks import RankPool
 from hypothesis import given, settings
@@ -141,7 +142,7 @@ def same_under_skew(
 waits = st.tuples(*[st.sampled_from([0.0, 0.0, 0.001, 0.004, 0.015])] * 3)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=2, max_size=4).map(tuple),
     skew=st.tuples(*[waits] * 4),

@@ -25,7 +25,7 @@ class Job:
     """A crew with a daemon a member, whose ticket stands in `ticket`; every parameter is one row of all shards."""
 
     def __init__(self, layout: Layout = LAYOUT, shards: int = 2, settings: Settings | None = None) -> None:
-        self.crew = Crew(layout, shards, settings=settings or Settings(timeout_s=5.0))
+        self.crew = Crew(layout, shards, settings=settings or Settings(timeout_s=60.0))
         self.daemons = []
         for service in self.crew.services:
             self.daemons.append(Daemon(service.rank))

@@ -179,7 +179,7 @@ def many(test: Callable[..., None]) -> Callable[..., None]:
 def test_no_copy_is_torn_however_writes_and_copies_interleave(
     buffers: int, interleave: Callable[[Job, list[int]], None], schedule: list[int]
 ) -> None:
-    with Job(settings=Settings(timeout_s=5.0, second_buffer=buffers == 2)) as job:
+    with Job(settings=Settings(timeout_s=60.0, second_buffer=buffers == 2)) as job:
         interleave(job, schedule)
         with Reader(job.ticket, tries=3) as source:
             good, stale = read_in_a_loop(source, 4)
@@ -201,7 +201,7 @@ def test_the_schedules_do_tear_a_copy_that_nobody_checks(
 def test_with_a_second_buffer_fewer_copies_are_overtaken(interleave: Callable[[Job, list[int]], None]) -> None:
     overtaken = []
     for second in (False, True):
-        with Job(settings=Settings(timeout_s=5.0, second_buffer=second)) as job:
+        with Job(settings=Settings(timeout_s=60.0, second_buffer=second)) as job:
             interleave(job, [0, 1, 1])
             with Reader(job.ticket, tries=4) as source:
                 read_in_a_loop(source, 10)
@@ -220,7 +220,7 @@ def test_a_reader_too_slow_is_told_after_so_many_tries(job: Job, interleave: Cal
 @pytest.mark.parametrize("second", [False, True])
 def test_real_publishes_on_a_thread_are_never_torn(second: bool) -> None:
     layout = [[("w", 200_000, F32)], *LAYOUT]
-    with Job(layout, settings=Settings(timeout_s=5.0, second_buffer=second)) as job:
+    with Job(layout, settings=Settings(timeout_s=60.0, second_buffer=second)) as job:
         over = threading.Event()
 
         def publish() -> None:
@@ -292,7 +292,7 @@ def test_a_rank_that_does_not_publish_is_named(job: Job) -> None:
 
 def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
     job.crew.publish(0, 1.0)
-    over = time.monotonic() + 0.6
+    over = time.monotonic() + 3.0
 
     def touch() -> None:
         while time.monotonic() < over:
@@ -302,7 +302,7 @@ def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
 
     thread = threading.Thread(target=touch)
     thread.start()
-    with Reader(job.ticket, timeout_s=0.3) as source:
+    with Reader(job.ticket, timeout_s=2.5) as source:
         assert source.read().version == 1
     thread.join()
 
@@ -336,7 +336,7 @@ def test_the_memory_is_mapped_without_the_right_to_write(job: Job) -> None:
 
 def test_a_ticket_opens_nothing_but_reading(job: Job) -> None:
     owner = job.owners[0]
-    answer = knock(owner.door, {"op": "attach", "root": "crew", "token": owner.token}, 5.0)
+    answer = knock(owner.door, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
     assert answer.reply == {"error": "wrong token"} and not answer.fds
 
 

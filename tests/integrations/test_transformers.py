@@ -44,10 +44,10 @@ def alike(ours: tuple[Logged, float], theirs: tuple[Logged, float]) -> None:
 
 
 def test_a_run_is_that_of_the_stock_trainer_and_can_be_resumed(ranks, tmp_path) -> None:
-    theirs = ranks(2).run(train, False, tmp_path / "ddp", timeout=500)[0]
-    ours = ranks(2).run(train, True, tmp_path / "odc", timeout=500)[0]
+    theirs = ranks(2).run(train, False, tmp_path / "ddp")[0]
+    ours = ranks(2).run(train, True, tmp_path / "odc")[0]
     alike(ours, theirs)
-    resumed = ranks(2).run(train, True, tmp_path / "rest", str(tmp_path / "odc" / "checkpoint-3"), timeout=500)[0]
+    resumed = ranks(2).run(train, True, tmp_path / "rest", str(tmp_path / "odc" / "checkpoint-3"))[0]
     alike(resumed, theirs)
 
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,36 +1,22 @@
-"""Every kernel compiled for every target, in processes of their own, while other tests run."""
+"""Every kernel compiled for a target, in a process where nothing is interpreted."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TARGETS = (80, 90, 100)
 Facts = dict[str, dict[str, Any]]
-_under_way: dict[int, Future[Facts]] = {}
 
 
-def begin() -> None:
-    """Start compiling for all targets, once."""
-    if not _under_way:
-        pool = ThreadPoolExecutor(len(TARGETS))
-        _under_way.update({target: pool.submit(_compile, target) for target in TARGETS})
-        pool.shutdown(wait=False)
-
-
+@functools.cache
 def facts(target: int) -> Facts:
-    """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it."""
-    begin()
-    return _under_way[target].result()
-
-
-def _compile(target: int) -> Facts:
+    """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it, once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
         done = subprocess.run(
@@ -38,7 +24,6 @@ def _compile(target: int) -> Facts:
             env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=800,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -75,7 +75,7 @@ def lets_other_threads_launch(rank: int, world: int) -> None:
     time.sleep(0.1)
     assert waiting.is_alive(), "it waits for nothing"
     signal(table, 0, 8, 9)
-    waiting.join(60)
+    waiting.join(60.0)
     assert found == [9]
 
 

@@ -27,7 +27,7 @@ Group = Callable[[str, tuple[int, ...], int, float], AbstractContextManager[Symm
 WORDS = frozenset({"flags"})  # regions that processors load and store, whatever the data lies on
 REGIONS = (("flags", 8 * 16), ("odd", 100), ("small", 4096), ("large", 3 << 20))
 GLOBAL = 10  # member m is global rank 10 + m, so that a message with member indices is noticed
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @contextmanager

@@ -5,11 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hypothesis import settings
-
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
-
-# A busy machine is no failure.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")

@@ -75,13 +75,13 @@ def test_the_id_reaches_every_rank() -> None:
     store, found = dist.HashStore(), {}
 
     def take(rank: int) -> None:
-        found[rank] = nvshmem.exchange_id(library(), store, rank, 20.0)._data.tobytes()
+        found[rank] = nvshmem.exchange_id(library(), store, rank, 60.0)._data.tobytes()
 
     threads = [threading.Thread(target=take, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(60.0)
     assert found.keys() == {0, 1, 2}
     assert set(found.values()) == {library().get_unique_id()._data.tobytes()}
 

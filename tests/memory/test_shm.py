@@ -216,7 +216,7 @@ def test_threads_attach_once_and_wait_for_each_other_no_longer_than_the_deadline
 
     def slow(member: int) -> Attachment:
         calls.append(member)
-        go.wait(10)
+        go.wait(60.0)
         return good(member)
 
     two._connect, two._deadline_s = slow, 0.05
@@ -298,7 +298,7 @@ def test_fifty_cycles_leak_nothing() -> None:
 
 def survive(rank: int, world: int, identity: str) -> list[str]:
     """Rank 1 is killed while rank 0 has its memory mapped."""
-    with shm_group(identity, (0, 1), rank, 20.0) as heap:
+    with shm_group(identity, (0, 1), rank, 60.0) as heap:
         heap.allocate("flags", 64)
         heap.allocate("data", MIB)
         heap.seal()
@@ -322,7 +322,7 @@ def test_kill_9_leaves_no_process_and_no_memory() -> None:
     with spawn_ranks(2, survive, identity) as job:
         job.until_told(1)
         job.kill(1)
-        survivor, killed = job.wait(30)
+        survivor, killed = job.wait()
     assert killed.exit_code == -9
     assert survivor.exit_code == 0, survivor.describe()
     assert len(survivor.value) == 1, "after close nothing of either rank's memory is held"
@@ -332,7 +332,7 @@ def test_kill_9_leaves_no_process_and_no_memory() -> None:
 
 def fork_a_worker(rank: int, world: int, identity: str) -> None:
     """As a data loader does; the child lives on when the rank is killed."""
-    with shm_group(identity, (0,), rank, 20.0) as heap:
+    with shm_group(identity, (0,), rank, 60.0) as heap:
         heap.allocate("flags", 64)
         heap.allocate("data", MIB)
         heap.seal()
@@ -369,7 +369,7 @@ def test_a_forked_child_holds_nothing_and_harms_nothing() -> None:
         child, (held, word, total, refusal), parents_word, parents_data = job.outcomes[0].told[0]
         assert list_doors(door_name(identity, 0)) == [door_name(identity, 0)]
         job.kill(0)
-        job.wait(20)
+        job.wait()
         assert child in processes_of(job.pids), "the child must outlive its parent for this test to say something"
         assert not list_doors(door_name(identity, 0)), "a child keeps its dead parent's address alive"
         os.kill(child, 9)
@@ -393,4 +393,4 @@ assert not odc.memory.forks._registered
 assert odc.memory.atomics.default_atomics.cache_info().currsize == 0
 assert not any("memfd" in line for line in open("/proc/self/maps"))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -35,7 +35,7 @@ def run_jobs(rank: int, world: int, configs: list[MultimodalConfig]) -> list[Mul
 
 def test_all_arms_train_alike(ranks: Pools, tmp_path: Path) -> None:
     arms = [tiny_job(tmp_path, balance, arm=arm) for arm in TRANSPORTS for balance in BALANCES]
-    by_rank = ranks(2).run(run_jobs, arms, timeout=250)
+    by_rank = ranks(2).run(run_jobs, arms)
     reference = by_rank[0][0].steps
     assert len(reference) == 3 and reference[-1].loss < reference[0].loss
     for at, arm in enumerate(arms):

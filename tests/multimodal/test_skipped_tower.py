@@ -103,6 +103,7 @@ def test_fsdp2_finishes_where_every_rank_has_an_image(ranks: Pools) -> None:
     assert one.keys() == two.keys()
 
 
+@pytest.mark.thorough
 def test_fsdp2_does_not_finish() -> None:
     """Over gloo a rank is killed where messages of two units meet; where they have equal sizes, ranks wait for ever.
 

@@ -45,7 +45,6 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=280,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1"},
         check=False,
     )

@@ -32,7 +32,7 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
     config = toy(tmp_path, minibatches=2, kl=0.05)
     arms = [("fsdp2", "arm"), ("odc-equal", "arm"), ("fsdp2", "verl"), ("odc", "arm")]
     configs = [config.with_(arm=arm, balance=balance) for arm, balance in arms]
-    mine, other = ranks(2).run(train_each, configs, timeout=400)
+    mine, other = ranks(2).run(train_each, configs)
     assert [told(result) for result in mine] == [told(result) for result in other], "ranks know the same"
     collective, on_demand, *rest = (told(result) for result in mine)
     assert len(collective) == 3 and collective[0].kl < collective[-1].kl
@@ -48,7 +48,7 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
 
 def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
     config = toy(tmp_path, steps=16, minibatches=2, prompts=12)
-    (result,), _ = ranks(2).run(train_each, [config], timeout=400)
+    (result,), _ = ranks(2).run(train_each, [config])
     rewards = [step.reward for step in result.steps]
     assert rewards[0] < 0.55
     assert min(rewards[-3:]) > rewards[0] + 0.2, rewards
@@ -63,12 +63,12 @@ def train_beside_a_process(rank: int, world: int, config: GrpoConfig) -> GrpoRes
         shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_generates_a_step_ahead(ranks: Pools, tmp_path: Path) -> None:
     log, spans = tmp_path / "steps.jsonl", tmp_path / "spans"
     spans.mkdir()
     config = toy(tmp_path, lag=1, second_buffer=True, steps=4, output=str(log), spans=str(spans))
-    result, _ = ranks(2).run(train_beside_a_process, config, timeout=280)
+    result, _ = ranks(2).run(train_beside_a_process, config)
     versions = [step.version for step in result.steps]
     assert versions[0] == 2 and versions == sorted(versions)  # type: ignore[type-var]
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
@@ -95,7 +95,7 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
 
 
 def test_a_rollout_process_that_dies_is_told(ranks: Pools, tmp_path: Path) -> None:
-    (said,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1), timeout=120)
+    (said,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1))
     assert said == "the rollout process ended with code -9"
 
 

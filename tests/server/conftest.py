@@ -16,7 +16,7 @@ from odc.settings import Settings
 
 @pytest.fixture
 def crew() -> Iterator[Crew]:
-    with Crew(LAYOUT, 3, settings=Settings(timeout_s=5.0), by_hand=True) as crew:
+    with Crew(LAYOUT, 3, settings=Settings(timeout_s=60.0), by_hand=True) as crew:
         crew.attach()
         crew.publish_all()
         yield crew

@@ -24,7 +24,7 @@ from odc.server.door import knock, list_doors
 def test_the_door_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, server: Daemon) -> None:
     service = crew.services[0]
     server.serve(service)
-    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 5.0)
+    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
     heap, bell = answer.fds
     try:
         assert answer.reply == {"nbytes": crew.spaces[0].heap.nbytes, "digest": crew.spaces[0].heap.digest}
@@ -51,7 +51,7 @@ def test_the_door_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, serv
 )
 def test_the_door_hands_out_nothing_else(crew: Crew, server: Daemon, request_: dict[str, str]) -> None:
     server.serve(crew.services[0])
-    answer = knock(server.door_name, request_, 5.0)
+    answer = knock(server.door_name, request_, 60.0)
     assert set(answer.reply) == {"error"}
     assert answer.fds == []
     assert server.alive()
@@ -59,7 +59,7 @@ def test_the_door_hands_out_nothing_else(crew: Crew, server: Daemon, request_: d
 
 def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(crew: Crew, server: Daemon) -> None:
     server.serve(crew.services[0])
-    answer = knock(server.door_name, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 5.0)
+    answer = knock(server.door_name, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 60.0)
     assert (answer.reply, answer.fds) == ({"error": "no root 'crew' here"}, [])
 
 
@@ -67,7 +67,7 @@ def test_a_dismissed_root_is_no_longer_handed_out(crew: Crew, server: Daemon) ->
     service = crew.services[0]
     server.serve(service)
     server.dismiss(service)()
-    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 5.0)
+    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
     assert answer.reply == {"error": "no root 'crew' here"}
     assert answer.fds == []
 
@@ -141,7 +141,7 @@ def in_a_forked_child(rank: int, world: int) -> tuple[bool, bool, list[str], boo
     said = os.read(read, 1000).decode().split()
     os.close(read)
     os.close(write)
-    still = knock(parents.door_name, {"op": "status"}, 5.0).reply["pid"] == os.getpid()
+    still = knock(parents.door_name, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
     return said[0] == "True", said[1] == "True", said[2:], still
 
 
@@ -159,8 +159,8 @@ def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> N
     server.serve(crew.services[0])
     over = threading.Event()
     server._do(lambda: (server.dismiss(crew.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
-    assert over.wait(5.0)
-    assert knock(server.door_name, {"op": "status"}, 5.0).reply["roots"] == []
+    assert over.wait(60.0)
+    assert knock(server.door_name, {"op": "status"}, 60.0).reply["roots"] == []
 
 
 def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daemon) -> None:
@@ -170,10 +170,10 @@ def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daem
     settle(server)
     drain = service.drain
     service.drain = lambda: (adding.set(), drain())[1]  # type: ignore[method-assign, func-returns-value]
-    with crew.spaces[0].mutex(0, crew.units[0]).held(5.0):
+    with crew.spaces[0].mutex(0, crew.units[0]).held(60.0):
         crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
         server.ring()
-        assert adding.wait(5.0)
+        assert adding.wait(60.0)
         wait = server.dismiss(service, closed.set)  # returns: to wait here would take the lock's whole deadline
         assert not closed.wait(0.2), "closed while the loop was adding"
     wait()
@@ -196,7 +196,7 @@ def test_a_root_may_end_while_the_daemon_is_asked_for(monkeypatch: pytest.Monkey
         found: list[Daemon] = []
         asking = threading.Thread(target=lambda: found.append(daemon(4)), daemon=True)
         asking.start()
-        asking.join(5.0)
+        asking.join(60.0)
         assert found == [first]
     finally:
         monkeypatch.undo()

@@ -30,7 +30,7 @@ def name() -> str:
 
 def test_nobody_there(name: str) -> None:
     with pytest.raises(ConnectionError, match=name):
-        knock(name, {}, 20.0)
+        knock(name, {}, 60.0)
 
 
 def test_a_door_that_nobody_answers_at(name: str) -> None:
@@ -49,7 +49,7 @@ def test_a_full_queue_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(TimeoutError):
         knock(name, {}, 0.1)
     answers: list[Any] = []
-    client = threading.Thread(target=lambda: answers.append(knock(name, {}, 20.0)))
+    client = threading.Thread(target=lambda: answers.append(knock(name, {}, 60.0)))
     client.start()
     while client.is_alive():
         if select.select([door.fileno()], [], [], 0.01)[0]:
@@ -84,7 +84,7 @@ def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: byt
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionError, match=said):
-            knock(name, {}, 20.0)
+            knock(name, {}, 60.0)
         thread.join()
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -94,7 +94,7 @@ def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: byt
 
 def test_doors_are_listed_by_prefix_while_they_are_open(name: str) -> None:
     with served(f"{name}.b"), served(f"{name}.a"), served(f"x{name}"):
-        knock(f"{name}.a", {}, 20.0)
+        knock(f"{name}.a", {}, 60.0)
         visitor = raw(f"{name}.a")  # an open connection has the same address in the kernel's table
         assert list_doors(name) == [f"{name}.a", f"{name}.b"]
         assert list_doors(f"{name}.c") == []
@@ -138,7 +138,7 @@ def test_fifty_doors_leak_nothing() -> None:
         name = f"odc-test.{uuid.uuid4().hex[:12]}"
         with served(name):
             visitor = raw(name)
-            knock(name, {}, 20.0)
+            knock(name, {}, 60.0)
         visitor.close()
 
     cycle()
@@ -174,14 +174,14 @@ def test_out_of_descriptors_a_visitor_is_turned_away_and_the_door_stays_quiet(na
     visitor.close()
     door.close()
     with served(name):
-        knock(name, {}, 20.0)
+        knock(name, {}, 60.0)
 
 
 def fork_beside_a_door(rank: int, world: int, name: str) -> list[Any]:
     """Forks while a visit is in progress, as a data loader does; what the child holds, what visitors hear."""
     with served(name) as door:
         waiting = raw(name)
-        knock(name, {}, 20.0)  # so that the one before is known to the door
+        knock(name, {}, 60.0)  # so that the one before is known to the door
         told, tell = os.pipe()
         numbers = [door.fileno(), door._listener.fileno(), door._spare, *list(door._visits)]
         pid = os.fork()
@@ -190,7 +190,7 @@ def fork_beside_a_door(rank: int, world: int, name: str) -> list[Any]:
             time.sleep(60)
             os._exit(0)
         found = [len(numbers) >= 4, json.loads(os.read(told, 4096))]
-        found += [knock(name, {"a": n}, 20.0).reply["asked"] for n in range(3)]
+        found += [knock(name, {"a": n}, 60.0).reply["asked"] for n in range(3)]
         waiting.sendall(door_module._frame({"b": 2}))
         found.append(b'{"b": 2}' in waiting.recv(4096))
         waiting.close()

@@ -27,7 +27,7 @@ def test_the_own_process_is_seen_alive() -> None:
 
 def test_a_process_that_has_ended_is_seen_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait(timeout=30)
+    child.wait()
     store = dist.HashStore()
     store.set("odc/process/1", json.dumps([child.pid, presence._namespace()]))
     handle = process_of(store, 1)

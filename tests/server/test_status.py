@@ -55,7 +55,7 @@ def job(folder: Path) -> Iterator[RankProcesses]:
     """Two ranks, the second of which waits for the first; they are let go at the end."""
     with spawn_ranks(2, train_and_linger, str(folder / "go on")) as ranks:
         ranks.until_told(1)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60
         while not any(root["waits_for"] == 0 for answer in of_pids(ranks.pids[1:]) for root in answer.roots):
             assert time.monotonic() < deadline, "rank 1 does not wait for rank 0"
         yield ranks
@@ -123,7 +123,7 @@ def test_answers_come_by_rank_and_process(prefix: str) -> None:
 
 def test_a_rank_that_does_not_answer_is_shown_as_such(prefix: str) -> None:
     with listening(f"{prefix}.3.99.ab"), served(f"{prefix}.4.98.ab", answering([])):
-        silent, other = ask_all(timeout_s=0.1)
+        silent, other = ask_all(timeout_s=2.0)
     assert (silent.rank, silent.pid, silent.roots) == (3, 99, [])
     assert silent.error is not None and silent.error.startswith("TimeoutError")
     assert other == RankStatus(4, 98, [])

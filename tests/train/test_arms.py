@@ -79,7 +79,7 @@ def unequal_counts(rank: int, world: int, name: str) -> list[float]:
     """Gradients after 3 microbatches on rank 0 and one elsewhere; the root has no parameters of its own."""
     torch.manual_seed(0)
     arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))  # type: ignore[index]
-    shard_model(arm, model, list(model), Settings(timeout_s=20.0))
+    shard_model(arm, model, list(model), Settings(timeout_s=60.0))
     for _ in range(2):
         model.zero_grad()
         own = 1 if rank else 3
@@ -96,7 +96,7 @@ def unequal_counts(rank: int, world: int, name: str) -> list[float]:
 def collectives(rank: int, world: int, name: ArmName, counts: list[int]) -> dict[str, Any]:
     """Of one minibatch of an arm of three units: its collectives by microbatch, and the shards' shape and replicas."""
     arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
-    shard_model(arm, model, list(model), Settings(timeout_s=20.0))
+    shard_model(arm, model, list(model), Settings(timeout_s=60.0))
     recorder().clear()
 
     def backward(m: int) -> None:
@@ -139,7 +139,7 @@ def test_a_hybrid_arm_needs_two_nodes_and_says_so_first(tmp_path: Path, count: i
 
 @pytest.mark.parametrize("name", ["fsdp2-resident", "odc"])
 def test_ranks_may_run_unequal_counts(name: str, ranks: Callable[[int], Any]) -> None:
-    first, second = ranks(2).run(unequal_counts, name, timeout=60)
+    first, second = ranks(2).run(unequal_counts, name)
     assert first == second
     torch.manual_seed(0)
     alone = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))

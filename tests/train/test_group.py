@@ -9,7 +9,7 @@ from odc.train.launch import launch
 
 
 def _lives() -> list[object]:
-    with rank_group(2, 30.0):
+    with rank_group(2, 60.0):
         inside = [dist.get_rank(), dist.get_world_size(), dist.get_backend(), torch.get_num_threads()]
     return [*inside, dist.is_initialized()]
 
@@ -20,7 +20,7 @@ def test_a_group_is_there_inside_and_gone_after() -> None:
 
 def _fails() -> list[object]:
     try:
-        with rank_group(1, 30.0):
+        with rank_group(1, 60.0):
             raise ValueError(f"inside {dist.get_world_size()}")
     except ValueError as error:
         return [str(error), dist.is_initialized()]

@@ -20,19 +20,19 @@ def _add_rank(number: int) -> int:
 def _raise_on_one() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("no 'good' \"here\"")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _killed() -> None:
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _exit_on_zero() -> None:
     if os.environ["RANK"] == "0":
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _children() -> set[str]:
@@ -87,7 +87,7 @@ def test_the_traceback_of_the_rank_is_kept() -> None:
 
 def _linger(folder: str) -> None:
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(100)
+    time.sleep(600)
 
 
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     try:
         pids = [_written(tmp_path / str(rank)) for rank in range(2)]
         starter.kill()
-        starter.wait(30)
-        deadline = time.monotonic() + 20
+        starter.wait(60.0)
+        deadline = time.monotonic() + 60
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             assert time.monotonic() < deadline, f"ranks {pids} live on"
             time.sleep(0.05)
@@ -117,7 +117,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def _written(path: Path) -> int:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path.name} did not start"
         time.sleep(0.05)

@@ -19,7 +19,6 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
 
