@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from _extent import examples
 from _failing import end
 from _models import Case, adamw, build, next_token_loss, own_gradients, own_parameters, tokens
 from _rank_worker import tell
@@ -178,7 +179,7 @@ def plans(draw: st.DrawFn, world: int) -> list[Planned]:
     return [*minibatches, Planned((2,) * world)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(40))
 @given(plan=plans(2))
 def test_random_failures_leave_the_weights_of_a_run_without_them(ranks: Pools, plan: list[Planned]) -> None:
     assert_as_if_never(ranks(2), plan)
