@@ -256,6 +256,14 @@ class LossNormalizer:
                 gradient.mul_(factor)
         return Totals(divisors, metrics, factor)
 
+    def discard(self) -> None:
+        """Forget the minibatch under way, which was abandoned (`odc.AbandonedMinibatchError`); call it on every rank.
+
+        Takes the place of `finish` and waits for nobody. Under "per_microbatch" every rank must have iterated to the
+        end of `microbatches` nevertheless.
+        """
+        self._start()
+
     def _weight(self, name: str) -> float:
         """What a summed loss is multiplied by before backward, apart from grad_scale."""
         if self.normalization == "per_microbatch":

@@ -278,3 +278,19 @@ def test_unequal_proxies_are_an_error_on_every_rank(ranks: Callable[[int], RankP
 def test_groups_of_one_rank_need_no_process_group() -> None:
     assert not dist.is_initialized()
     assert LossNormalizer(3).finish([]).skip
+
+
+def test_what_an_abandoned_minibatch_has_counted_is_not_counted_again() -> None:
+    model, normalizer = build(), LossNormalizer(proxy=7, metrics={"loss": "labels"})
+    lost, kept = microbatch(1, 9, 4), microbatch(2, 9, 6)
+    normalizer.scaled(loss_sum(model, *lost), 4)
+    normalizer.metric("loss", 100.0)
+    normalizer.discard()
+    summed = loss_sum(model, *kept)
+    normalizer.scaled(summed, 6).backward()
+    normalizer.metric("loss", summed)
+    totals = normalizer.finish(model.parameters())
+    assert totals.divisors["labels"] == 6 and totals.metrics["loss"] == pytest.approx(summed.item() / 6)
+    alone = build()
+    (loss_sum(alone, *kept) / 6).backward()
+    torch.testing.assert_close(gradients(model), gradients(alone))
