@@ -109,9 +109,19 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[ArmName,
         except OdcError as error:
             error.add_note(f"arm {arm}")
             raise
+        refuse_skipped(arm, results)
         stolen = steal(before, processor_times())
         runs[arm].append(Run(results, measure(read_spans(spans, job.ranks), config.skip, job.steps), stolen))
     return runs
+
+
+def refuse_skipped(arm: str, results: list[JobResult]) -> None:
+    """Raise `OdcError` unless the arm has run every step: another arm's steps would be compared with none."""
+    for skipped in results[0].skipped:
+        raise OdcError(
+            f"arm {arm} skipped step {skipped.step} ({skipped.reason}); take a smaller --max-tokens, so that all arms "
+            "can run all steps"
+        )
 
 
 def measure(spans_by_rank: dict[int, list[Span]], skip: int, steps: int) -> Breakdown:

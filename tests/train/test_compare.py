@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from _tiny_job import tiny_job
 
-from odc.errors import ConfigError, TraceError
+from odc.errors import ConfigError, OdcError, TraceError
 from odc.trace import COLLECTIVE, FETCH, MICROBATCH, OPTIMIZER, WINDOW, Span, save_spans
-from odc.train.compare import CompareConfig, Run, measure, spans_folder, write_pictures
+from odc.train.compare import CompareConfig, Run, measure, refuse_skipped, spans_folder, write_pictures
 from odc.train.config import JobConfig
 from odc.train.report import report, write_report
-from odc.train.results import JobResult, StepRecord
+from odc.train.results import JobResult, SkippedStep, StepRecord
 from odc.train.table import table
 
 MS = 1_000_000
@@ -236,3 +236,11 @@ def test_a_step_that_was_not_recorded_whole_is_an_error() -> None:
     spans[1] = [span for span in spans[1] if span.epoch != 2 or span.category != WINDOW]
     with pytest.raises(TraceError, match="1 of 3 steps cannot be measured: .* newest 200,000 spans"):
         measure(spans, 1, 3)
+
+
+def test_a_skipped_step_ends_a_comparison() -> None:
+    whole = JobResult(rank=0, steps=[], peak_bytes=0, held_bytes=None, baseline_bytes=0)
+    refuse_skipped("odc", [whole])
+    lacking = replace(whole, skipped=[SkippedStep(3, "rank 1: out of memory in a microbatch of 4096 tokens")])
+    with pytest.raises(OdcError, match=r"arm odc skipped step 3 \(rank 1: out of memory .*--max-tokens"):
+        refuse_skipped("odc", [lacking, lacking])
