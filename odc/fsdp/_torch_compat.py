@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -40,10 +40,14 @@ try:
 except ImportError as error:
     raise _fail(str(error)) from error
 
+# torch 2.15's; a handle of odc's is one where torch has it.
+GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
+
 __all__ = [
     "FSDPModule",
     "FSDPParamGroup",
     "FSDPState",
+    "GradientReductionHandle",
     "ShardedParam",
     "default_store",
     "groups_of_root",
@@ -119,6 +123,8 @@ def _check() -> None:
         missing.append("distributed_c10d._get_default_store")
     if not hasattr(torch.autograd.Variable, "_execution_engine"):
         missing.append("autograd.Variable._execution_engine")
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        missing.append("_C._current_graph_task_id")
     if not hasattr(torch.autograd, "_unsafe_preserve_version_counter"):
         missing.append("autograd._unsafe_preserve_version_counter")
     if missing:
@@ -169,6 +175,36 @@ def is_last_backward(state: FSDPState) -> bool:
 def is_final_callback_queued(state: FSDPState) -> bool:
     """Whether torch's final callback for this root is still to come in the running backward."""
     return state._state_ctx.post_backward_final_callback_queued
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_manual(state: FSDPState) -> bool:
+    """Whether only `finalize_backward()` ends minibatches. The mark is odc's, since torch has one from 2.15 on only."""
+    return getattr(state, "odc_manual", False)
+
+
+def set_manual(state: FSDPState, manual: bool) -> None:
+    """Keep the mark where it lives as long as the module, before the root is built too."""
+    cast(Any, state).odc_manual = manual
+
+
+def is_synced(state: FSDPState) -> bool:
+    """What `set_requires_gradient_sync` was last told."""
+    return getattr(state, "odc_synced", True)
+
+
+def set_synced(state: FSDPState, synced: bool) -> None:
+    """Note what `set_requires_gradient_sync` is told."""
+    cast(Any, state).odc_synced = synced
+
+
+def states_below(root: FSDPState) -> list[FSDPState]:
+    """The states of an initialised root's tree, without its own."""
+    return [state for state in root._state_ctx.all_states if state is not root]
 
 
 def clear_forward_order(state: FSDPState) -> None:
@@ -279,9 +315,10 @@ class ShardedParam:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the sharded `.grad`."""
-        if _HAS_GRADIENT_DTYPE and self._param._has_sharded_grad_dtype_override:
+        param: Any = self._param
+        if _HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override:
             # An explicit None leaves `.grad` in the dtype of the reduction.
-            return self._param.sharded_grad_dtype or self._param.reduce_dtype or self.compute_dtype
+            return param.sharded_grad_dtype or param.reduce_dtype or self.compute_dtype
         return self.own_dtype
 
     @property
@@ -327,7 +364,8 @@ class ShardedParam:
                 self._param.init_unsharded_param()
 
     def free(self) -> None:
-        self._param.free_unsharded_param()
+        if not getattr(self._param, "keep_unsharded_storage", False):
+            self._param.free_unsharded_param()
 
     def take_gradient(self) -> torch.Tensor | None:
         """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""

@@ -62,6 +62,11 @@ class Minibatch:
 
     def begin(self) -> None:
         """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
+        if self.state is State.FINISHING:
+            raise UnfinishedMinibatchError(
+                f"rank {self._rank} (epoch {self.epoch}): the next minibatch begins before the gradients of the last "
+                "one are written; call wait() on the handle of finalize_backward(async_op=True) first"
+            )
         self._verbs.touch("beginning or fetching")
         if self.state is not State.CLOSED:
             self._mark()

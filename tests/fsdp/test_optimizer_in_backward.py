@@ -20,7 +20,7 @@ programs = Programs()
 
 
 def step_in_hooks(model: Any) -> list[str]:
-    """Give every parameter an optimizer of its own that steps as soon as its gradient is there; returns what stepped."""
+    """Every parameter gets an optimizer that steps as soon as its gradient is there; returns the names that stepped."""
     stepped: list[str] = []
     for name, parameter in model.named_parameters():
         optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, eps=1e-4)

@@ -101,6 +101,7 @@ def test_every_name_that_is_used_is_checked() -> None:
     checked = {name for names in compat._ON_CLASS.values() for name in names}
     checked |= {name for names in compat._STORED.values() for name in names}
     checked |= {"_fsdp_param_group", "_fsdp_param_groups", "_get_default_store", "_execution_engine"}
+    checked |= {"_C", "_current_graph_task_id"}
     checked |= {"_unsafe_preserve_version_counter", *compat._OF_ACCUMULATION, *compat._OF_GRADIENT_DTYPE}
     body = text[text.index("def state_of(") :]
     used = {node.attr for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute)}
