@@ -5,6 +5,8 @@
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
+#   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv)
+#   SUITE=pytorch/test/...   for test-fsdp2: test/distributed/_composable/fsdp of a pytorch source tree of that version
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
 #   JOBS=2                   processes that test and test-all run tests in; 0 runs them in pytest itself (for --pdb)
 #   RESULTS=bench/results    where bench stores tables and JSON (runs/bench)
@@ -14,6 +16,8 @@ TORCH_INDEX ?=
 ARGS ?=
 JOBS ?= 2
 RESULTS ?= runs/bench
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+SUITE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,11 +33,11 @@ SPREAD = -n $(JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-integrations test-gpu test-emulated bench bench-gpu lint clean
+.PHONY: help demo test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
@@ -53,6 +57,14 @@ test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.
 	    --ignore tests/integrations/test_transformers.py --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
+
+test-torch: .venv-torch-$(TORCH)/.ready  ## run the CPU tests of fsdp, comm, memory, server and train with another torch: TORCH=2.15.0
+	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest tests/fsdp tests/comm tests/memory tests/server tests/train \
+	    $(ARGS)
+
+test-fsdp2: .venv-torch-$(TORCH)/.ready  ## run torch's own FSDP2 tests over odc: SUITE=path/to/pytorch/test/distributed/_composable/fsdp
+	@test -n "$(SUITE)" || { echo "Name torch's tests: make test-fsdp2 SUITE=path/to/pytorch/test/distributed/_composable/fsdp" >&2; exit 1; }
+	$(ON_CPU) .venv-torch-$(TORCH)/bin/python tests/torch_suite/run.py $(SUITE) $(ARGS)
 
 bench: $(READY)  ## measure fetch, push, planners and emulated arms on this machine (tens of minutes)
 	$(ON_CPU) $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
@@ -84,7 +96,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-integrations .venv-evaluation .venv-emulated build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -124,13 +136,13 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # Beside .venv, not over it: the torch that TORCH names, with everything else at the versions that .venv has.
-.venv-torch-%/.ready: pyproject.toml constraints.txt
+.venv-torch-%/.ready: pyproject.toml constraints.txt tests/torch_suite/requirements.txt
 	@echo "Setting up .venv-torch-$* (once; a CUDA build of torch brings some gigabytes)"
 	@$(PYTHON) -m venv .venv-torch-$*
 	@grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pip --disable-pip-version-check install \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c .venv-torch-$*/constraints.txt \
-	    "torch==$*" -e '.[train,kernels,test]'
+	    "torch==$*" -r tests/torch_suite/requirements.txt -e '.[train,kernels,test]'
 	@touch $@
 
 build/emulated/libemulated_operators.so: .venv-emulated/.ready $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh

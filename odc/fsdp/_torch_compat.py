@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -48,10 +48,14 @@ try:
 except ImportError as error:
     raise _fail(str(error)) from error
 
+# torch 2.15's; a handle of odc's is one where torch has it.
+GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
+
 __all__ = [
     "FSDPModule",
     "FSDPParamGroup",
     "FSDPState",
+    "GradientReductionHandle",
     "ShardedParam",
     "default_store",
     "groups_of_root",
@@ -186,13 +190,13 @@ class Iteration:
 
     def backward_cut_short(self) -> bool:
         """Whether a backward ended with an exception; to be asked outside of a backward."""
-        return bool(self._root._state_ctx.post_backward_final_callback_queued) and not backward_running()
+        return bool(self._root._state_ctx.post_backward_final_callback_queued) and not is_in_backward()
 
     def forward_cut_short(self) -> bool:
         """Whether a forward ended with an exception; to be asked outside of a forward."""
         root = self._root._state_ctx.iter_forward_root
         # A unit of several modules of which one ran alone (a loss in chunks) stays here until the next backward ends.
-        return root is not None and len(root._modules) == 1 and not backward_running()
+        return root is not None and len(root._modules) == 1 and not is_in_backward()
 
     def reset(self, groups: Sequence[Resettable]) -> None:
         """Begin a new iteration: whatever an interrupted one has left is given up, parameters are sharded.
@@ -210,11 +214,6 @@ class Iteration:
         context.post_backward_final_callback_queued = False
 
 
-def backward_running() -> bool:
-    """Whether this thread is inside a backward, also in a hook or a callback of it."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
 def make_idle(group: FSDPParamGroup) -> None:
     """The training state of a group that takes part in no forward or backward."""
     group._training_state = TrainingState.IDLE
@@ -229,6 +228,36 @@ def is_last_backward(state: FSDPState) -> bool:
 def is_final_callback_queued(state: FSDPState) -> bool:
     """Whether torch's final callback for this root is still to come in the running backward."""
     return state._state_ctx.post_backward_final_callback_queued
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_manual(state: FSDPState) -> bool:
+    """Whether only `finalize_backward()` ends minibatches. The mark is odc's, since torch has one from 2.15 on only."""
+    return getattr(state, "odc_manual", False)
+
+
+def set_manual(state: FSDPState, manual: bool) -> None:
+    """Keep the mark where it lives as long as the module, before the root is built too."""
+    cast(Any, state).odc_manual = manual
+
+
+def is_synced(state: FSDPState) -> bool:
+    """What `set_requires_gradient_sync` was last told."""
+    return getattr(state, "odc_synced", True)
+
+
+def set_synced(state: FSDPState, synced: bool) -> None:
+    """Note what `set_requires_gradient_sync` is told."""
+    cast(Any, state).odc_synced = synced
+
+
+def states_below(root: FSDPState) -> list[FSDPState]:
+    """The states of an initialised root's tree, without its own."""
+    return [state for state in root._state_ctx.all_states if state is not root]
 
 
 def clear_forward_order(state: FSDPState) -> None:
@@ -389,7 +418,8 @@ class ShardedParam:
                 self._param.init_unsharded_param()
 
     def free(self) -> None:
-        self._param.free_unsharded_param()
+        if not getattr(self._param, "keep_unsharded_storage", False):
+            self._param.free_unsharded_param()
 
     def take_gradient(self) -> torch.Tensor | None:
         """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""

@@ -109,6 +109,10 @@ def fully_shard(
     return module
 
 
+# torch's own function: the state of a sharded module, None of any other module.
+cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
+
+
 def _join_job(rank: int) -> None:
     """What a process needs from its first sharded module on."""
     global _at_exit

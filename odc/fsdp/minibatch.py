@@ -68,11 +68,11 @@ class Minibatch:
     def begin(self) -> None:
         """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
         self._verbs.touch("beginning or fetching")
-        if self.state is State.FAILED or (self.state is State.FINISHING and not compat.backward_running()):
+        if self.state in (State.FINISHING, State.FAILED):
             raise UnfinishedMinibatchError(
-                f"{self._who()}: a forward before this minibatch's gradients are written; call wait() of "
-                "finalize_backward(async_op=True) first. After an error at the end of a minibatch there are none; "
-                "models that share a backward end together inside `with odc.minibatch(a, b):`"
+                f"{self._who()}: the next minibatch begins before the gradients of the last one are written. Call "
+                "wait() on the handle of finalize_backward(async_op=True) first; models that share a backward end "
+                "together inside `with odc.minibatch(a, b):`; after an error at the end of a minibatch restart the job"
             )
         if self.state is not State.CLOSED:
             self._mark()
@@ -253,14 +253,15 @@ class Minibatch:
     def abandon(self, reason: str) -> None:
         """Give the open minibatch up; no-op where none is open.
 
-        Inside `with model.minibatch()` the block's end meets the others. Elsewhere this call does: it returns when all
-        ranks have closed the minibatch, and the others get the error out of their backward.
+        Inside `with model.minibatch()` the block's end meets the others, in manual mode `finalize_backward()` does.
+        Elsewhere this call does: it returns when all ranks have closed the minibatch, and the others get the error out
+        of their backward.
         """
         if self.state is not State.OPEN:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if not self.explicit:
+        if not self.explicit and not self.manual:
             self._close_own_part()
             self.collect()
 

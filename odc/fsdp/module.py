@@ -16,6 +16,7 @@ from torch import nn
 from odc.errors import AbandonedMinibatchError, OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.claims import Claims
+from odc.fsdp.finalization import GradientReduction, finalize, set_manual
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.root import root_of
@@ -98,6 +99,45 @@ class OdcModule(compat.FSDPModule):
         """
         root_of(self).minibatch.abandon(reason)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """With True, `finalize_backward()` ends minibatches; no backward does, whatever it is marked as.
+
+        On the root, before the first backward of a minibatch. torch has it from 2.15 on, odc on every version.
+
+        Raises:
+            OdcError: below the root, during a backward, or after one of an unfinished minibatch.
+        """
+        set_manual(self, enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
+        """End a minibatch of any number of backwards, zero included: meets all ranks and writes `.grad`.
+
+        On the root, on every rank, in manual mode (`set_manual_backward_finalization(True)`). After
+        `set_requires_gradient_sync(False)` it does nothing, and the minibatch goes on.
+
+        Args:
+            async_op: send everything that peers wait for and return; the handle's `wait()` meets them and writes
+                `.grad`. It must be called before anything else is done with the model.
+
+        Raises:
+            OdcError: not in manual mode, below the root, during a backward, or inside `with model.minibatch()`.
+        """
+        return finalize(self, async_op)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """As torch, from 2.15 on: unsharded parameters keep their addresses, and their memory, while resharded.
+
+        Raises:
+            UnsupportedError: this torch frees the memory whenever it reshards.
+        """
+        if not hasattr(compat.FSDPModule, "set_keep_unsharded_storage"):
+            raise UnsupportedError(
+                f"set_keep_unsharded_storage() needs torch 2.15; torch {torch.__version__} frees the memory of "
+                "unsharded parameters whenever it reshards"
+            )
+        parent: Any = super()
+        parent.set_keep_unsharded_storage(keep, recurse=recurse)
+
     def publish(self) -> None:
         """Make weights seen that were changed outside an optimizer, inside an open minibatch (EMA swap, manual edit).
 
@@ -127,6 +167,7 @@ class OdcModule(compat.FSDPModule):
         """
         if not recurse:
             _refuse("set_requires_gradient_sync(recurse=False)", "a minibatch ends for all units together")
+        compat.set_synced(compat.state_of(self), requires_gradient_sync)
         self.set_is_last_backward(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -162,8 +203,16 @@ class OdcModule(compat.FSDPModule):
     def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
         """No-op: parameters unused on some ranks need no care; `.grad` is there if any rank used one."""
 
-    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> None:
-        """No-op: there is no reduce-scatter buffer; at most two units of gradients wait to be pushed."""
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Without effect: there is no reduce-scatter buffer, and at most two units of gradients wait to be pushed.
+
+        Raises:
+            TypeError, ValueError: as torch, for what is not a positive integer.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
     def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
         """No-op: fetches and pushes never wait for each other."""

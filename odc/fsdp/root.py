@@ -44,6 +44,8 @@ class Root:
     def __init__(self, module: compat.FSDPModule) -> None:
         self.state = compat.lazy_init(module)
         self.groups = cast("list[OdcParamGroup]", compat.groups_of_root(self.state))
+        if any(compat.is_manual(below) for below in compat.states_below(self.state)):
+            raise OdcError("set_manual_backward_finalization() must be called on the root")
         sharded = registered(module)
         self.geometry = _geometry(self.groups, sharded.rank)
         self.settings = _agreed_settings(module, sharded)
@@ -73,6 +75,7 @@ class Root:
         self.fetcher = Fetcher(self.verbs, self.settings.prefetch, heap.lanes)
         self.sender = Sender(self.verbs, self.settings.push_overlap, heap.lanes)
         self.minibatch = Minibatch(self.verbs, self.sender, self.groups, compat.Iteration(self.state))
+        self.minibatch.manual = compat.is_manual(self.state)
         self.shards = self.geometry.shards
         for group, unit in zip(self.groups, units, strict=True):
             group.odc_root, group.odc_unit = self, unit

@@ -272,6 +272,32 @@ def test_reset_iter_state_costs_the_minibatch_only_if_gradients_were_pushed(rank
     assert ranks(2).run(reset) == [[True, False]] * 2
 
 
+def finalized_by_hand(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """Three minibatches in manual mode, the first two given up: (whether it raised, whether there are gradients)."""
+    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
+    model.set_manual_backward_finalization(True)
+    found = []
+    for step in range(3):
+        with contextlib.suppress(Boom):
+            backward(model, rank, 0, 0, Fault("backward", 0) if rank == 1 and step == 0 else None)
+        if rank == 0 and step == 1:
+            model.abandon_minibatch("by hand")
+        try:
+            handle = model.finalize_backward(async_op=True)
+            assert handle is not None
+            handle.wait()
+            raised = False
+        except AbandonedMinibatchError:
+            raised = True
+        found.append((raised, any(gradient is not None for gradient in own_gradients(model).values())))
+        model.zero_grad()
+    return found
+
+
+def test_a_minibatch_that_is_finalized_by_hand_can_be_given_up(ranks: Pools) -> None:
+    assert ranks(2).run(finalized_by_hand) == [[(True, False), (True, False), (False, True)]] * 2
+
+
 def two_roots(rank: int, world: int) -> list[bool]:
     mesh = init_device_mesh("cpu", (world,))
     roots = [build(fully_shard, Case(counts=((1, 1),)), mesh, settings=EXACT) for _ in range(2)]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from _compare import Oracle, assert_same
+from _compare import Oracle, assert_close, assert_same
 from _models import Case, Run, adamw, build, mark, next_token_loss, own_gradients, token_share, tokens, train
 from _ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
 
 Pools = Callable[[int], RankPool]
+
+# From torch 2.15 on the first backward of those whose reduction is deferred adds the two gradients of a tied weight in
+# the reduce dtype; each backward that is reduced at once, and every backward under odc, adds them in the compute dtype.
+SUMS_TIED_WIDE = hasattr(FSDPModule, "finalize_backward")
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -49,7 +55,11 @@ def same_deferred(rank: int, world: int, case: Case, settings: Settings) -> None
     torch._dynamo.reset()
     shared = {**case.__dict__, "idiom": "gradient_sync"}
     reference = _reference(Case(**shared), rank, world, pad=True)
-    assert_same(train(fully_shard, case, rank, world, settings=settings), reference)
+    run = train(fully_shard, case, rank, world, settings=settings)
+    if SUMS_TIED_WIDE and case.tied and case.low_precision:
+        assert_close(run, reference, relative=2e-2, absolute=2e-3)
+    else:
+        assert_same(run, reference)
 
 
 def near_oracle(rank: int, world: int, case: Case, settings: Settings | None) -> int:
@@ -159,7 +169,8 @@ def test_accumulators_are_within_rounding_of_the_oracle(ranks: Pools, settings: 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 def test_the_oracle_agrees_with_fsdp2_and_sees_a_rounding_too_many(ranks: Pools, low_precision: bool) -> None:
-    case = Case(counts=((3, 3),), idiom="gradient_sync", low_precision=low_precision, tied=True)
-    ranks(2).run(near_oracle, case, None)
+    case = Case(counts=((3, 3),), idiom="gradient_sync", low_precision=low_precision)
+    ranks(2).run(near_oracle, dataclasses.replace(case, tied=not (low_precision and SUMS_TIED_WIDE)), None)
+    case = dataclasses.replace(case, tied=True)
     for right, swamped in ranks(2).run(oracle_sees_one_rounding_too_many, case):
         assert (right, swamped > 20) == (0, True)
