@@ -78,7 +78,7 @@ def _asynchronous(rank: int, world: int) -> None:
         optimizer.step()
     with pytest.raises(UnfinishedMinibatchError, match=r"finalize_backward\(\) before wait\(\)"):
         model.finalize_backward()
-    with pytest.raises(UnfinishedMinibatchError, match=r"call wait\(\) on the handle"):
+    with pytest.raises(UnfinishedMinibatchError, match=r"wait\(\) on the handle"):
         model(torch.zeros(1, 10, dtype=torch.int64))
     model.reshard()
     handle.wait()
