@@ -1,28 +1,41 @@
 """Ending the job everywhere: one word and its reason on every board that can be reached.
 
-Chose that the first reason on a board stays: the ranks that fail later do so because of it.
+The first reason on a board stays: the ranks that fail later do so because of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
 
 import torch
 
 from odc.comm.space import REASON_BYTES, Space
 from odc.comm.words import Word
-from odc.errors import OdcError
 
 
-def abort(space: Space, reason: str, culprit: int, others: Sequence[int]) -> None:
-    """Set ABORT with `reason` on the own board and on those of `others`; the first reason on a board stays."""
+def abort(space: Space, reason: str, culprit: int) -> None:
+    """Set ABORT with `reason` on this rank's board and on those of the members it is attached to.
+
+    Never raises and never attaches, which may take long: other members learn of the end from this rank's board, from
+    their own daemon, or when they attach. May be called from any thread.
+    """
+    for member in space.geometry.members:
+        with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same
+            if member == space.geometry.me or space.heap.attached(member):
+                board = space.board(member)
+                if not board.load(Word.ABORT):
+                    write_reason(space, member, reason)
+                    board.store(Word.ABORT, 1 + culprit)
+
+
+def write_reason(space: Space, member: int, reason: str) -> None:
+    """Have `read_reason` of `member` return `reason`, cut to what there is room for."""
     raw = reason.encode("utf-8", "replace")[: REASON_BYTES - 1]
     text = torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8)
-    for member in (space.geometry.me, *others):
-        try:
-            board = space.board(member)
-        except (OdcError, OSError):
-            continue  # not reachable: it learns of the end from its own daemon or at its next attach
-        if not board.load(Word.ABORT):
-            space.reason(member)[: text.numel()].copy_(text)
-            board.store(Word.ABORT, 1 + culprit)
+    space.reason(member)[: text.numel()].copy_(text)
+
+
+def read_reason(space: Space, member: int) -> str:
+    """The text a member left with ABORT, or with LEFT; empty if there is none."""
+    raw = bytes(space.reason(member).numpy().tobytes())
+    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")

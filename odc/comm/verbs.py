@@ -184,8 +184,8 @@ class Verbs:
     # abort ------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str, culprit: int) -> None:
-        """End the job everywhere: set ABORT on the own board and on that of every member that can be reached.
+        """End the job everywhere: set ABORT on this rank's board and on that of every member it is attached to.
 
-        Never raises. `culprit` is a global rank.
+        Never raises and waits for nobody. `culprit` is a global rank.
         """
-        abort(self.space, reason, culprit, self.geometry.others())
+        abort(self.space, reason, culprit)
