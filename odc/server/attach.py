@@ -1,9 +1,9 @@
 """Finding a peer's heap: announcement in the job's store, descriptor through the peer's door.
 
-A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs the
-world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one of
-them has gone. A rank whose job was aborted leaves the reason in the store, so that a rank that comes too late to attach
-blames the culprit and not the messenger.
+A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs
+the world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one
+of them has gone. A rank whose job was aborted leaves the reason in the store, so that a rank that comes too late to
+attach blames the culprit and not the messenger.
 
 Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
 `R/aborted` and `departed`. The last member to leave deletes them. `odc/roots/M/R` lists the roots that rank R has on
@@ -293,20 +293,16 @@ class Rendezvous:
         identity = identity or self._identity
         text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "
         mine, theirs = self._own["units"], said["units"]
-        first = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
         if identity == self._identity and self._own["settings"] != said.get("settings"):
             return text + f"rank {me} has settings {self._own['settings']}, rank {rank} has {said.get('settings')}"
         if len(mine) != len(theirs):
-            text += f"rank {me} has {len(mine)} units, rank {rank} has {len(theirs)}"
-            i = min(len(mine), len(theirs)) if first is None else first
-            return text + "".join(
-                f"; unit {i} of rank {one} is {units[i][0]!r}" for one, units in ((me, mine), (rank, theirs)) if i < len(units)
-            )
-        if first is not None:
-            text += f"the first unit to differ is {mine[first][0]!r} on rank {me} and {theirs[first][0]!r} on rank {rank}"
-            return text + self._first_lines(first, f"odc/{identity}/{rank}", rank, me)
+            return text + f"rank {me} has {len(mine)} units, rank {rank} has {len(theirs)}"
+        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            if one != other:
+                text += f"the first unit to differ is {one[0]!r} on rank {me} and {other[0]!r} on rank {rank}"
+                return text + self._first_lines(i, f"odc/{identity}/{rank}", rank, me)
         if identity != self._identity:
-            return text + f"it is another call of fully_shard on rank {rank}, which has sharded other modules before"
+            return text + f"rank {rank} has called fully_shard on other modules before, and rank {me} has not"
         return text + "settings or mesh differ"
 
     def _first_lines(self, unit: int, key: str, rank: int, me: int) -> str:

@@ -206,6 +206,16 @@ def daemon(rank: int) -> Daemon:
         return _daemon
 
 
+def await_departures() -> None:
+    """Wait until no peer needs a root that this process has left.
+
+    Raises:
+        WaitTimeoutError: a peer had to be given up.
+    """
+    if _daemon is not None and _daemon.alive():
+        _daemon.departures.wait()
+
+
 def stop_daemon() -> None:
     """Stop the daemon of this process, if there is one. Heaps must have been left before."""
     global _daemon

@@ -41,7 +41,7 @@ class Departure:
     ) -> None:
         self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
         self._space = service.space
-        self._members = rendezvous.geometry.others()
+        self._members = list(rendezvous.geometry.others())
         self._settled = False
         self._moved, self._progress = time.monotonic(), -1
         self._late: WaitTimeoutError | None = None

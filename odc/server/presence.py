@@ -57,10 +57,10 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     return kept
 
 
-def announce_failure(store: JobStore, reason: str, culprit: int, within_s: float = 2.0) -> None:
-    """Leave for ranks that have not attached yet why this process ends. Never raises, waits `within_s` at most."""
+def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
+    """Leave for ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
     with contextlib.suppress(OdcError):
-        store.within(within_s).set(_FAILED, json.dumps([culprit, reason]))
+        store.set(_FAILED, json.dumps([culprit, reason]))
 
 
 def failure(store: JobStore) -> tuple[int, str] | None:

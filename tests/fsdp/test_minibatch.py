@@ -9,8 +9,7 @@ import torch
 from _members import F32, Crew
 from torch import nn
 
-from odc.comm import Gradient, State, Word
-from odc.comm.wait import read_reason
+from odc.comm import Gradient, State, Word, read_reason
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
