@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "errors": frozenset(),
     "settings": frozenset(),
     "balance": frozenset(),
-    "eval": frozenset(),
+    "eval": frozenset({"comm"}),
     "trace": frozenset(),
     "memory": frozenset(),
     "microbatch": frozenset({"trace"}),
