@@ -24,7 +24,7 @@ _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8
 _AHEAD = 4  # unread pieces between two members
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 2e-4, 2e-2
 _TICK_S = 0.2
-_STORE_S = 2.0  # that the store is given in any case: it serves all ranks of the job
+_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
 _LOOKS = 20  # at a peer's progress, in one timeout
 
 

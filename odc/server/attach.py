@@ -34,7 +34,7 @@ from odc.server.presence import failure, process_of
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.02
 _KNOCK_S = 1.0  # between two looks at ABORT
-_STORE_S = 2.0  # that the store is given in any case: it serves all ranks of the job
+_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
 _TELL_S = 2.0  # a rank that ends because of an error waits no longer for the store
 _KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
 
@@ -71,7 +71,7 @@ class Rendezvous:
         store: of the job.
         identity: of the root's heap, the same on every rank.
         geometry: who stands where.
-        timeout_s: how long a peer may take to come up, and the store to answer (2 s at least).
+        timeout_s: how long a peer may take to come up, and the store to answer (5 s at least).
         aborted: raises if the job was aborted in the meantime.
     """
 
@@ -236,10 +236,10 @@ class Rendezvous:
         doing = f"waiting for rank {rank} to {what}"
         while not self._store.check([key]):
             self._aborted(doing)
+            self._refuse_other_root(member, rank, me)  # first: each rank names the difference as it sees it
             failed = failure(self._store)
             if failed is not None:
                 raise self._lost(doing, *failed)
-            self._refuse_other_root(member, rank, me)
             process = process_of(self._store, rank)
             if process is not None and not process.alive() and not self._store.check([key]):
                 raise PeerLostError(

@@ -22,7 +22,8 @@ from odc.memory import ProcessHandle
 
 _HOST = """
 import time, torch.distributed as dist
-print(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port, flush=True)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
 time.sleep(600)
 """
 

@@ -175,7 +175,7 @@ def test_the_first_parameter_to_differ_is_named_on_both_sides(
 def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
     """One value may have 8 MiB in torch's TCPStore."""
     store = dist.HashStore()
-    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 1.0, refusing)
+    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 60.0, refusing)
     names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
     units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
     lines = [unit.lines() for unit in units]

@@ -188,7 +188,7 @@ def test_another_number_of_units_is_named_at_once_on_both_sides(side: Make) -> N
     for one, peer, mine, theirs in ((two, 1, 2, 3), (three, 0, 3, 2)):
         me, other = one.service.rank, RANKS[peer]
         with pytest.raises(
-            LayoutMismatchError, match=f"differently: rank {me} has {mine} units, rank {other} has {theirs} units"
+            LayoutMismatchError, match=f"differently: rank {me} has {mine} units, rank {other} has {theirs}$"
         ):
             one.space.board(peer)
 
