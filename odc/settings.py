@@ -13,6 +13,7 @@ Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
 Kernels = Literal["torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("torch", "triton")
+LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Settings:
         accumulate: who adds a pushed gradient. "server": the owner's daemon, out of bounded staging slots; "direct":
             the pushing rank, under a robust lock in the owner's heap; "per_source": one accumulator per rank, summed in
             rank order (W times the memory; for tests and small models).
-        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward goes on).
         staging_block_bytes: largest block of one staged push, in bytes.
@@ -56,8 +57,11 @@ class Settings:
             raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_MODES)}, not {self.accumulate!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive seconds, not {self.timeout_s!r}")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
+                f"{self.timeout_s!r}"
+            )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a whole number of units, 0 or more, not {self.prefetch!r}")
         if self.staging_block_bytes < 4096 or self.staging_block_bytes % 64:

@@ -156,8 +156,8 @@ def live(birth: Birth) -> None:
     code = 0
     try:
         work(channel, hello)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter does
         code = 1
     end(code)
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "settings": frozenset(),
     "provenance": frozenset(),
     "balance": frozenset(),
-    "eval": frozenset(),
+    "eval": frozenset({"comm"}),
     "trace": frozenset(),
     "memory": frozenset(),
     "microbatch": frozenset({"trace"}),

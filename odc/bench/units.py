@@ -93,8 +93,8 @@ def drop() -> None:
 
     from odc.fsdp import live_roots
 
-    for root in live_roots():
-        root.leave()
+    for left in [root.leave() for root in live_roots()]:
+        left()
     let_go()
     gc.collect()
     if torch.cuda.is_initialized():

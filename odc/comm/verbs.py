@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from odc.comm.abort import abort, write_text
+from odc.comm.abort import abort, read_text, write_text
 from odc.comm.push import Gradient, Pusher
 from odc.comm.queue import Claimed, Queue
 from odc.comm.ready import Ready
 from odc.comm.space import Space
 from odc.comm.units import UnitSpec
-from odc.comm.wait import Waiter, read_text
+from odc.comm.wait import Waiter
 from odc.comm.words import Outcome, Word, decode_outcome, encode_outcome, outcome_word
 from odc.memory import Words
 
@@ -201,8 +201,8 @@ class Verbs:
     # abort ------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str, culprit: int) -> None:
-        """End the job everywhere: set ABORT on the own board and on that of every member that can be reached.
+        """End the job everywhere: set ABORT on this rank's board and on that of every member it is attached to.
 
-        Never raises. `culprit` is a global rank.
+        Never raises and waits for nobody. `culprit` is a global rank.
         """
-        abort(self.space, reason, culprit, self.geometry.others())
+        abort(self.space, reason, culprit)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
-from odc.comm.abort import abort
+from odc.comm.abort import abort, read_reason
 from odc.comm.space import Space
 from odc.comm.words import Word
 from odc.errors import PeerLostError, WaitTimeoutError
@@ -23,16 +21,6 @@ _YIELDS = 40
 _FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 _SPAN_NS = 50_000  # shorter waits are not worth a span
-
-
-def read_text(region: torch.Tensor) -> str:
-    """The zero-terminated text that `odc.comm.abort.write_text` has left in a region of bytes."""
-    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")
-
-
-def read_reason(space: Space, member: int) -> str:
-    """The text a member left with ABORT."""
-    return read_text(space.reason(member))
 
 
 class Waiter:
@@ -113,12 +101,10 @@ class Waiter:
         raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
 
     def _raise_left(self, member: int, what: str) -> None:
-        rank = self._geometry.ranks[member]
-        raise PeerLostError(
-            f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown); "
-            "every rank must run the same number of minibatches",
-            culprit=rank,
-        )
+        rank, note = self._geometry.ranks[member], read_reason(self._space, member)
+        said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
+        why = f"; the last error there was {note}" if note else ""
+        raise PeerLostError(f"{said}{why}; every rank must run the same number of minibatches", culprit=rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
         rank, culprit = self._geometry.ranks[member], self._geometry.ranks[self._last_waited_for(member)]
@@ -128,7 +114,7 @@ class Waiter:
             f"{self._space.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
             f"{itself}; raise Settings.timeout_s if it is only slow"
         )
-        abort(self._space, said, culprit, self._geometry.others())  # or others would blame this rank, which ends now
+        abort(self._space, said, culprit)  # or others would blame this rank, which ends now
         raise WaitTimeoutError(said, culprit=culprit)
 
     def _last_waited_for(self, member: int) -> int:

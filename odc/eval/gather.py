@@ -9,12 +9,11 @@ rank, all at once, and gives rows rank by rank: 7 samples dealt to 3 ranks arriv
 from __future__ import annotations
 
 import heapq
-import io
-import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from odc.errors import ResultsError
+from odc.eval import plain
 from odc.eval.peers import Peers
 
 T = TypeVar("T")
@@ -36,7 +35,8 @@ def gather_results(
     """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; returns on all together.
 
     Args:
-        rows: this rank's, picklable, any number, any type.
+        rows: this rank's, any number, of plain values: None, bool, int, float, complex, str, bytes, lists, tuples, sets
+            and dicts of such, NumPy arrays and scalars, dense CPU tensors.
         index: of each row; numbers, strings or tuples of them that compare with each other. To tell apart what belongs
             to one document use tuples: (task, doc_id, filter, repeat).
         expected: all indices there should be; n stands for 0 to n - 1. None checks for doubled ones only. Counts on the
@@ -51,8 +51,9 @@ def gather_results(
         The rows in order on the first rank (None with `into`), None on the others.
 
     Raises:
-        ResultsError: indices are doubled, missing or not expected; the message names the first of them and, where
-            doubled, the ranks they came from. Inside a session it reaches the other ranks as a PeerLostError.
+        ResultsError: a row is not of plain values (names the type), or indices are doubled, missing or not expected;
+            the message names the first of them and, where doubled, the ranks they came from. Inside a session it
+            reaches the other ranks as a PeerLostError.
     """
     if len(rows) != len(index):
         raise ResultsError(f"rank {peers.rank}: {len(rows)} {what}, but {len(index)} indices")
@@ -99,25 +100,29 @@ def gather_metrics(
 
 
 def _send(entries: Iterable[tuple[Any, int, Any]], peers: Peers, chunk_bytes: int, what: str) -> None:
-    """Entries one pickle after another, in messages of about `chunk_bytes`; an empty message ends them."""
-    chunk = io.BytesIO()
-    for entry in entries:
-        pickle.dump(entry, chunk)
-        if chunk.tell() >= chunk_bytes:
-            peers.send(0, chunk.getvalue(), what)
-            chunk = io.BytesIO()
+    """Entries as lines of JSON, in messages of about `chunk_bytes`; an empty message ends them."""
+    chunk, size = list[bytes](), 0
+    for at, _, row in entries:
+        chunk.append(plain.dumps([at, row], f"rank {peers.rank}: one of the {what}"))
+        size += len(chunk[-1]) + 1
+        if size >= chunk_bytes:
+            peers.send(0, b"\n".join(chunk), what)
+            chunk, size = [], 0
             peers.tick()
-    if chunk.tell():
-        peers.send(0, chunk.getvalue(), what)
+    if chunk:
+        peers.send(0, b"\n".join(chunk), what)
     peers.send(0, b"", what)
 
 
 def _received(peers: Peers, member: int, what: str) -> Iterator[tuple[Any, int, Any]]:
-    while message := peers.receive(member, f"{what} of rank {peers.ranks[member]}"):
+    sender = f"{what} of rank {peers.ranks[member]}"
+    while message := peers.receive(member, sender):
         peers.tick()
-        chunk = io.BytesIO(message)
-        while chunk.tell() < len(message):
-            yield pickle.load(chunk)
+        for line in message.split(b"\n"):
+            entry = plain.loads(line, sender)
+            if type(entry) is not list or len(entry) != 2:
+                raise ResultsError(f"{sender} cannot be read: a line is not an index and a row")
+            yield entry[0], member, entry[1]
 
 
 class _Report:

@@ -12,17 +12,19 @@ Within a session ranks are *members*: indices into the group's ranks; member 0 c
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.comm import JobStore
+from odc.errors import PeerLostError, ResultsError, WaitTimeoutError
+from odc.eval import plain
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 2e-4, 2e-2
 _TICK_S = 0.2
+_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
 _LOOKS = 20  # at a peer's progress, in one timeout
 
 
@@ -30,14 +32,16 @@ class Peers:
     """What a session hands out. Use it from one thread; its rank's other waits go on meanwhile.
 
     Args:
-        store: of the job, with a prefix of this session's own.
+        store: of the job.
         ranks: global ranks of the members.
         me: own index in `ranks`.
         timeout_s: seconds a member may be waited for while it makes no progress.
+        prefix: of this session's keys.
     """
 
-    def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float) -> None:
-        self._store, self.ranks, self.me, self.timeout_s = store, tuple(ranks), me, timeout_s
+    def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float, prefix: str = "") -> None:
+        self._store = JobStore(store, max(timeout_s, _STORE_S), ranks[me], prefix)
+        self.ranks, self.me, self.timeout_s = tuple(ranks), me, timeout_s
         self._met = 0
         self._sent = [0] * len(ranks)
         self._received = [0] * len(ranks)
@@ -69,11 +73,19 @@ class Peers:
 
     def check(self, doing: str) -> None:
         """Raise PeerLostError if a rank has failed; `doing` says what this one was about."""
-        if self._store.check(["failed"]):
-            culprit, reason = json.loads(self._store.get("failed"))
+        failed = self.failed()
+        if failed is not None:
+            culprit, reason = failed
             raise PeerLostError(
                 f"rank {self.rank}, {doing}: rank {culprit} failed in the evaluation: {reason}", culprit=culprit
             )
+
+    def failed(self) -> tuple[int, str] | None:
+        """The first rank that failed, and why; None if none has."""
+        if not self._store.check(["failed"]):
+            return None
+        culprit, reason = json.loads(self._store.get("failed"))
+        return int(culprit), str(reason)
 
     def fail(self, error: BaseException) -> None:
         """Let every wait of the other ranks end, and name this rank. Of several failures the first stays."""
@@ -133,13 +145,17 @@ class Peers:
                 return bytes(message)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every member's `value`, by member. For small picklable values. Called by every member."""
+        """Every member's `value`, by member. For small plain values (see `gather_results`). Called by every member."""
+        own = plain.dumps(value, f"rank {self.rank}: {what}")
         if self.me:
-            self.send(0, pickle.dumps(value), what)
-            everyone: list[Any] = pickle.loads(self.receive(0, what))
+            self.send(0, own, what)
+            everyone: list[Any] = plain.loads(self.receive(0, what), what)
+            if type(everyone) is not list or len(everyone) != self.world:
+                raise ResultsError(f"rank {self.rank}: {what} cannot be read: not one value of each rank")
             return everyone
-        everyone = [value, *(pickle.loads(self.receive(member, what)) for member in range(1, self.world))]
-        message = pickle.dumps(everyone)
+        others = [plain.loads(self.receive(member, what), what) for member in range(1, self.world)]
+        everyone = [plain.loads(own, what), *others]  # the same values as on the other ranks
+        message = plain.dumps(everyone, what)
         for member in range(1, self.world):
             self.send(member, message, what)
         return everyone

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc.comm import JobStore
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
+from odc.settings import LONGEST_TIMEOUT_S
 
 
 @contextlib.contextmanager
@@ -58,7 +60,7 @@ def session(
             yield peers
             peers.leave("the end of the evaluation")
         except BaseException as error:
-            with contextlib.suppress(dist.DistError):  # the store is gone, and so are the others
+            with contextlib.suppress(OdcError):  # the store is gone, and so are the others
                 peers.fail(error)
             if isinstance(error, Exception) and not isinstance(error, PeerLostError):
                 _blame(peers, error)
@@ -84,8 +86,10 @@ def unsynced(module: nn.Module) -> Iterator[None]:
 
 
 def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive seconds, not {timeout_s!r}")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s must be positive seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not {timeout_s!r}"
+        )
     if group is None and not dist.is_initialized():
         return Peers(dist.HashStore(), (0,), 0, timeout_s)  # type: ignore[attr-defined]
     ranks = dist.get_process_group_ranks(group)
@@ -93,17 +97,18 @@ def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
         raise OdcError(f"rank {dist.get_rank()} evaluates in a group of other ranks: {ranks}")
     me = ranks.index(dist.get_rank())
     owner: Any = dist.group.WORLD if group is None else group
-    store = owner.get_group_store()
+    store = JobStore(owner.get_group_store(), timeout_s, dist.get_rank())
     number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: sessions of a group come in one order
-    own = dist.PrefixStore(f"odc.eval/{number}/", store)  # type: ignore[attr-defined]
-    return Peers(own, ranks, me, timeout_s)
+    return Peers(store, ranks, me, timeout_s, f"odc.eval/{number}/")
 
 
 def _blame(peers: Peers, error: Exception) -> None:
     """Raise PeerLostError from `error` if another rank failed first: a collective broken off is no cause."""
-    try:
-        with contextlib.suppress(dist.DistError):
-            peers.check(f"ended by {type(error).__name__}")
-    except PeerLostError as lost:
-        if lost.culprit != peers.rank and lost.culprit != getattr(error, "culprit", None):
-            raise lost from error
+    failed = None
+    with contextlib.suppress(OdcError):  # the store is gone: nobody else can be blamed
+        failed = peers.failed()
+    if failed is not None and failed[0] not in (peers.rank, getattr(error, "culprit", None)):
+        ended = f"rank {peers.rank}, ended by {type(error).__name__}"
+        raise PeerLostError(
+            f"{ended}: rank {failed[0]} failed in the evaluation: {failed[1]}", culprit=failed[0]
+        ) from error

@@ -72,13 +72,14 @@ def stability(scores: Mapping[Any, Sequence[float]], peers: Peers) -> Stability 
         ValueError: see `sample_stability`, or no rank has a sample.
         ResultsError: two ranks have the same sample.
     """
-    rows = [(at, sample_stability(runs)) for at, runs in scores.items()]
-    gathered = gather_results(rows, [at for at, _ in rows], peers, what="stability")
+    own = {at: sample_stability(runs) for at, runs in scores.items()}
+    rows = [(at, one.runs, one.mean, one.variance, one.consistency) for at, one in own.items()]
+    gathered = gather_results(rows, list(own), peers, what="stability")
     if gathered is None:
         return None
     if not gathered:
         raise ValueError("stability of no samples at all")
-    samples, count = dict(gathered), len(gathered)
+    samples, count = {row[0]: SampleStability(*row[1:]) for row in gathered}, len(gathered)
     ones = samples.values()
     return Stability(
         samples,

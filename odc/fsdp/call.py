@@ -7,6 +7,8 @@ hooks are FSDP2's. Refuses, before any module is touched, what it could not do r
 from __future__ import annotations
 
 import atexit
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, cast, overload
 
@@ -16,19 +18,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from odc.comm import State
+from odc.comm import JobStore, State
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp import guard
+from odc.fsdp import exits, guard
 from odc.fsdp.group import adopt
 from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.registry import register
 from odc.fsdp.root import live_roots, root_above, root_at
 from odc.memory import require_add
-from odc.server import announce_process, daemon, stop_daemon
+from odc.server import announce_process, await_departures, daemon, stop_daemon
 from odc.settings import Settings
 
 _at_exit = False
+_joined: tuple[int, weakref.ref[Any]] | None = None  # the process and the store of its job
 
 
 class _Options(TypedDict, total=False):
@@ -105,7 +108,7 @@ def fully_shard(
         one.register_load_state_dict_pre_hook(_before_load)
     rank = dist.get_rank()
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), rank, settings)
-    _join_job(rank)
+    _join_job(rank, (settings or Settings()).timeout_s)
     return module
 
 
@@ -113,11 +116,15 @@ def fully_shard(
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
 
 
-def _join_job(rank: int) -> None:
+def _join_job(rank: int, timeout_s: float) -> None:
     """What a process needs from its first sharded module on."""
-    global _at_exit
+    global _joined, _at_exit
     daemon(rank)
-    announce_process(compat.default_store(), rank)
+    store = compat.default_store()
+    if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
+        announce_process(JobStore(store, timeout_s, rank), rank)
+        exits.install(store, rank)
+        _joined = os.getpid(), weakref.ref(store)
     guard.install()
     if not _at_exit:
         atexit.register(shutdown)
@@ -125,13 +132,24 @@ def _join_job(rank: int) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: peers that still wait for this rank are told, heaps are closed, the daemon stops.
+    """Leave the job: peers that wait for this rank are told, heaps are closed, the daemon stops.
 
-    Runs at exit by itself. On this rank only; calls no collective. Sharded modules must not be run after it.
+    Runs at exit by itself. On this rank only; calls no collective. Sharded modules must not be run after it. Waits
+    until every peer has attached to its own peers, has left or has died, because a slow one may still have to fetch
+    this rank's shards; waits for nobody if an error is being handled or ends the process, which the peers are told.
+
+    Raises:
+        WaitTimeoutError: a peer, which is named, was given up after `Settings.timeout_s`; this rank has left all the
+            same.
     """
+    failed = exits.ended_by_error()
     for root in live_roots():
-        root.leave()
-    stop_daemon()
+        root.leave(exits.last_error())
+    try:
+        if not failed:
+            await_departures()
+    finally:
+        stop_daemon()
 
 
 def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.registry import Sharded, registered
 from odc.fsdp.sender import Sender
 from odc.fsdp.stale import refuse_stale
-from odc.server import Rendezvous, Service, daemon, leave, summary
+from odc.server import Daemon, Rendezvous, Service, daemon, leave, summary
 from odc.settings import Settings
 from odc.trace import recorder
 
@@ -79,7 +80,11 @@ class Root:
         self.shards = self.geometry.shards
         for group, unit in zip(self.groups, units, strict=True):
             group.odc_root, group.odc_unit = self, unit
-        self._leave = weakref.finalize(self, _leave, os.getpid(), service, rendezvous, self.fetcher, self.sender)
+        self.thread = threading.get_ident()  # that trains: an error that ends it ends the root
+        self._note: list[str] = []
+        self._leave = weakref.finalize(
+            self, _leave, os.getpid(), server, service, rendezvous, self.fetcher, self.sender, self._note
+        )
         self._leave.atexit = False  # `shutdown` does it, before the daemon is stopped
         recorder().set_rank(self.rank)
         if not self.settings.trace:
@@ -91,6 +96,7 @@ class Root:
             summary(units),
             self.settings.fingerprint(),
             [unit.lines() for unit in units],
+            _calls(module),
         )
         _roots.add(self)
 
@@ -145,22 +151,45 @@ class Root:
         """`id()` of every sharded parameter, as optimizers hold them."""
         return {id(param.parameter) for group in self.groups for param in group.odc_params}
 
-    def leave(self) -> None:
-        """Leave the job in good order; the heap is closed, the modules must not be run any more. Idempotent."""
-        wait = self._leave()
-        if wait is not None:
-            wait()
+    def leave(self, note: str = "") -> Callable[[], None]:
+        """Leave the job in good order; the modules must not be run any more. Waits for nobody. Idempotent.
+
+        Args:
+            note: what a peer is told that waits for this rank in vain.
+
+        Returns:
+            A function that waits until no peer needs the heap and it is closed; it raises WaitTimeoutError if a peer
+            had to be given up.
+        """
+        self._note.append(note)
+        return self._leave() or _nothing
+
+
+def _nothing() -> None:
+    return
 
 
 def _leave(
-    pid: int, service: Service, rendezvous: Rendezvous, fetcher: Fetcher, sender: Sender
+    pid: int,
+    server: Daemon,
+    service: Service,
+    rendezvous: Rendezvous,
+    fetcher: Fetcher,
+    sender: Sender,
+    note: Sequence[str],
 ) -> Callable[[], None] | None:
     """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
     if os.getpid() != pid:
         return None  # a forked child (DataLoader worker) drops its copy; the heap and its words are still the rank's
     fetcher.close()
     sender.close()
-    return leave(daemon(service.rank), service, rendezvous)
+    return leave(server, service, rendezvous, "".join(note))
+
+
+def _calls(module: compat.FSDPModule) -> list[int]:
+    """Numbers of the calls of `fully_shard` that made the tree."""
+    sharded = [m for m in cast(nn.Module, module).modules() if isinstance(m, compat.FSDPModule)]
+    return sorted({registered(one).sequence for one in sharded})
 
 
 def live_roots() -> list[Root]:

@@ -7,7 +7,6 @@ bounds the memory that queued work keeps alive.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -70,24 +69,24 @@ class Worker:
     """
 
     def __init__(self, name: str, depth: int) -> None:
-        self._queue: queue.Queue[Job | None] = queue.Queue(maxsize=depth)
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # Not a Queue: a finalizer calls `close`, perhaps on a thread that holds the queue's lock at that moment.
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._thread = threading.Thread(target=_work, args=(self._jobs, self._room), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job; blocks while `depth` wait."""
-        self._queue.put(job)
+        self._room.acquire()
+        self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread once the queue is empty; never waits: the garbage collector may call it on any thread."""
-        self._closing = True
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        """End the thread once it has run what was submitted; never waits: a finalizer may call it on any thread."""
+        self._jobs.put(None)
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job.run()
-            del job  # an idle worker keeps nothing alive
-            if self._closing and self._queue.empty():
-                return
+
+def _work(jobs: queue.SimpleQueue[Job | None], room: threading.Semaphore) -> None:
+    while (job := jobs.get()) is not None:
+        room.release()
+        job.run()
+        del job  # an idle worker keeps nothing alive

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from odc.memory import ProcessHandle
+from odc.server.departures import Departures
 from odc.server.door import Door, PeerCredentials
 from odc.server.service import Service
 
@@ -49,6 +50,7 @@ class Daemon:
         self._unwatch: dict[str, list[Callable[[], None]]] = {}  # by service: gives the handles of its peers back
         self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
         self._stopping = False
+        self.departures = Departures()
         self._selector.register(self.bell, selectors.EVENT_READ, self._on_bell)
         self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.answer)
         self._thread = threading.Thread(target=self._run, name="odc-server", daemon=True)
@@ -105,6 +107,7 @@ class Daemon:
         """Stop the loop and close the door; idempotent."""
         if os.getpid() != self.pid or self._stopping:
             return
+        self.departures.stop()
         self._stopping = True
         self.ring()
         self._thread.join(timeout=5.0)
@@ -201,6 +204,16 @@ def daemon(rank: int) -> Daemon:
         if _daemon is None or not _daemon.alive():
             _daemon = Daemon(rank)
         return _daemon
+
+
+def await_departures() -> None:
+    """Wait until no peer needs a root that this process has left.
+
+    Raises:
+        WaitTimeoutError: a peer had to be given up.
+    """
+    if _daemon is not None and _daemon.alive():
+        _daemon.departures.wait()
 
 
 def stop_daemon() -> None:

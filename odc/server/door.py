@@ -1,7 +1,8 @@
 """The daemon's door: a unix socket at which peers and `odc status` ask, and are handed descriptors.
 
 Chose the abstract namespace over a socket file: the address vanishes with the process, so a killed rank leaves nothing
-to clean up. It has no file permissions, so each side checks the other's user (SO_PEERCRED) before it says anything. One
+to clean up. It has no file permissions, so each side checks the other (SO_PEERCRED) before it says anything: the same
+user, in the same PID and user namespace, because user 0 of another container is somebody else. One
 JSON request and one JSON reply a connection, descriptors beside the reply (SCM_RIGHTS). Nothing here ever blocks the
 daemon: a visitor that stays silent costs one descriptor until its deadline. Abstract names belong to a network
 namespace, so ranks in different containers of one host must share theirs.
@@ -53,6 +54,30 @@ class PeerCredentials:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         return cls(pid, uid)
+
+    def stranger(self, proc: Path = Path("/proc")) -> str | None:
+        """Why this is not a process of our own user and container, or None if it is.
+
+        User ids are compared as our user namespace numbers them, so those of another namespace may look like ours; its
+        processes are told apart by their links in `proc`. Where this process cannot read its own links (no procfs), a
+        visible process id must do.
+        """
+        if self.uid != os.geteuid():
+            return f"it belongs to user {self.uid}, not to user {os.geteuid()}"
+        if self.pid <= 0:
+            return "its process is in another PID namespace; ranks of one host must share theirs"
+        for kind in ("pid", "user"):
+            try:
+                own = os.readlink(proc / "self" / "ns" / kind)
+            except OSError:
+                continue
+            try:
+                other = os.readlink(proc / str(self.pid) / "ns" / kind)
+            except OSError as error:
+                return f"the {kind} namespace of its process {self.pid} cannot be read ({error.strerror})"
+            if own != other:
+                return f"its process {self.pid} is in another {kind} namespace; ranks of one host must share theirs"
+        return None
 
 
 Handler = Callable[[dict[str, Any], PeerCredentials], tuple[dict[str, Any], Sequence[int]]]
@@ -135,7 +160,7 @@ class Door:
     def _welcome(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         peer = PeerCredentials.of(connection)
-        if peer.uid != os.geteuid():
+        if peer.stranger() is not None:
             connection.close()
             return
         while len(self._visits) >= _MAX_VISITS:  # the oldest has kept silent for longest
@@ -242,7 +267,7 @@ def knock(name: str, request: dict[str, Any], timeout_s: float) -> Answer:
     """Ask the door `name` and wait for its answer, on any thread.
 
     Raises:
-        ConnectionError: nobody listens there, it belongs to another user, or it hung up without an answer.
+        ConnectionError: nobody listens there, it is of another user or container, or it hung up without an answer.
         TimeoutError: it did not answer within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
@@ -251,7 +276,9 @@ def knock(name: str, request: dict[str, Any], timeout_s: float) -> Answer:
         try:
             _connect(connection, name, deadline)
             peer = PeerCredentials.of(connection)
-            _refuse_stranger(peer)
+            stranger = peer.stranger()
+            if stranger is not None:
+                raise ConnectionError(stranger)
             _remain(connection, deadline)
             connection.sendall(_frame(request))
             reply = _receive(connection, deadline, fds)
@@ -272,13 +299,6 @@ def _connect(connection: socket.socket, name: str, deadline: float) -> None:
             return connection.connect(address)
         except BlockingIOError:  # the queue of visitors is full
             time.sleep(_RETRY_S)
-
-
-def _refuse_stranger(peer: PeerCredentials) -> None:
-    if peer.uid != os.geteuid():
-        raise ConnectionError(f"it belongs to user {peer.uid}, not to user {os.geteuid()}")
-    if peer.pid <= 0:
-        raise ConnectionError("its process is in another PID namespace; ranks of one host must share theirs")
 
 
 def _receive(connection: socket.socket, deadline: float, fds: list[int]) -> dict[str, Any]:

@@ -1,35 +1,41 @@
-"""How a rank leaves a root's job: peers are told, and the daemon's loop closes the heap.
+"""How a rank leaves a root's job: its peers are told, and the heap is closed once nobody needs it.
 
-Chose one function for every kind of root (a sharded model, a batch exchange): the order in which peers are told is part
-of the protocol. It is what finalizers call, so it waits for nobody.
+One function serves every kind of root (a sharded model, a batch exchange), because the order in which peers are told is
+part of the protocol. Finalizers call it, so it waits for nobody.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-from odc.comm import Word
-from odc.comm.wait import read_reason
+from odc.comm import Word, write_text
 from odc.server.attach import Rendezvous
 from odc.server.daemon import Daemon
+from odc.server.departures import Departure
 from odc.server.service import Service
 
 
-def leave(server: Daemon, service: Service, rendezvous: Rendezvous) -> Callable[[], None]:
-    """Tell the peers that this rank leaves, and why if the job was aborted; hand the heap over to be closed.
+def leave(server: Daemon, service: Service, rendezvous: Rendezvous, note: str = "") -> Callable[[], None]:
+    """Tell the peers that this rank leaves, and hand the heap over, to be closed when nobody needs it any more.
 
-    May be called from any thread, also by the garbage collector. Returns a function that waits until the heap is closed
-    (see `Daemon.dismiss`).
+    May be called from any thread, also by the garbage collector. After an abort the heap is closed at once.
+
+    Args:
+        server: of this process.
+        service: of the root.
+        rendezvous: of the root.
+        note: what a peer is told that waits for this rank in vain; nothing if this rank did all it had to.
+
+    Returns:
+        A function that waits until the heap is closed, and raises WaitTimeoutError if a peer had to be given up.
     """
     space = service.space
     me = space.geometry.me
     board = space.board(me)
-    if board.load(Word.ABORT):
-        rendezvous.tell(read_reason(space, me), board.load(Word.ABORT) - 1)
+    if note and not board.load(Word.ABORT):
+        write_text(space.reason(me), note)
     board.store(Word.LEFT, 1)
-
-    def close() -> None:
-        rendezvous.close()
-        space.close()
-
-    return server.dismiss(service, close)
+    departure = Departure(service, rendezvous, functools.partial(server.dismiss, service))
+    server.departures.add(departure)
+    return departure.wait

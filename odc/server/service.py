@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from odc.comm import Adder, Inbox, Space, State, Word, abort, progress
+from odc.comm import Adder, Inbox, Space, State, Word, abort, progress, read_reason
 from odc.errors import OdcError
 from odc.trace import PUSH, recorder
 
@@ -66,9 +66,12 @@ class Service:
         return found
 
     def peer_died(self, member: int) -> None:
-        """Spread ABORT, unless the member had left in good order."""
+        """Spread ABORT, with the member's own reason if it gave one; nothing if it had left in good order."""
         rank = self.space.geometry.ranks[member]
         board = self.space.board(member)
+        if board.load(Word.ABORT):
+            self.abort(read_reason(self.space, member), board.load(Word.ABORT) - 1)
+            return
         if board.load(Word.LEFT):
             return
         epoch = board.load(Word.PUBLISHED)
@@ -76,8 +79,7 @@ class Service:
 
     def abort(self, reason: str, culprit: int) -> None:
         """Set ABORT here and on every attached peer; may be called from any thread, never raises."""
-        heap, geometry = self.space.heap, self.space.geometry
-        abort(self.space, reason, culprit, [m for m in geometry.others() if heap.attached(m)])
+        abort(self.space, reason, culprit)
 
     def answer_attach(self, request: dict[str, Any], token: str | None = None) -> dict[str, Any]:
         """Reply to a visitor that wants the heap's descriptor; it must know `token` (default: the peers' own)."""

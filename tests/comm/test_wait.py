@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from _members import F32, Crew
 
-from odc.comm import Word
+from odc.comm import Waiter, Word, read_reason
 from odc.comm import wait as wait_module
-from odc.comm.wait import Waiter, read_reason
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.settings import Settings
 from odc.trace import WAIT, recorder

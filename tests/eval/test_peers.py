@@ -167,7 +167,7 @@ def test_nothing_stays_in_the_store():
     stores: list[dist.Store] = []
 
     def work(peers: Peers) -> Any:
-        stores.append(peers._store)
+        stores.append(peers._store._connection.store)
         peers.exchange(peers.me, "numbers")
         peers.tick()
         peers.meet("half way")

@@ -10,8 +10,7 @@ import pytest
 from _machines import LAYOUT, Rank, finish, states
 from _members import Crew
 
-from odc.comm import Outcome, State, Word
-from odc.comm.wait import read_reason
+from odc.comm import Outcome, State, Word, read_reason
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp.minibatch import Minibatch
 from odc.settings import Settings

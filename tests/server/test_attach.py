@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,48 +12,13 @@ import torch.distributed as dist
 from _doors import served
 from _members import BF16, F32, Layout, units_of
 from _ranks import RankPool
+from _sides import LAYOUT, RANKS, Side
 
 from odc.comm import Geometry, Space, Word
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.memory import ShmHeap
 from odc.server import Daemon, Rendezvous, Service, summary
 from odc.settings import Settings
-
-LAYOUT: Layout = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
-RANKS = (10, 13)
-
-
-class Side:
-    """One rank's root up to the point where it is announced, with a daemon of its own."""
-
-    def __init__(
-        self,
-        store: Any,
-        me: int,
-        layout: Layout = LAYOUT,
-        settings: Settings | None = None,
-        aborted: Callable[[str], None] = lambda doing: None,
-        frozen: Collection[str] = (),
-    ) -> None:
-        settings = settings or Settings(timeout_s=60.0)
-        self.geometry, self.units = Geometry(RANKS, 2, me), units_of(layout, settings, frozen)
-        self.meet = Rendezvous(store, "7.abc", self.geometry, settings.timeout_s, aborted)
-        self.heap = ShmHeap("7.abc", RANKS, me, self.meet.connect, settings.timeout_s)
-        self.space = Space(self.heap, self.geometry, self.units, settings, "test")
-        self.service, self.daemon = Service("7.abc", self.space), Daemon(RANKS[me])
-        self.daemon.serve(self.service)
-
-    def announce(self, **changed: str) -> Side:
-        said = {"door": self.daemon.door_name, "token": self.service.token, "digest": self.heap.digest} | changed
-        lines = [unit.lines() for unit in self.units]
-        self.meet.announce(said["door"], said["token"], said["digest"], summary(self.units), lines=lines)
-        return self
-
-    def close(self) -> None:
-        self.daemon.close()
-        self.meet.close()
-        self.heap.close()
-
 
 Make = Callable[..., Side]
 
@@ -210,7 +175,7 @@ def test_the_first_parameter_to_differ_is_named_on_both_sides(
 def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
     """One value may have 8 MiB in torch's TCPStore."""
     store = dist.HashStore()
-    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 1.0, refusing)
+    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 60.0, refusing)
     names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
     units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
     lines = [unit.lines() for unit in units]

@@ -9,8 +9,7 @@ import torch
 from _daemons import LAYOUT, aborts, descriptors, settle, within
 from _members import Crew
 
-from odc.comm import Gradient, Word
-from odc.comm.wait import read_reason
+from odc.comm import Gradient, Word, read_reason
 from odc.memory import ProcessHandle
 from odc.server import Daemon, Service
 from odc.server.door import knock, list_doors

@@ -6,8 +6,7 @@ import pytest
 import torch
 from _members import F32, Crew
 
-from odc.comm import Gradient, State, Word
-from odc.comm.wait import read_reason
+from odc.comm import Gradient, State, Word, read_reason
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from odc.comm import Geometry, Space, Waiter, Word, abort
+from odc.comm import Geometry, JobStore, Space, Waiter, Word, abort
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, Words
 from odc.server import Daemon, Rendezvous, Service, announce_process, daemon, leave
@@ -110,7 +110,7 @@ class Arena:
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}
         self._leave = weakref.finalize(self, _leave, os.getpid(), server, service, meet)
-        announce_process(store, rank)
+        announce_process(JobStore(store, timeout_s, rank), rank)
         meet.announce(
             server.door_name, service.token, heap.digest, [], f"arena_bytes={self.nbytes}, channels={list(channels)}"
         )
@@ -220,7 +220,7 @@ class Arena:
 
     def refuse(self, reason: str) -> None:
         """End the exchange for everybody, naming this rank."""
-        abort(self.space, reason, self.geometry.ranks[self.geometry.me], self.geometry.others())
+        abort(self.space, reason, self.geometry.ranks[self.geometry.me])
 
     def close(self) -> None:
         """Wait until all that was put is read, or its readers are gone, then leave. Idempotent.

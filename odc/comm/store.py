@@ -1,0 +1,197 @@
+"""The job's key-value store, with a deadline on every call.
+
+torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given, and one connection runs
+one call at a time. A thread of this process therefore makes the calls on a connection of its own, and the caller waits
+for the thread as long as its deadline allows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from odc.errors import OdcError, PeerLostError, WaitTimeoutError
+from odc.memory import ProcessHandle
+
+_LOOK_S = 0.1  # between two looks at why the caller should wait no longer
+_DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
+
+
+def _nothing() -> None:
+    return
+
+
+class _Call:
+    """One call of the store, made by the thread of a `_Connection`."""
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self._name, self._arguments = name, arguments
+        self.given_up = False
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def make(self, store: Any) -> None:
+        try:
+            if not self.given_up:
+                self.result = getattr(store, self._name)(*self._arguments)
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+def _serve(store: Any, calls: SimpleQueue[_Call | None]) -> None:
+    try:
+        own = store.clone()
+    except Exception:  # a store that cannot be cloned, or whose server is gone: the calls will say so
+        own = store
+    while (call := calls.get()) is not None:
+        call.make(own)
+        del call
+
+
+def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) -> None:
+    calls.put(None)
+    for process in processes.values():
+        process.close()
+
+
+class _Connection:
+    """This process's own connection to a store, used by one thread; ends with its last user."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.pid = store, os.getpid()
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
+        threading.Thread(target=_serve, args=(store, self.calls), name="odc-store", daemon=True).start()
+        weakref.finalize(self, _end, self.calls, self.processes).atexit = False
+
+
+_connections: weakref.WeakValueDictionary[int, _Connection] = weakref.WeakValueDictionary()
+_connecting = threading.Lock()
+
+
+def _connect(store: Any) -> _Connection:
+    with _connecting:
+        found = _connections.get(id(store))
+        if found is None or found.store is not store or found.pid != os.getpid():
+            found = _connections[id(store)] = _Connection(store)
+        return found
+
+
+class JobStore:
+    """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
+
+    Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
+    gone with the process that hosts it.
+
+    Args:
+        store: of the job, or another JobStore, whose connection is shared.
+        timeout_s: seconds a call may take.
+        rank: own global rank, for messages.
+        prefix: put before every key.
+        watch: called every 0.1 s while a call takes long; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        timeout_s: float,
+        rank: int | None = None,
+        prefix: str = "",
+        watch: Callable[[], None] = _nothing,
+    ) -> None:
+        self._connection: _Connection = store._connection if isinstance(store, JobStore) else _connect(store)
+        self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
+
+    @property
+    def processes(self) -> dict[int, ProcessHandle]:
+        """Processes of the job by global rank, as far as this process has looked; shared by all users of the store."""
+        return self._connection.processes
+
+    def within(self, timeout_s: float) -> JobStore:
+        """The same store with another deadline, and without `watch`."""
+        return JobStore(self, timeout_s, self._rank, self._prefix)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._call("set", self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there (see `check`)."""
+        value: bytes = self._call("get", self._prefix + key)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self._call("check", [self._prefix + key for key in keys]))
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins at 0; returns its new value."""
+        return int(self._call("add", self._prefix + key, number))
+
+    def delete_key(self, key: str) -> None:
+        """Delete a key, whether it is there or not."""
+        self._call("delete_key", self._prefix + key)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        call = _Call(name, arguments)
+        self._connection.calls.put(call)
+        begin = time.monotonic()
+        try:
+            while not call.done.wait(min(_LOOK_S, self.timeout_s)):
+                self._watch()
+                if time.monotonic() - begin >= self.timeout_s:
+                    raise WaitTimeoutError(
+                        f"{self._who()}the job's key-value store{self._where()} has not answered for "
+                        f"{self.timeout_s:g} s; look at the process that hosts it ({_host()})",
+                        culprit=_hosting_rank(),
+                    )
+        finally:
+            call.given_up = True
+        if call.error is not None:
+            raise self._lost(call.error) from call.error
+        return call.result
+
+    def _lost(self, error: BaseException) -> OdcError:
+        said = str(error).strip().splitlines()
+        text = f"{self._who()}the job's key-value store{self._where()} is gone ({said[0] if said else error!r})"
+        dead = self._dead_within(_DEATH_S)
+        if dead is not None:
+            return PeerLostError(f"{text}: the process of rank {dead} has ended", culprit=dead)
+        return PeerLostError(f"{text}: the process that hosts it ({_host()}) has ended", culprit=_hosting_rank())
+
+    def _dead_within(self, seconds: float) -> int | None:
+        """The lowest rank whose process is known to have ended, waited for so long."""
+        end = time.monotonic() + seconds
+        while True:
+            for rank, process in sorted(self.processes.items()):
+                if not process.alive():
+                    return rank
+            if time.monotonic() >= end or not self.processes:
+                return None
+            time.sleep(0.01)
+
+    def _who(self) -> str:
+        return "" if self._rank is None else f"rank {self._rank}: "
+
+    def _where(self) -> str:
+        store = self._connection.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        host, port = getattr(store, "host", None), getattr(store, "port", None)
+        return f" at {host}:{port}" if host and port else ""
+
+
+def _hosting_rank() -> int | None:
+    """Rank 0 hosts the store of a job that was not started by torch's launcher, which hosts it itself."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+def _host() -> str:
+    return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"

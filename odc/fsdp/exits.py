@@ -1,0 +1,126 @@
+"""How this process ends: an error that ends it is told to the peers as their reason.
+
+Python tells of an uncaught error through `sys.excepthook`, of one in a thread through `threading.excepthook`. Launchers
+and applications that catch an error report it by `sys.exit(1)`, and a child process of `multiprocessing` by its exit
+code; neither is seen by a hook, so `sys.exit` is wrapped and a finalizer of `multiprocessing` looks at the error in
+flight. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, NoReturn
+
+from odc.comm import JobStore, Word
+from odc.fsdp.root import live_roots
+from odc.server import announce_failure
+
+_TELL_S = 2.0
+_process = 0  # that the hooks were installed in; they do nothing in its forked children
+_store: weakref.ref[Any] | None = None  # of the job; it must not outlive its process group for this
+_rank = 0
+_exit_reason: tuple[str, int, int] | None = None  # text, culprit, and progress() when sys.exit was called
+
+
+def install(store: Any, rank: int) -> None:
+    """Watch how this process ends, from now on; called by each `fully_shard` of a new job."""
+    global _process, _store, _rank
+    _store, _rank = weakref.ref(store), rank
+    if _process == os.getpid():
+        return
+    if not _process:  # a forked child has inherited the hooks
+        _install_hooks()
+    _process = os.getpid()
+    if multiprocessing.parent_process() is not None:
+        # Run while an error that leaves the child's function is still in flight.
+        multiprocessing.util.Finalize(None, _child_ends, exitpriority=100)
+
+
+def _install_hooks() -> None:
+    uncaught, in_thread, leave = sys.excepthook, threading.excepthook, sys.exit
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
+            report(error)
+        uncaught(kind, error, trace)
+
+    def on_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.thread is not None and args.exc_type is not SystemExit:
+            report(args.exc_value, args.thread.ident)
+        in_thread(args)
+
+    def on_exit(status: Any = None, /) -> NoReturn:
+        global _exit_reason
+        if status not in (None, 0):
+            _exit_reason = (*_described(sys.exception() or SystemExit(status)), _progress())
+        leave(status)
+
+    sys.excepthook, threading.excepthook = on_uncaught, on_uncaught_in_thread
+    sys.exit = on_exit
+
+
+def _child_ends() -> None:
+    error = sys.exception()
+    if isinstance(error, SystemExit):
+        error = None if error.code in (None, 0) else error.__context__ or error
+    if error is not None:
+        report(error)
+
+
+def report(error: BaseException, thread: int | None = None) -> None:
+    """Tell all peers that `error` ends this process. Never raises; waits 2 s at most, for the job's store.
+
+    Args:
+        error: what ended it; one that blames another rank keeps doing so.
+        thread: the ident of the thread that it has ended: only the roots that were made there end.
+    """
+    _tell(*_described(error), thread)
+
+
+def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
+    if _process != os.getpid():
+        return
+    with contextlib.suppress(Exception):  # the user's error must not be replaced by one of telling it
+        roots = [root for root in live_roots() if thread in (None, root.thread)]
+        for root in roots:
+            root.verbs.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
+        store = _store() if _store is not None else None
+        if store is not None and (roots or thread is None):
+            announce_failure(JobStore(store, _TELL_S), reason, culprit)
+
+
+def ended_by_error() -> bool:
+    """Whether an error ends this process, as far as can be seen; peers have been told by then. For `shutdown`."""
+    error = sys.exception()
+    if error is not None:
+        report(error)
+        return True
+    # If odc was called after sys.exit, that was caught, and the process went on.
+    if _exit_reason is not None and _exit_reason[2] == _progress():
+        _tell(*_exit_reason[:2])
+        return True
+    return any(root.verbs.board.load(Word.ABORT) for root in live_roots())
+
+
+def last_error() -> str:
+    """What an interactive session or a test runner showed last, or nothing: it may have nothing to do with the end."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else _described(error)[0]
+
+
+def _described(error: BaseException) -> tuple[str, int]:
+    """As one line, and whose fault it is."""
+    culprit = getattr(error, "culprit", None)
+    text = f"{type(error).__name__}: {error}"
+    return text, culprit if isinstance(culprit, int) else _rank
+
+
+def _progress() -> int:
+    return sum(root.verbs.board.load(Word.PROGRESS) for root in live_roots())

@@ -1,0 +1,366 @@
+"""How a rank ends: a clean end waits for slow peers, an error waits for nobody and reaches the peers as the reason."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _failing import backward, end, job
+from _models import tokens
+from _rank_worker import die, tell
+from _ranks import Outcome, spawn_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import odc
+from odc import Settings, fully_shard
+from odc.fsdp import exits
+from odc.fsdp._torch_compat import default_store
+from odc.server import Rendezvous
+
+HOURS = Settings(timeout_s=7200.0)  # a wait that should not be would last
+
+
+def evaluate(model: Any, rank: int) -> None:
+    with torch.no_grad():
+        model(tokens(rank, 0, 0))
+
+
+def attach_only_after(condition: Callable[[], object]) -> None:
+    """This rank announces its heap as ever, and attaches to its peers after `condition()` has returned."""
+    connect = Rendezvous.connect
+
+    def late(self: Rendezvous, member: int) -> Any:
+        condition()
+        return connect(self, member)
+
+    Rendezvous.connect = late  # type: ignore[method-assign]
+
+
+def set_key(key: str) -> None:
+    dist.group.WORLD.get_group_store().set(key, "1")
+
+
+def await_key(key: str) -> None:
+    dist.group.WORLD.get_group_store().wait([key], timedelta(seconds=100))
+
+
+def assert_ended_well(outcomes: list[Outcome]) -> None:
+    assert [one.exit_code for one in outcomes] == [0] * len(outcomes), [one.describe() for one in outcomes]
+
+
+# clean ends ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate_fast_and_slow(rank: int, world: int, how: str) -> None:
+    def fast_is_leaving() -> None:
+        await_key("leaving")
+        time.sleep(1.0)  # makes a fast rank that does not wait be gone for certain
+
+    if rank == 1:
+        attach_only_after(fast_is_leaving)
+    model, _ = job(rank, world, settings=HOURS)
+    evaluate(model, rank)
+    if rank == 0:
+        if how == "deletes":
+            del model, _
+            gc.collect()
+        if how == "shuts_down":
+            threading.Timer(0.1, set_key, ["leaving"]).start()
+            odc.shutdown()
+        else:
+            set_key("leaving")
+
+
+@pytest.mark.parametrize("how", ["ends", "deletes", "shuts_down"])
+def test_a_fast_rank_stays_until_a_slow_one_has_attached(how: str, nothing_left: list[int]) -> None:
+    with spawn_ranks(2, evaluate_fast_and_slow, how) as ranks:
+        assert_ended_well(end(ranks, nothing_left))
+
+
+def test_many_ranks_that_only_evaluate_end_well(nothing_left: list[int]) -> None:
+    for _ in range(3):
+        with spawn_ranks(3, evaluate_only) as ranks:
+            assert_ended_well(end(ranks, nothing_left))
+
+
+def evaluate_only(rank: int, world: int) -> None:
+    model, _ = job(rank, world, settings=HOURS)
+    evaluate(model, rank)
+
+
+def evaluate_beside_a_dying_rank(rank: int, world: int) -> None:
+    """The slow rank dies before it has attached, when the fast one is leaving already."""
+    if rank == 1:
+        attach_only_after(lambda: (await_key("leaving"), die()))
+    model, _ = job(rank, world, settings=HOURS)
+    evaluate(model, rank)
+    set_key("leaving")
+
+
+def test_a_clean_end_does_not_wait_for_a_rank_that_died(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, evaluate_beside_a_dying_rank) as ranks:
+        outcomes = end(ranks, nothing_left)
+    assert [one.exit_code for one in outcomes] == [0, -9], outcomes[0].describe()
+
+
+def leave_a_stuck_rank(rank: int, world: int) -> None:
+    if rank == 1:
+        attach_only_after(lambda: await_key("given up"))
+    model, _ = job(rank, world, settings=Settings(timeout_s=1.0))
+    try:
+        evaluate(model, rank)
+    except odc.OdcError:
+        if rank == 0:
+            raise
+    if rank == 0:
+        try:
+            odc.shutdown()
+        except odc.OdcError as error:
+            tell((type(error).__name__, str(error)))
+        set_key("given up")
+
+
+def test_a_peer_that_never_attaches_is_given_up_and_named(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, leave_a_stuck_rank) as ranks:
+        outcomes = end(ranks, nothing_left)
+    ((error, message),) = outcomes[0].told
+    assert error == "WaitTimeoutError"
+    assert message.startswith("rank 0, leaving heap") and "rank 1 has neither attached" in message
+
+
+def leave_nothing_in_the_store(rank: int, world: int) -> None:
+    for _ in range(2):
+        model, optimizer = job(rank, world)
+        evaluate(model, rank)
+        del model, optimizer
+        gc.collect()
+    odc.shutdown()
+    dist.barrier()
+    store = default_store()
+    if rank == 0:
+        tell([key for key in store.underlying_store.list_keys() if store.prefix in key and "/odc/" in key])
+    dist.barrier()
+
+
+def test_models_that_were_left_leave_no_keys(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, leave_nothing_in_the_store) as ranks:
+        outcomes = end(ranks, nothing_left)
+    assert_ended_well(outcomes)
+    kept = {key.partition("/odc/")[2].split("/")[0] for key in outcomes[0].told[0]}
+    assert kept == {"process", "roots"}, outcomes[0].told
+
+
+# errors --------------------------------------------------------------------------------------------------------------
+
+
+def fail_outside(rank: int, world: int, how: str) -> None:
+    """A plain loop; rank 1 ends in its second step, between two minibatches."""
+    model, optimizer = job(rank, world, settings=HOURS)
+    for step in range(3):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1 and step == 1:
+            FAILURES[how]()
+
+
+def raise_it() -> None:
+    raise ValueError("no such tokenizer")
+
+
+def exit_with_it() -> None:
+    try:
+        raise_it()
+    except ValueError:  # as many a launcher and application does
+        sys.exit(1)
+
+
+def shut_down_with_it() -> None:
+    try:
+        raise_it()
+    finally:
+        odc.shutdown()
+
+
+def multiprocessing_ends_with_it() -> None:
+    """What the body of a process of `multiprocessing` does around its function."""
+    multiprocessing.util.Finalize(None, exits._child_ends, exitpriority=100)
+    try:
+        raise_it()
+    finally:
+        multiprocessing.util._exit_function()
+
+
+def exit_only() -> None:
+    sys.exit(3)
+
+
+def show_it_and_go_on() -> None:
+    """As a test runner and an interactive session do: the process ends in good order later."""
+    try:
+        raise_it()
+    except ValueError as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    odc.shutdown()
+    os._exit(0)
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    one.__name__: one
+    for one in (raise_it, exit_with_it, shut_down_with_it, multiprocessing_ends_with_it, exit_only, show_it_and_go_on)
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_an_error_outside_a_minibatch_reaches_every_rank(how: str, nothing_left: list[int]) -> None:
+    with spawn_ranks(3, fail_outside, how, whole_end=True) as ranks:
+        outcomes = end(ranks, nothing_left)
+    reason = "SystemExit: 3" if how == "exit_only" else "ValueError: no such tokenizer"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error == "PeerLostError", outcome.describe()
+        assert reason in outcome.message and "rank 1" in outcome.message, outcome.message
+        assert "good order" not in outcome.message
+
+
+def fail_in_a_thread(rank: int, world: int) -> None:
+    def train() -> None:
+        model, _ = job(rank, world, settings=HOURS)
+        for step in range(2):
+            backward(model, rank, step)
+            if rank == 1:
+                raise_it()
+
+    if rank != 1:
+        return train()
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    await_key("noticed")  # the process itself goes on
+    return None
+
+
+def test_an_error_that_ends_the_training_thread_reaches_every_rank(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, notice_a_failed_thread) as ranks:
+        outcomes = end(ranks, nothing_left)
+    assert "aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].told[0], outcomes[0].describe()
+
+
+def notice_a_failed_thread(rank: int, world: int) -> None:
+    try:
+        fail_in_a_thread(rank, world)
+    except odc.OdcError as error:
+        tell(str(error))
+        set_key("noticed")
+
+
+def sys_exit_that_is_caught(rank: int, world: int) -> None:
+    model, _ = job(rank, world, settings=HOURS)
+    backward(model, rank, 0)
+    if rank == 1:
+        try:
+            sys.exit(2)
+        except SystemExit:
+            tell("caught")
+    backward(model, rank, 1)
+
+
+def test_a_sys_exit_that_is_caught_ends_nothing(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, sys_exit_that_is_caught) as ranks:
+        outcomes = end(ranks, nothing_left)
+    assert_ended_well(outcomes)
+    assert outcomes[1].told == ["caught"]
+
+
+def fail_before_the_first_forward(rank: int, world: int) -> None:
+    model, _ = job(rank, world, settings=HOURS)
+    if rank == 1:
+        raise_it()
+    evaluate(model, rank)
+
+
+def fail_after_an_evaluation(rank: int, world: int) -> None:
+    """Its peer has not attached yet; a clean end would wait for it."""
+    if rank == 0:
+        attach_only_after(lambda: await_key("failing"))
+    model, _ = job(rank, world, settings=HOURS)
+    evaluate(model, rank)
+    if rank == 1:
+        threading.Timer(2.0, set_key, ["failing"]).start()
+        raise_it()
+    backward(model, rank, 0)
+
+
+@pytest.mark.parametrize("function", [fail_before_the_first_forward, fail_after_an_evaluation])
+def test_an_error_before_peers_have_attached_reaches_them(
+    function: Callable[[int, int], None], nothing_left: list[int]
+) -> None:
+    with spawn_ranks(2, function) as ranks:
+        outcomes = end(ranks, nothing_left)
+    assert outcomes[1].error == "ValueError"
+    assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
+    assert "was aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].message
+
+
+# the store's host ----------------------------------------------------------------------------------------------------
+
+
+def lose_the_store(rank: int, world: int, how: str) -> None:
+    """Rank 0 hosts the store, as without a launcher, and ends before anybody has attached to it."""
+    shared = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), is_master=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    model, _ = job(rank, world, settings=HOURS)
+    dist.barrier()  # each has said which process it is
+    if rank == 0:
+        time.sleep(0.5)  # the others wait for its heap by now, most likely; they must learn of it in any case
+        tell(time.monotonic())
+        if how == "dies":
+            die()
+        raise_it()
+    evaluate(model, rank)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_the_host_of_the_store_ends_before_its_peers_have_attached(how: str, nothing_left: list[int]) -> None:
+    with spawn_ranks(3, lose_the_store, how) as ranks:
+        outcomes = end(ranks, nothing_left)
+    for outcome in outcomes[1:]:
+        assert outcome.error == "PeerLostError", outcome.describe()
+        assert "rank 0" in outcome.message and "DistNetworkError" not in outcome.message, outcome.message
+
+
+# units ---------------------------------------------------------------------------------------------------------------
+
+
+def shard_unlike_units(rank: int, world: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in list(model)[: 2 + rank]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, settings=HOURS)
+    model(torch.ones(2, 4))
+
+
+def test_ranks_with_unlike_numbers_of_units_fail_at_once(nothing_left: list[int]) -> None:
+    with spawn_ranks(2, shard_unlike_units) as ranks:
+        outcomes = end(ranks, nothing_left)
+    for outcome, mine, theirs in ((outcomes[0], 3, 4), (outcomes[1], 4, 3)):
+        assert outcome.error == "LayoutMismatchError", outcome.describe()
+        assert f"rank {outcome.rank} has {mine} units, rank {1 - outcome.rank} has {theirs}" in outcome.message
