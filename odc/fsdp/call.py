@@ -144,7 +144,7 @@ def shutdown() -> None:
     """
     failed = exits.ended_by_error()
     for root in live_roots():
-        root.leave(exits.last_error())
+        root.leave(exits.last_error() or root.minibatch.left_unfinished())
     try:
         if not failed:
             await_departures()

@@ -281,6 +281,12 @@ class Minibatch:
         elif self._iteration.forward_cut_short():
             self._iteration.reset(self._groups)
 
+    def left_unfinished(self) -> str:
+        """For the peers of a rank that leaves now: what it has not told them of a failed backward, or nothing."""
+        return (
+            "a backward that ended with an exception, which was caught" if self._iteration.backward_cut_short() else ""
+        )
+
     def _give_up(self, reason: str) -> None:
         if self.given_up is None:
             self.given_up = reason

@@ -249,6 +249,19 @@ def one_message(rank: int, world: int) -> None:
         tell(str(error))
 
 
+def leave_after_a_caught_error(rank: int, world: int) -> None:
+    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
+    with contextlib.suppress(Boom):
+        backward(model, rank, 0, 0, Fault("backward", 0) if rank == 1 else None)
+
+
+def test_a_rank_that_leaves_after_an_error_that_it_has_caught_says_so() -> None:
+    with spawn_ranks(2, leave_after_a_caught_error, whole_end=True) as job:
+        outcomes = end(job, [])
+    assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
+    assert "rank 1 has left" in outcomes[0].message and "a backward that ended with an exc" in outcomes[0].message
+
+
 def reset(rank: int, world: int) -> list[bool]:
     """FSDP2's way back after an error: rank 1 resets before, then after it has pushed anything."""
     model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
