@@ -54,6 +54,14 @@ def test_all_shards_in_their_order_without_padding(job: Job) -> None:
     assert [tensors[name].dtype for name in ("u0.w", "u0.b")] == [F32, BF16]
 
 
+def test_a_version_is_there_when_the_last_rank_has_published_it(job: Job) -> None:
+    with Reader(job.ticket) as source:
+        assert source.version == 0
+        for member, version in ((0, 0), (1, 1), (1, 1), (0, 2)):
+            job.crew.publish(member)
+            assert source.version == version
+
+
 def test_what_was_read_does_not_change_any_more(job: Job) -> None:
     job.publish([1.0, 1.0])
     with Reader(job.ticket) as source:
