@@ -355,6 +355,22 @@ def test_a_wrong_token(job: Job) -> None:
         Reader(changed(job.ticket, owners=owners))
 
 
+def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To map it would end the reader with a bus error at its first look."""
+    ask = reader._ask
+
+    def exchanged(*args: Any) -> Any:
+        answer = ask(*args)
+        for fd in answer.fds:
+            os.close(fd)
+        answer.fds[:] = [os.memfd_create("empty")]
+        return answer
+
+    monkeypatch.setattr(reader, "_ask", exchanged)
+    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is laid out otherwise"):
+        Reader(job.ticket)
+
+
 def test_a_ticket_of_another_run() -> None:
     with Job() as job:
         ticket = job.ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -78,6 +79,24 @@ def test_the_thread_prepares_so_many_ahead_and_no_more(full: threading.Semaphore
             next(lazy)
         full.acquire()
     assert watched.pulled == prefetch + 4, "close pulls no more"
+
+
+def test_close_lets_go_of_what_was_prepared(full: threading.Semaphore) -> None:
+    class Item:
+        pass
+
+    prepared: list[weakref.ref[Item]] = []
+
+    def prepare(_: int) -> Item:
+        item = Item()
+        prepared.append(weakref.ref(item))
+        return item
+
+    lazy = LazyMicrobatches(range(9), prepare, prefetch=3)
+    full.acquire()
+    assert len(prepared) == 3 and all(item() for item in prepared)
+    lazy.close()
+    assert [item() for item in prepared] == [None] * 3
 
 
 def test_on_the_callers_thread_the_next_is_ready_too() -> None:
