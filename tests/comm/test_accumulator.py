@@ -137,6 +137,30 @@ def test_the_lock_is_given_back_between_blocks_and_after_an_error(monkeypatch: p
         add(crew, 0, 0, unit, 0, torch.ones(4))
 
 
+def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 5 << 20  # 20 MiB of fp32
+    with Crew([[("w", numel, F32)]], 2) as crew:
+        space, turns = crew.spaces[0], list[int]()
+        mutex, add_to = space.mutex(0, crew.units[0]), space.moves.add
+
+        class Watched:
+            @contextmanager
+            def held(self, timeout_s: float) -> Iterator[None]:
+                turns.append(0)
+                with mutex.held(timeout_s):
+                    yield
+
+        def watched(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+            turns[-1] += sum(place.nbytes for place in places)
+            add_to(places, values)
+
+        monkeypatch.setattr(space, "mutex", lambda owner, unit: Watched())
+        monkeypatch.setattr(space.moves, "add", watched)
+        add(crew, 0, 0, crew.units[0], 0, torch.ones(numel))
+        assert sum(turns) == 20 << 20 and max(turns) <= 9 << 20
+        assert bool((space.accumulator(0, crew.units[0]) == 1.0).all())
+
+
 def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
     with made(3, accumulate="per_source") as crew:
         crew.attach()

@@ -83,6 +83,16 @@ def test_a_slot_is_filled_in_parts_before_it_is_seen(crew: Crew) -> None:
     assert box.credit() == SLOTS
 
 
+def test_what_was_told_is_no_news(crew: Crew) -> None:
+    """On the CPU a post tells by itself, so whoever asks afterwards need not wake the owner again."""
+    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    put(box, torch.tensor([1.0]))
+    box.post(crew.units[0], 0, 1, F32)
+    assert inbox.waiting() == 1
+    assert not box.tell()
+    inbox.take()
+
+
 def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
     box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
     for number in range(SLOTS):

@@ -10,6 +10,7 @@ from _members import F32, Crew
 from odc.comm import Waiter, Word, read_reason
 from odc.comm import wait as wait_module
 from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import Attachment
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 
@@ -94,6 +95,25 @@ def test_a_peer_that_waits_itself_is_not_to_blame(crew: Crew, waiter: Waiter, cl
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert caught.value.culprit == 13
     assert [space.board(member).load(Word.ABORT) for member, space in enumerate(crew.spaces)] == [1 + 13] * 3
+
+
+def test_a_rank_that_was_never_reached_is_blamed_without_asking_it(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Rank 13 waits for rank 16, which has not come up: to attach to it now would be another wait."""
+    connect = Crew._connect
+
+    def only_to_thirteen(crew: Crew, member: int) -> Attachment:
+        if member == 2:
+            raise PeerLostError("rank 16 does not answer", culprit=16)
+        return connect(crew, member)
+
+    monkeypatch.setattr(Crew, "_connect", only_to_thirteen)
+    with Crew([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as crew:
+        crew.spaces[1].board(1).store(Word.WAITING, 1 + 16)
+        with pytest.raises(WaitTimeoutError, match="rank 13 has not called .*, and waits itself for rank 16") as caught:
+            Waiter(crew.spaces[0], lambda: EPOCH).until(never, 1, "rank 13 to publish epoch 7")
+        assert caught.value.culprit == 16
 
 
 @pytest.mark.parametrize("waits_for", [10, 16, 99])

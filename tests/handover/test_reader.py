@@ -54,6 +54,14 @@ def test_all_shards_in_their_order_without_padding(job: Job) -> None:
     assert [tensors[name].dtype for name in ("u0.w", "u0.b")] == [F32, BF16]
 
 
+def test_a_version_is_there_when_the_last_rank_has_published_it(job: Job) -> None:
+    with Reader(job.ticket) as source:
+        assert source.version == 0
+        for member, version in ((0, 0), (1, 1), (1, 1), (0, 2)):
+            job.crew.publish(member)
+            assert source.version == version
+
+
 def test_what_was_read_does_not_change_any_more(job: Job) -> None:
     job.publish([1.0, 1.0])
     with Reader(job.ticket) as source:
@@ -345,6 +353,22 @@ def test_a_wrong_token(job: Job) -> None:
     owners[1]["token"] = "0" * 32
     with pytest.raises(PeerLostError, match="rank 13: wrong token"):
         Reader(changed(job.ticket, owners=owners))
+
+
+def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To map it would end the reader with a bus error at its first look."""
+    ask = reader._ask
+
+    def exchanged(*args: Any) -> Any:
+        answer = ask(*args)
+        for fd in answer.fds:
+            os.close(fd)
+        answer.fds[:] = [os.memfd_create("empty")]
+        return answer
+
+    monkeypatch.setattr(reader, "_ask", exchanged)
+    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is laid out otherwise"):
+        Reader(job.ticket)
 
 
 def test_a_ticket_of_another_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -41,13 +42,20 @@ class Watched:
         return {"x": torch.full((i + 1,), float(i))}
 
 
-def settled(watched: Watched, expected: int) -> None:
-    """Wait until as many are prepared, and a little longer for one too many."""
-    deadline = time.monotonic() + 60
-    while watched.prepared < expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert watched.prepared == expected
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released each time that the thread begins to wait for room."""
+    waits = threading.Semaphore(0)
+
+    class Watched(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            if super().acquire(blocking=False):
+                return True
+            waits.release()
+            return super().acquire(blocking, timeout)
+
+    monkeypatch.setattr(LazyMicrobatches._work.__globals__["threading"], "Semaphore", Watched)
+    return waits
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -62,14 +70,33 @@ def test_all_come_in_order(prefetch: int | None, background: bool) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_the_thread_prepares_so_many_ahead_and_no_more(prefetch: int) -> None:
+def test_the_thread_prepares_so_many_ahead_and_no_more(full: threading.Semaphore, prefetch: int) -> None:
     watched = Watched(20)
     with LazyMicrobatches(watched, watched.prepare, prefetch=prefetch) as lazy:
-        settled(watched, prefetch)
-        for used in range(1, 4):
+        for used in range(4):
+            full.acquire()
+            assert watched.prepared == watched.pulled == prefetch + used
             next(lazy)
-            settled(watched, prefetch + used)
-    assert watched.pulled <= prefetch + 4  # close lets at most one preparation under way end
+        full.acquire()
+    assert watched.pulled == prefetch + 4, "close pulls no more"
+
+
+def test_close_lets_go_of_what_was_prepared(full: threading.Semaphore) -> None:
+    class Item:
+        pass
+
+    prepared: list[weakref.ref[Item]] = []
+
+    def prepare(_: int) -> Item:
+        item = Item()
+        prepared.append(weakref.ref(item))
+        return item
+
+    lazy = LazyMicrobatches(range(9), prepare, prefetch=3)
+    full.acquire()
+    assert len(prepared) == 3 and all(item() for item in prepared)
+    lazy.close()
+    assert [item() for item in prepared] == [None] * 3
 
 
 def test_on_the_callers_thread_the_next_is_ready_too() -> None:
