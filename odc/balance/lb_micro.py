@@ -1,10 +1,11 @@
 """LB-Micro: the same number of microbatches on every rank, each balanced against its neighbours on the other ranks.
 
-This is the best a plan can do when ranks meet at every microbatch (collectives per layer). All microbatches of all ranks
-are balanced at once, and those of similar cost are grouped into one step. The published LB-Micro fixes equal sample
-counts per rank; `equal_samples=True` takes over this constraint, under which our own planner packs each rank alone. Unless
-asked otherwise, these plans and plans of unequal sample counts are all tried and the shortest predicted step wins, so
-that collectives are never compared at less than their best. Trying them takes about three times as long as one.
+This is the best a plan can do when ranks meet at every microbatch (collectives per layer). All microbatches of all
+ranks are balanced at once, and those of similar cost are grouped into one step. The published LB-Micro fixes equal
+sample counts per rank; `equal_samples=True` takes over this constraint, under which our own planner packs each rank
+alone. Unless asked otherwise, these plans and plans of unequal sample counts are all tried and the shortest predicted
+step wins, so that collectives are never compared at less than their best. Trying them takes about three times as long
+as one.
 """
 
 from __future__ import annotations
