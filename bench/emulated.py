@@ -3,8 +3,8 @@
 Run as `OMP_NUM_THREADS=1 python -m bench.emulated --results bench/results`, or with `--regime swe-smith`.
 
 Compute is *emulated*: each unit's forward and backward sleep for as long as a cost curve says (a third and two thirds),
-so eight ranks fit on a small machine. Communication runs for real but is small: four units of 64 KiB are gathered or fetched, reduced
-or pushed for every microbatch.
+so eight ranks fit on a small machine. Communication runs for real but is small: four units of 64 KiB are gathered or
+fetched, reduced or pushed for every microbatch.
 
 Sleeping is scaled up until, on a balanced control (equal samples, equal counts), `fsdp2` and `odc` are within 5%: then
 the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are those of
