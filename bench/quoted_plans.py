@@ -193,8 +193,8 @@ def trust() -> str:
     )
     if "commit" not in beside:
         simulated += (
-            " They were taken when `fsdp2-resident` still reduced in the backward of its last microbatch, simulated and "
-            "emulated."
+            " They were taken when `fsdp2-resident` still reduced in the backward of its last microbatch, simulated "
+            "and emulated."
         )
     said = []
     for name, lengths in (("longalign", "LongAlign-like"), ("swe_smith", "SWE-Smith-like")):
