@@ -1,4 +1,4 @@
-"""A static plan against a queue, all ranks alike and one of them slowed: emulated compute, real communication.
+"""A static plan against a queue, all ranks alike and one of them slowed: emulated compute, tiny units.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.dynamic --results bench/results` (about two minutes). Compute is *emulated*:
 each unit's forward and backward sleep for as long as a cost curve says, on the slowed rank FACTOR times as long. All
@@ -175,7 +175,7 @@ def main() -> None:
     store(
         arguments.results,
         "dynamic",
-        f"{arguments.ranks} ranks, emulated (slept) compute, real communication: a plan against a queue",
+        f"{arguments.ranks} ranks: scheduling by a plan and by a queue, with slept compute",
         rows,
         seed=arguments.seed,
         lengths=f"LongAlign-like, {arguments.samples} samples a rank and minibatch; the mean one sleeps "

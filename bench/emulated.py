@@ -1,10 +1,10 @@
-"""Eight ranks with emulated compute and real communication: what unequal samples cost each arm.
+"""Eight ranks with emulated compute and tiny units: what unequal samples cost each arm, as a matter of scheduling.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.emulated --results bench/results`, or with `--regime swe-smith`.
 
 Compute is *emulated*: each unit's forward and backward sleep for as long as a cost curve says (a third and two thirds),
-so eight ranks fit on a small machine. All communication is real: four units of 64 KiB are gathered or fetched, reduced
-or pushed for every microbatch.
+so eight ranks fit on a small machine. Communication runs for real but is small: four units of 64 KiB are gathered or
+fetched, reduced or pushed for every microbatch.
 
 Sleeping is scaled up until, on a balanced control (equal samples, equal counts), `fsdp2` and `odc` are within 5%: then
 the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are those of
@@ -233,7 +233,7 @@ def main() -> None:
     store(
         arguments.results,
         name,
-        f"{RANKS} ranks, emulated (slept) compute, real communication, {arguments.regime}-like lengths",
+        f"{RANKS} ranks: scheduling, with slept compute and units of 64 KiB, {arguments.regime}-like lengths",
         [{key: value for key, value in row.items() if key != "steps_s"} for row in rows],
         control=control,
         scale=scale,

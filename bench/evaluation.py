@@ -180,7 +180,7 @@ def main() -> None:
     begun = begin()
     with Crew(arguments.ranks, timeout_s=1800) as crew:
         forwards, gathered = forward_rows(crew, arguments), gather_rows(crew, arguments)
-    title = f"{arguments.documents} documents on {arguments.ranks} ranks, emulated (slept) compute, real communication"
+    title = f"{arguments.documents} documents on {arguments.ranks} ranks: scheduling, with slept compute"
     lengths = f"LongAlign-like; the mean request sleeps {arguments.seconds:g} s"
     best = "all work, evenly over the ranks, without any communication"
     store(

@@ -191,6 +191,11 @@ def trust() -> str:
         f"slowed 1.5 times (`{beside['command'].partition(' --results')[0]}`, rows in `bench/results`), simulated step "
         f"times are {span(ratios)} of the emulated ones.{note(beside, max(ranks))}"
     )
+    if "commit" not in beside:
+        simulated += (
+            " They were taken when `fsdp2-resident` still reduced in the backward of its last microbatch, simulated "
+            "and emulated."
+        )
     said = []
     for name, lengths in (("longalign", "LongAlign-like"), ("swe_smith", "SWE-Smith-like")):
         result = load(f"emulated_{name}")

@@ -156,3 +156,21 @@ def _tokens_per_s(arm: dict[str, object]) -> float:
 
 def _median_step(arm: dict[str, object]) -> float:
     return float(arm["step_s"]["median"])  # type: ignore[index]
+
+
+def order() -> str:
+    """docs/protocol.md: what it costs that the order of arrival does not matter."""
+    result = load("order")
+
+    def times(what: str) -> str:
+        found = [find(result, what=f"push, {what}", dtype=dtype)["times_default"] for dtype in ("float32", "bfloat16")]
+        return f"{found[0]:.1f} (fp32 gradients) and {found[1]:.1f} (bf16)"
+
+    added = find(result, what="add alone, fp64")["times_default"]
+    return prose(
+        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, all "
+        f"ways in one interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
+        f"{times('reproducible')} times as long with `reproducible=True` as by default, and {times('per source')} "
+        "times as long with `per_source`, where the pusher adds and no daemon is in the way. Adding fp32 to fp64 alone "
+        f"takes {added:.1f} times as long as to fp32.{note(result, 2)}"
+    )

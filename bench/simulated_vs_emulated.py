@@ -1,7 +1,7 @@
 """Step times that `odc.simulate` predicts, against the real runtime with emulated compute, on 2, 4 and 8 ranks.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.simulated_vs_emulated --results bench/results`, on a machine that does nothing
-else. As in `bench.emulated`, compute is *emulated* (slept) and all communication is real; lengths are LongAlign-like.
+else. As in `bench.emulated`, compute is *emulated* (slept) and units are of 64 KiB; lengths are LongAlign-like.
 The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep
 nothing: of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to what is compared.
 FSDP2's reductions block here, as gloo's do.
@@ -114,7 +114,7 @@ def main() -> None:
     store(
         arguments.results,
         "simulated_vs_emulated",
-        "Simulated step time against emulated (slept) compute with real communication, LongAlign-like lengths",
+        "Simulated step time against emulated (slept) compute with units of 64 KiB, LongAlign-like lengths",
         rows,
         rule=f"a row is within when simulated and emulated differ by at most {NEAR:.0%}",
         seed=arguments.seed,

@@ -1,10 +1,11 @@
 """LB-Micro: the same number of microbatches on every rank, each balanced against its neighbours on the other ranks.
 
-The best a plan can do when ranks meet at every microbatch (collectives per layer). Chose to balance all microbatches of
-all ranks at once and to group those of similar cost into one step; the published LB-Micro first fixes equal sample
-counts per rank and packs each rank alone (`equal_samples=True`). Unless asked otherwise, these and ranks of unequal
-sample counts are all tried and the shortest predicted step wins, so that collectives are never compared at less than
-their best. The price is about three times the planning time.
+This is the best a plan can do when ranks meet at every microbatch (collectives per layer). All microbatches of all
+ranks are balanced at once, and those of similar cost are grouped into one step. The published LB-Micro fixes equal
+sample counts per rank; `equal_samples=True` takes over this constraint, under which our own planner packs each rank
+alone. Unless asked otherwise, these plans and plans of unequal sample counts are all tried and the shortest predicted
+step wins, so that collectives are never compared at less than their best. Trying them takes about three times as long
+as one.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def lb_micro(
         max_tokens: hard cap on the tokens of a microbatch: one for all, or one a rank (0: no sample for this rank).
         cost: cost model; its unit is that of the plan.
         seed: decides between samples of equal cost and length, nothing else; 0 keeps the order they came in.
-        equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), as
-            verl and the published code make them; groups must then be of one size.
+        equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), the
+            constraint that verl and the published code have; groups must then be of one size.
         speeds: of every rank, numbers > 0; a rank of speed 0.5 takes twice the time. All alike unless given.
         groups: one name a sample; samples of one name stay on one rank (not in one microbatch).
 

@@ -105,6 +105,7 @@ def test_compare_writes_one_table_and_what_it_names(job: list[str], tmp_path: Pa
     figures = json.loads((output / "compare.json").read_text())
     assert list(figures["arms"]) == ["fsdp2", "odc", "odc-dynamic"]
     assert figures["command"][:2] == ["odc", "compare"]
+    assert figures["load_1min"].keys() == {"begin", "end"} and {"commit", "date"} <= figures.keys()
     assert all(figures["arms"][arm]["loss"]["largest_difference"] < 1e-4 for arm in figures["arms"])
 
 

@@ -55,6 +55,7 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == arms and {len(row) for row in rows} == {14}
     figures = json.loads((output / "train-mm.json").read_text())
     assert figures["command"][:2] == ["odc", "train-mm"]
+    assert figures["load_1min"].keys() == {"begin", "end"} and {"commit", "date"} <= figures.keys()
     _check_figures(figures["arms"])
     names = sorted(path.name for path in output.iterdir())
     assert "timeline.png" in names and sum(name.startswith("trace-") for name in names) == 4
