@@ -150,3 +150,9 @@ def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, A
         pytest.raises(ConfigError, match=said),
     ):
         Wishes.of_accelerator()
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    refused = page.split("| refused | use instead |")[1].split("\n\n")[0]
+    assert [name for name in REFUSING if f"`{name}" not in refused] == []
