@@ -19,6 +19,7 @@ from odc.train.compare import CompareConfig, run_arms
 from odc.train.config import JobConfig
 from odc.train.preflight import check_arm, preflight
 
+
 def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     job = JobConfig(model="m", data="d", output=str(tmp_path))
     with mock.patch.object(atomics, "default_atomics", plain_x86_64):
