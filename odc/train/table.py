@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MIB = float(1 << 20)
+_LABELS, _CELL = 20, 10  # characters of the first column, and of a usual cell
+
+
+def tables(figures: dict[str, Any], width: int = 80) -> list[Table]:
+    """As `table`, in as many tables as keep each within `width` characters; arms stay in order."""
+    parts: list[dict[str, Any]] = [{}]
+    for name, arm in figures["arms"].items():
+        if parts[-1] and _LABELS + sum(max(len(one), _CELL) + 1 for one in [*parts[-1], name]) > width:
+            parts.append({})
+        parts[-1][name] = arm
+    made = [table({**figures, "arms": part}) for part in parts]
+    for one in made[:-1]:
+        one.caption = None
+    return made
 
 
 def table(figures: dict[str, Any]) -> Table:
