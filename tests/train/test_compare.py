@@ -185,9 +185,8 @@ def test_many_arms_are_spread_over_tables_that_fit(figures: dict) -> None:
         console.Console(file=shown, width=80).print(one)
     text = shown.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
-    assert re.findall(
-        r"(?:fsdp2|odc)(?:-[a-z]+)*(?= |$)", "\n".join(re.findall("^ +(?:fsdp2|odc).*$", text, re.M))
-    ) == list(ARM_NAMES)
+    headings = " ".join(re.findall("^ +(?:fsdp2|odc).*$", text, re.MULTILINE))
+    assert headings.split() == list(ARM_NAMES)
     assert text.count("Medians over") == 1 and text.count("final loss") > 1
     assert len(tables(figures, 300)) == 1
 
