@@ -6,7 +6,7 @@ differences grow with every step, so the gap of `odc` means something only besid
 which is torch's FSDP2 as well, with another plan and another order of sums.
 
 Each run writes its losses step by step below `--folder`. Starting the script again with the same options keeps runs
-that are complete and repeats the others.
+that are complete and repeats the others. The commit and the load average that are stored are those of the runs.
 """
 
 from __future__ import annotations
@@ -65,21 +65,18 @@ def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any
     if records is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        began, load = time.monotonic(), os.getloadavg()[0]
+        taken: dict[str, Any] = {"commit": commit(), "load_1min_at_start": os.getloadavg()[0]}
+        began = time.monotonic()
         run(job)
         (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        taken = {
-            "seconds": time.monotonic() - began,
-            "load_1min_at_start": load,
-            "load_1min_at_end": os.getloadavg()[0],
-        }
+        taken |= {"seconds": time.monotonic() - began, "load_1min_at_end": os.getloadavg()[0]}
         (folder / "taken.json").write_text(json.dumps(taken))
         records = finished(folder, job)
         assert records is not None
     return records
 
 
-def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, float]) -> dict[str, Any]:
+def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
     gaps = [abs(mine - theirs) for mine, theirs in zip(losses, reference, strict=True)]
     largest = max(range(len(gaps)), key=gaps.__getitem__)
@@ -137,13 +134,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where runs keep their losses")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--model", default="qwen2-tiny")
-    parser.add_argument("--vocab", type=int, default=2048, help="tokens of the trained BPE")
+    parser.add_argument("--model", default="qwen2-toy")
+    parser.add_argument("--vocab", type=int, default=512, help="tokens of the trained BPE")
     parser.add_argument("--max-tokens", type=int, default=512, help="cap of a microbatch; longer documents are dropped")
     parser.add_argument("--minibatch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    job, made_by, began = job_of(arguments), commit(), os.getloadavg()[0]
+    job = job_of(arguments)
     records, taken = {}, {}
     for arm in ARMS:
         print(f"{arm}: {job.steps} steps", file=sys.stderr, flush=True)
@@ -157,8 +154,7 @@ def main() -> None:
         "convergence",
         title,
         [row_of(arm, losses[arm], losses[REFERENCE], taken[arm]) for arm in ARMS],
-        commit=made_by,
-        load_1min_at_start=began,
+        commit=", ".join(sorted({own["commit"] for own in taken.values()})),
         job=job.to_dict(),
         losses=losses,
         norms={arm: [record["norm"] for record in own] for arm, own in records.items()},

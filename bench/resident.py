@@ -1,9 +1,9 @@
 """Where an FSDP2 model with resident parameters meets: four ways, by the step time that they take.
 
-Run as `OMP_NUM_THREADS=1 python -m bench.resident --results bench/results` (some minutes). Compute is *emulated* (slept)
-and all communication is real, as in `bench.emulated`; plans are LB-Mini's, so ranks run unequal microbatches. Gathers
-happen in the first forward, or all of them before it. Reductions happen in the backward of the last microbatch, or
-in that of a dummy after it. `fsdp2-resident` is the last way.
+Run as `OMP_NUM_THREADS=1 python -m bench.resident --results bench/results` (some minutes). Compute is *emulated*
+(slept) and all communication is real, as in `bench.emulated`; plans are LB-Mini's, so ranks run unequal microbatches.
+Gathers happen in the first forward, or all of them before it. Reductions happen in the backward of the last
+microbatch, or in that of a dummy after it. `fsdp2-resident` is the last way.
 """
 
 from __future__ import annotations
