@@ -1,9 +1,9 @@
 """Trains the same job under several arms for some hundred steps and compares the losses step by step.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.convergence --results bench/results`. Every arm gets the same samples in the
-same order, the same initial weights and the same optimizer; what differs is the plan and the order of fp32 sums. Small
-differences grow with every step, so the gap of `odc` means something only beside that of a control: `fsdp2-resident`,
-which is torch's FSDP2 as well, with another plan and another order of sums.
+same order, the same initial weights and the same optimizer; what differs is the plan and the order of fp32 sums. The
+gap of `odc` means something only beside that of a control: `fsdp2-resident`, which is torch's FSDP2 as well, with
+another plan and another order of sums.
 
 Each run writes its losses step by step below `--folder`. Starting the script again with the same options keeps runs
 that are complete and repeats the others. The commit and the load average that are stored are those of the runs.
@@ -31,6 +31,7 @@ REFERENCE: ArmName = "fsdp2"
 ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")
 _COLOURS = {"fsdp2": "#d8431f", "fsdp2-resident": "#e6ab02", "odc": "#27496d"}
 _LAST = 50  # steps of the mean at the end
+_FLOOR = 1e-9  # where the picture has losses that are equal
 
 
 def job_of(arguments: argparse.Namespace) -> JobConfig:
@@ -110,13 +111,14 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
             steps, own, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
         )
         if arm != REFERENCE:
-            gaps = [max(abs(mine - theirs), 1e-9) for mine, theirs in zip(own, reference, strict=True)]
+            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(own, reference, strict=True)]
             lower.semilogy(steps, gaps, color=_COLOURS[arm], linewidth=0.9, label=f"{arm} against {REFERENCE}")
     upper.set(ylabel="loss of the minibatch", title=title)
-    lower.set(xlabel="optimizer step", ylabel="distance of losses")
-    for axes in (upper, lower):
+    lower.set(xlabel="optimizer step", ylabel=f"distance of losses\n(equal ones at {_FLOOR:.0e})")
+    lower.set_ylim(top=20 * lower.get_ylim()[1])
+    for axes, columns in ((upper, 1), (lower, 2)):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper right", ncols=columns)
     figure.savefig(path, dpi=110)
 
 
