@@ -1,12 +1,12 @@
 """Trains the same job under several arms for some hundred steps and compares the losses step by step.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.convergence --results bench/results`. Every arm gets the same samples in the
-same order, the same initial weights and the same optimizer; what differs is the plan and the order of fp32 sums. Small
-differences grow with every step, so the gap of `odc` means something only beside that of a control: `fsdp2-resident`,
-which is torch's FSDP2 as well, with another plan and another order of sums.
+same order, the same initial weights and the same optimizer; what differs is the plan and the order of fp32 sums. The
+gap of `odc` means something only beside that of a control: `fsdp2-resident`, which is torch's FSDP2 as well, with
+another plan and another order of sums.
 
 Each run writes its losses step by step below `--folder`. Starting the script again with the same options keeps runs
-that are complete and repeats the others.
+that are complete and repeats the others. The commit and the load average that are stored are those of the runs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ REFERENCE: ArmName = "fsdp2"
 ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")
 _COLOURS = {"fsdp2": "#d8431f", "fsdp2-resident": "#e6ab02", "odc": "#27496d"}
 _LAST = 50  # steps of the mean at the end
+_FLOOR = 1e-9  # where the picture has losses that are equal
 
 
 def job_of(arguments: argparse.Namespace) -> JobConfig:
@@ -65,21 +66,18 @@ def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any
     if records is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        began, load = time.monotonic(), os.getloadavg()[0]
+        taken: dict[str, Any] = {"commit": commit(), "load_1min_at_start": os.getloadavg()[0]}
+        began = time.monotonic()
         run(job)
         (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        taken = {
-            "seconds": time.monotonic() - began,
-            "load_1min_at_start": load,
-            "load_1min_at_end": os.getloadavg()[0],
-        }
+        taken |= {"seconds": time.monotonic() - began, "load_1min_at_end": os.getloadavg()[0]}
         (folder / "taken.json").write_text(json.dumps(taken))
         records = finished(folder, job)
         assert records is not None
     return records
 
 
-def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, float]) -> dict[str, Any]:
+def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
     gaps = [abs(mine - theirs) for mine, theirs in zip(losses, reference, strict=True)]
     largest = max(range(len(gaps)), key=gaps.__getitem__)
@@ -113,13 +111,14 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
             steps, own, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
         )
         if arm != REFERENCE:
-            gaps = [max(abs(mine - theirs), 1e-9) for mine, theirs in zip(own, reference, strict=True)]
+            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(own, reference, strict=True)]
             lower.semilogy(steps, gaps, color=_COLOURS[arm], linewidth=0.9, label=f"{arm} against {REFERENCE}")
     upper.set(ylabel="loss of the minibatch", title=title)
-    lower.set(xlabel="optimizer step", ylabel="distance of losses")
-    for axes in (upper, lower):
+    lower.set(xlabel="optimizer step", ylabel=f"distance of losses\n(equal ones at {_FLOOR:.0e})")
+    lower.set_ylim(top=20 * lower.get_ylim()[1])
+    for axes, columns in ((upper, 1), (lower, 2)):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper right", ncols=columns)
     figure.savefig(path, dpi=110)
 
 
@@ -137,13 +136,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where runs keep their losses")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--model", default="qwen2-tiny")
-    parser.add_argument("--vocab", type=int, default=2048, help="tokens of the trained BPE")
+    parser.add_argument("--model", default="qwen2-toy")
+    parser.add_argument("--vocab", type=int, default=512, help="tokens of the trained BPE")
     parser.add_argument("--max-tokens", type=int, default=512, help="cap of a microbatch; longer documents are dropped")
     parser.add_argument("--minibatch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    job, made_by, began = job_of(arguments), commit(), os.getloadavg()[0]
+    job = job_of(arguments)
     records, taken = {}, {}
     for arm in ARMS:
         print(f"{arm}: {job.steps} steps", file=sys.stderr, flush=True)
@@ -157,8 +156,7 @@ def main() -> None:
         "convergence",
         title,
         [row_of(arm, losses[arm], losses[REFERENCE], taken[arm]) for arm in ARMS],
-        commit=made_by,
-        load_1min_at_start=began,
+        commit=", ".join(sorted({own["commit"] for own in taken.values()})),
         job=job.to_dict(),
         losses=losses,
         norms={arm: [record["norm"] for record in own] for arm, own in records.items()},

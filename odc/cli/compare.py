@@ -87,7 +87,7 @@ def _compare(job: JobConfig, arms: tuple[ArmName, ...], repeats: int, skip: int,
     from odc.train.compare import CompareConfig, run_arms, write_pictures
     from odc.train.preflight import writable_folder
     from odc.train.report import report, write_report
-    from odc.train.table import table
+    from odc.train.table import tables
 
     begun = begin()
     config = CompareConfig(job, arms, repeats, skip)
@@ -101,7 +101,8 @@ def _compare(job: JobConfig, arms: tuple[ArmName, ...], repeats: int, skip: int,
     from rich.console import Console
 
     console = Console()
-    console.print(table(figures))
+    for table in tables(figures, console.width):
+        console.print(table)
     width = max(map(len, written))
     for kind, where in written.items():
         console.print(f"{kind:<{width}}  {shlex.quote(str(where))}", highlight=False, soft_wrap=True)

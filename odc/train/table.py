@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MIB = float(1 << 20)
+_LABELS, _CELL = 20, 10  # characters of the first column, and of a usual cell
+_ROOMY = 4  # arms up to which there is room for margins
+
+
+def tables(figures: dict[str, Any], width: int = 80) -> list[Table]:
+    """As `table`, in as many tables as keep each within `width` characters; arms stay in order."""
+    parts: list[dict[str, Any]] = [{}]
+    for name, arm in figures["arms"].items():
+        longer = [*parts[-1], name]
+        between = 1 if len(longer) > _ROOMY else 3
+        if parts[-1] and _LABELS + sum(max(len(one), _CELL) + between for one in longer) > width:
+            parts.append({})
+        parts[-1][name] = arm
+    made = [table({**figures, "arms": part}) for part in parts]
+    for one in made[:-1]:
+        one.caption = None
+    return made
 
 
 def table(figures: dict[str, Any]) -> Table:
@@ -25,7 +42,7 @@ def table(figures: dict[str, Any]) -> Table:
     except ImportError as error:
         raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
     arms = figures["arms"]
-    wide = len(arms) > 4  # no room for margins
+    wide = len(arms) > _ROOMY
     made = Table(
         title=_title(figures),
         caption=_caption(figures),

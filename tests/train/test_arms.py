@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from odc import Settings
-from odc.arms import ARM_NAMES, ARMS, ArmName, arm_named
-from odc.balance import lb_dynamic, linear_cost
+from odc.arms import ARMS, ArmName
 from odc.errors import ConfigError, UnsupportedError
 from odc.memory import atomics, plain_x86_64
 from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
@@ -19,22 +18,6 @@ from odc.train.arms import run_minibatch, shard_model
 from odc.train.compare import CompareConfig, run_arms
 from odc.train.config import JobConfig
 from odc.train.preflight import check_arm, preflight
-
-LENGTHS = [90, 10, 10, 10, 10, 10]
-
-
-def test_every_name_has_an_arm_and_others_are_refused() -> None:
-    assert tuple(ARMS) == ARM_NAMES
-    assert all(arm_named(name).name == name for name in ARM_NAMES)
-    with pytest.raises(ConfigError, match="there is no arm 'zero'; there are fsdp2-localsort, "):
-        arm_named("zero")
-
-
-def test_arms_of_one_balance_have_the_same_plan() -> None:
-    plans = {name: arm.plan(LENGTHS, 2, 100, linear_cost, 0) for name, arm in ARMS.items()}
-    assert plans["fsdp2"] == plans["odc-equal"]
-    assert plans["fsdp2-resident"] == plans["odc"]
-    assert plans["odc-dynamic"] == lb_dynamic(LENGTHS, 2, 100)
 
 
 def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -45,34 +28,6 @@ def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tm
             run_arms(CompareConfig(job, arms=("odc", "odc-dynamic")), print)
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
             preflight(job.with_(arm="odc-dynamic"))
-
-
-def test_a_queue_is_dealt_like_samples_to_loaders_and_a_static_rank_loads_what_it_computes() -> None:
-    lengths = [9, 8, 7, 6, 5]
-    plan = ARMS["odc-dynamic"].plan(lengths, 2, 100, linear_cost, 0)
-    loads = [ARMS["odc-dynamic"].loads(plan, rank) for rank in range(2)]
-    assert [[cost for _, cost in own] for own in loads] == [[9, 7, 5], [8, 6]]
-    plan = ARMS["odc"].plan(lengths, 2, 100, linear_cost, 0)
-    assert [[mb for mb, _ in ARMS["odc"].loads(plan, rank)] for rank in range(2)] == plan.ranks
-
-
-def test_counts_are_equal_only_where_ranks_meet_at_every_microbatch() -> None:
-    plan = ARMS["odc"].plan([90, 90, 90], 2, 100, linear_cost, 0)
-    assert sorted(map(len, plan.ranks)) == [1, 2]
-    assert sorted(ARMS["odc"].counts(plan)) == [1, 2]
-    assert ARMS["fsdp2"].counts(plan) == [2, 2]
-
-
-def test_every_resident_rank_ends_with_a_dummy() -> None:
-    plan = ARMS["fsdp2-resident"].plan([50], 2, 100, linear_cost, 0)
-    assert sorted(ARMS["odc"].counts(plan)) == [0, 1]
-    assert sorted(ARMS["fsdp2-resident"].counts(plan)) == [1, 2]
-
-
-def test_the_prediction_fits_how_often_ranks_meet() -> None:
-    plan = ARMS["odc"].plan([90, 60, 50, 30], 2, 100, linear_cost, 0)
-    assert ARMS["odc"].predicted_bubble(plan) == plan.bubble
-    assert ARMS["fsdp2"].predicted_bubble(plan) == plan.bubble_per_microbatch
 
 
 def unequal_counts(rank: int, world: int, name: str) -> list[float]:

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from _tiny_job import tiny_job
 
+from odc.arms import ARM_NAMES
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.trace import COLLECTIVE, FETCH, MICROBATCH, OPTIMIZER, WINDOW, Span, save_spans
 from odc.train.compare import CompareConfig, Run, measure, refuse_skipped, spans_folder, write_pictures
 from odc.train.config import JobConfig
 from odc.train.report import report, write_report
 from odc.train.results import JobResult, SkippedStep, StepRecord
-from odc.train.table import table
+from odc.train.table import table, tables
 
 MS = 1_000_000
 
@@ -174,6 +175,20 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     shown = io.StringIO()
     console.Console(file=shown, width=80).print(table(figures))
     assert "…" not in shown.getvalue() and "odc-dynamic" in shown.getvalue()
+
+
+def test_many_arms_are_spread_over_tables_that_fit(figures: dict) -> None:
+    console = pytest.importorskip("rich.console", reason="needs the cli extra")
+    figures["arms"] = dict.fromkeys(ARM_NAMES, figures["arms"]["odc"])
+    shown = io.StringIO()
+    for one in tables(figures, 80):
+        console.Console(file=shown, width=80).print(one)
+    text = shown.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    headings = " ".join(re.findall("^ +(?:fsdp2|odc).*$", text, re.MULTILINE))
+    assert headings.split() == list(ARM_NAMES)
+    assert text.count("Medians over") == 1 and text.count("final loss") > 1
+    assert len(tables(figures, 300)) == 1
 
 
 def test_the_table_says_that_slowness_is_emulated(figures: dict) -> None:
