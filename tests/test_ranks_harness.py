@@ -16,6 +16,8 @@ from _leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from _rank_worker import die, tell
 from _ranks import RankPool, RanksFailed, spawn_ranks
 
+from odc.trace import WINDOW, recorder
+
 Pools = Callable[[int], RankPool]
 
 
@@ -51,6 +53,16 @@ def tell_then_wait(rank: int, world: int) -> str:
 def leave_child(rank: int, world: int) -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_a_window(rank: int, world: int) -> None:
+    recorder().window(1).__enter__()
+
+
+def windows_seen(rank: int, world: int) -> int:
+    with recorder().window(2):
+        pass
+    return sum(span.category == WINDOW for span in recorder().spans())
 
 
 def hold_memfd(rank: int, world: int) -> list[str]:
@@ -103,6 +115,11 @@ def test_a_rank_that_dies_in_a_pool_is_a_failure_not_a_hang(ranks: Pools) -> Non
 
 def test_world_of_four(ranks: Pools) -> None:
     assert [total.item() for _, total, _ in ranks(4).run(add_ranks, 0)] == [6.0] * 4
+
+
+def test_a_trace_begins_anew_with_each_function(ranks: Pools) -> None:
+    ranks(2).run(open_a_window)
+    assert ranks(2).run(windows_seen) == [1, 1]
 
 
 def test_a_pool_ends_in_good_order(tmp_path: Path) -> None:
