@@ -170,6 +170,7 @@ def test_a_wait_past_its_timeout_kills_all() -> None:
     assert not processes_of(pids)
 
 
+@pytest.mark.thorough
 def test_nothing_lives_on_when_pytest_is_killed(tmp_path: Path) -> None:
     program = f"""
 import sys, time
