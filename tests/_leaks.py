@@ -6,6 +6,7 @@ children are re-parented and would be missed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -47,6 +48,17 @@ def memfds_of(pid: int) -> list[str]:
             found.append(target)
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return found + [line.split(maxsplit=5)[5] for line in maps if "/memfd:" in line]
+
+
+def memfd_inodes() -> set[str]:
+    """Inode numbers of the anonymous shared files that this process has open or mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = {line.split(maxsplit=5)[4] for line in lines if "/memfd:" in line}
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(fd).startswith("/memfd:"):
+                found.add(str(fd.stat().st_ino))
+    return found
 
 
 def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 60.0) -> None:

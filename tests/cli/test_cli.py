@@ -71,6 +71,7 @@ def test_train_launches_its_ranks_saves_and_exports(
     assert AutoTokenizer.from_pretrained(folder / "model")("ab")["input_ids"] == [97, 98]
 
 
+@pytest.mark.thorough
 def test_train_goes_on_from_an_export_under_torchrun(
     trained: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -194,7 +194,7 @@ with Reader(sys.argv[1], tries=10**9) as source:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSTOP])
 def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Signals) -> None:
     with job(tmp_path) as (running, text), Reader(text) as watch:
         with subprocess.Popen([sys.executable, "-c", _LOOP, text], stdout=subprocess.PIPE, env=environment()) as loop:
