@@ -20,7 +20,7 @@ class Param:
     """Stands in for a sharded parameter: notes what gradient it was given."""
 
     def __init__(self, dtype: torch.dtype = F32, *, requires_grad: bool = True) -> None:
-        self.own_dtype = dtype
+        self.own_dtype = self.gradient_dtype = dtype
         self.parameter = nn.Parameter(torch.zeros(1), requires_grad=requires_grad)
         self.given: list[tuple[torch.Tensor, int]] = []
 
