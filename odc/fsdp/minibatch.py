@@ -245,8 +245,6 @@ class Minibatch:
         Raises:
             UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
         """
-        if self._writing:
-            return
         if self.state is State.FINISHING:
             raise UnfinishedMinibatchError(
                 f"rank {self._rank} (epoch {self.epoch}): optimizer.step() before the minibatch's gradients are "
