@@ -188,8 +188,14 @@ def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     sharded = cast(compat.FSDPModule, module)
-    if compat.is_root(compat.state_of(sharded)) is not False:
+    if compat.is_root(compat.state_of(sharded)) is not False and _has_parameters(sharded):
         root_at(sharded).before_forward()
+
+
+def _has_parameters(module: compat.FSDPModule) -> bool:
+    """Whether anything in the module's tree is sharded; as under torch, a tree without parameters just runs."""
+    tree = cast(nn.Module, module).modules()  # the module itself comes first
+    return any(compat.groups_of_state(compat.state_of(m)) for m in tree if isinstance(m, compat.FSDPModule))
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:

@@ -204,7 +204,7 @@ class OdcModule(compat.FSDPModule):
         """No-op: parameters unused on some ranks need no care; `.grad` is there if any rank used one."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Without effect: there is no reduce-scatter buffer, and at most two units of gradients wait to be pushed.
+        """Without effect but that torch notes it: there is no reduce-scatter, and at most two units wait to be pushed.
 
         Raises:
             TypeError, ValueError: as torch, for what is not a positive integer.
@@ -213,6 +213,9 @@ class OdcModule(compat.FSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        if hasattr(compat.FSDPModule, "set_reduce_scatter_max_input_buffers"):
+            parent: Any = super()
+            parent.set_reduce_scatter_max_input_buffers(max_input_buffers, recurse=recurse)
 
     def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
         """No-op: fetches and pushes never wait for each other."""

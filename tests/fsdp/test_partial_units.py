@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from odc import fully_shard
+from odc.fsdp._torch_compat import FSDPParamGroup
+
+# Before torch 2.13 a module of a unit that runs alone for a second time finds its parameters sharded.
+pytestmark = pytest.mark.skipif(
+    "is_partial_group_backward" not in inspect.unwrap(FSDPParamGroup.post_backward).__code__.co_varnames,
+    reason=f"torch {torch.__version__} does not run a module of a unit alone",
+)
 
 Pools = Callable[[int], RankPool]
 programs = Programs()

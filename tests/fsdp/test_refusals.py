@@ -105,6 +105,15 @@ def complex_parameters() -> None:
     model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
 
 
+def _runs_without_parameters(rank: int, world: int) -> None:
+    model = fully_shard(nn.Sequential(nn.ReLU()))
+    assert model(-torch.ones(2)).tolist() == [0.0, 0.0]  # type: ignore[operator]
+
+
+def test_a_tree_without_parameters_runs_as_under_torch(ranks: Pools) -> None:
+    ranks(2).run(_runs_without_parameters)
+
+
 def provoke(rank: int, world: int, name: str) -> tuple[str, str]:
     function, _, _ = REFUSED[name]
     try:

@@ -125,7 +125,7 @@ def _run(test: unittest.TestCase, timeout: int) -> tuple[str, str]:
     from torch.testing._internal import common_distributed
 
     common_distributed.TIMEOUT_DEFAULT = timeout
-    substitution.Devices.count = substitution.ranks_of(test)
+    substitution.prepare(test)
     begin = time.monotonic()
     result = unittest.TextTestRunner(stream=io.StringIO(), verbosity=0).run(unittest.TestSuite([test]))
     if bad := [*result.failures, *result.errors]:

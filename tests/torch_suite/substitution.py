@@ -33,8 +33,12 @@ def install(*, reference: bool) -> None:
     """Prepare torch for its own tests; with `reference` they run over torch's own `fully_shard`."""
     if not reference:
         _substitute_fully_shard()
+    from torch.testing._internal import common_utils
+
     torch.cpu.device_count = device_count
-    torch.accelerator.device_count = device_count
+    torch.accelerator.device_count = lambda: 1 << 10  # a test is skipped where it has more ranks than there are
+    if hasattr(common_utils, "_cpu_sleep"):
+        torch.cpu._sleep = common_utils._cpu_sleep  # tests that delay a device ask whether it can sleep
     _change_harness(shutdown=_nothing if reference else _shutdown)
 
 
@@ -117,10 +121,17 @@ def needs_ranks(ranks: int, *, allow_cpu: bool = False) -> Callable[[Callable[..
     return decorator
 
 
-def ranks_of(test: unittest.TestCase) -> int:
-    """How many devices there must be for a test: what it asks for, two at least."""
-    method = getattr(type(test), test._testMethodName, None)
-    return max(2, getattr(method, "needed_ranks", 2))
+def prepare(test: unittest.TestCase) -> None:
+    """Give a test the ranks that it needs, two at least, and no more: some take eight on CPU where two devices do."""
+    cls: Any = type(test)
+    needed = getattr(getattr(cls, test._testMethodName, None), "needed_ranks", None)
+    Devices.count = max(2, needed or 2)
+    asked = vars(cls).get("_asked_world_size") or getattr(cls, "world_size", None)
+    if isinstance(asked, property) and asked.fget is not None:
+        cls._asked_world_size = asked
+        fget, most = asked.fget, Devices.count
+        cls.world_size = asked if needed is None else property(lambda self: min(fget(self), most))
+        Devices.count = max(most, int(cls.world_size.fget(test)))
 
 
 def _process_per_rank(base: type) -> type:

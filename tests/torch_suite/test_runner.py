@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 LIST = HERE / "not_applicable.toml"
@@ -43,6 +44,19 @@ class TestProcesses(FSDPTest):
 
     def test_fails_on_one_rank(self):
         assert self.rank == 0, "this rank fails"
+
+
+class TestMany(FSDPTest):
+    @property
+    def world_size(self):
+        return 3
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_two_do(self):
+        assert dist.get_world_size() == 2
+
+    def test_three_are_asked_for(self):
+        assert dist.get_world_size() == 3
 
 
 class TestThreads(FSDPTestMultiThread):
@@ -107,55 +121,54 @@ def outcomes(output: str) -> dict[str, str]:
 
 
 def test_every_test_has_its_outcome_and_one_failure_is_red(suite: Path) -> None:
+    (suite / "test_broken.py").write_text("import there_is_no_such_module\n")
     done = run(suite, "--any-version", "--verbose")
+    assert "failed  test_broken::import" in done.stdout and "there_is_no_such_module" in done.stdout
     assert outcomes(done.stdout) == {
         "TestProcesses::test_trains": "passed",
         "TestProcesses::test_three_ranks": "passed",
         "TestProcesses::test_fails_on_one_rank": "failed",
+        "TestMany::test_two_do": "passed",
+        "TestMany::test_three_are_asked_for": "passed",
         "TestThreads::test_ranks_are_processes": "passed",
         "TestPlain::test_skipped": "skipped by torch",
         "TestPlain::test_not_applicable": "not applicable",
     }, done.stdout + done.stderr
     assert "this rank fails" in done.stdout
-    assert done.stdout.splitlines()[-1] == "3 passed, 1 failed, 1 skipped by torch, 1 not applicable"
+    assert done.stdout.splitlines()[-1] == "5 passed, 2 failed, 1 skipped by torch, 1 not applicable"
     assert "names no test here: *::TestOfAnotherVersion::*" in done.stdout
     assert "FAILED test_made_up::TestProcesses::test_fails_on_one_rank" in done.stdout
     assert done.returncode == 1
 
 
-def test_what_passes_is_green_and_the_reference_is_torchs_own(suite: Path) -> None:
-    chosen = run(suite, "--any-version", "-k", "test_trains", "-k", "test_skipped")
-    assert chosen.returncode == 0, chosen.stdout + chosen.stderr
-    assert set(outcomes(chosen.stdout)) == {"TestProcesses::test_trains", "TestPlain::test_skipped"}
-    made_up = suite / "test_made_up.py"
-    made_up.write_text(made_up.read_text().replace("odc.fsdp.call", "torch.distributed.fsdp._fully_shard._fully_shard"))
-    assert run(suite, "--any-version", "-k", "test_trains").returncode == 1
-    assert run(suite, "--any-version", "-k", "test_trains", "--reference").returncode == 0
-    assert run(suite, "--any-version", "-k", "test_skipped").returncode == 1, "nothing passed"
+def test_what_passes_is_green(suite: Path) -> None:
+    done = run(suite, "--any-version", "-k", "test_trains", "-k", "test_skipped")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(outcomes(done.stdout)) == {"TestProcesses::test_trains", "TestPlain::test_skipped"}
 
 
-def test_a_file_that_cannot_be_imported_is_a_failure(suite: Path) -> None:
-    (suite / "test_made_up.py").write_text("import there_is_no_such_module\n")
-    done = run(suite, "--any-version")
-    assert "failed  test_made_up::import" in done.stdout and "there_is_no_such_module" in done.stdout
+def test_the_reference_is_torchs_own(suite: Path) -> None:
+    done = run(suite, "--any-version", "-k", "test_trains", "--reference")
     assert done.returncode == 1
+    assert "AssertionError: torch.distributed.fsdp" in done.stdout, done.stdout + done.stderr
 
 
-def test_tests_of_another_version_are_refused(suite: Path, tmp_path: Path) -> None:
-    import torch
+def test_a_run_in_which_nothing_passed_is_red(suite: Path) -> None:
+    assert run(suite, "--any-version", "-k", "test_skipped").returncode == 1
 
-    version = tmp_path / "pytorch/version.txt"
-    unknown = run(suite, "--list")
-    assert unknown.returncode == 2 and "version.txt is missing" in unknown.stderr
+
+def test_tests_of_another_version_are_refused(suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    import run as runner
+
+    version, installed = tmp_path / "pytorch/version.txt", ".".join(torch.__version__.split(".")[:2])
+    assert "version.txt is missing" in runner._complaint(suite, any_version=False)
     version.write_text("1.2.0a0\n")
-    wrong = run(suite, "--list")
-    assert wrong.returncode == 2 and "these tests are of torch 1.2" in wrong.stderr
-    version.write_text(f"{'.'.join(torch.__version__.split('.')[:2])}.9a0\n")
-    right = run(suite, "--list")
-    assert right.returncode == 0, right.stderr
-    assert "test_made_up::TestPlain::test_not_applicable  not applicable: It is made up." in right.stdout
-    (suite / "test_made_up.py").unlink()
-    assert run(suite, "--list").returncode == 2, "no suite there"
+    assert "these tests are of torch 1.2, and torch" in runner._complaint(suite, any_version=False)
+    assert runner._complaint(suite, any_version=True) == ""
+    version.write_text(f"{installed}.9a0\n")
+    assert runner._complaint(suite, any_version=False) == ""
+    assert "holds no test_*.py" in runner._complaint(tmp_path, any_version=True)
 
 
 def test_the_list_has_a_reason_for_every_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
