@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import odc
 from odc import OdcError, Settings, fully_shard
 from odc.errors import StaleParametersError, UnfinishedMinibatchError, UnsupportedError
+from odc.server import await_departures
 
 Pools = Callable[[int], RankPool]
 
@@ -314,6 +315,7 @@ def test_without_the_check_the_published_values_stay_in_use(ranks: Pools) -> Non
 
 def heaps_held(rank: int, world: int) -> list[int]:
     gc.collect()
+    await_departures()  # of models of earlier tests
     held = [len(memfds_of(os.getpid()))]
     model, _ = new(world)
     backward(model, rank, 0)
