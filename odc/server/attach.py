@@ -165,7 +165,7 @@ class Rendezvous:
                 raise told from error
             raise
         self._attached.add(member)
-        if len(self._attached) == len(self.geometry.others()):
+        if self._attached.issuperset(peer for peer in self.geometry.row if peer != self.geometry.me):
             with contextlib.suppress(OdcError):  # only who leaves looks at it
                 self.settle()
         return found
@@ -331,7 +331,10 @@ class Rendezvous:
     # leaving -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Say that this rank needs no peer's announcement any more: it is attached to all of them, or leaves."""
+        """Say that this rank needs nobody to attach to any more: it can fetch from its whole shard group, or leaves.
+
+        It attaches to replicas only when it is done with a minibatch, which no member leaves before its end.
+        """
         self._patient.set(self._key(self.geometry.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:

@@ -60,7 +60,8 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
     """Leave for ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
     with contextlib.suppress(OdcError):
-        store.set(_FAILED, json.dumps([culprit, reason]))
+        if not store.check([_FAILED]):  # the first stays: later ones are mostly its consequence
+            store.set(_FAILED, json.dumps([culprit, reason]))
 
 
 def failure(store: JobStore) -> tuple[int, str] | None:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,8 @@ def test_a_store_whose_host_was_stopped_or_killed(host: tuple[subprocess.Popen[s
     store = JobStore(dist.PrefixStore("job", raw), 1.0, 5)
     assert not store.within(60.0).check(["a"])
     os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
     with pytest.raises(
         WaitTimeoutError, match=rf"^rank 5: .* store at 127\.0\.0\.1:{raw.port} has not answered for 1 s"
     ):

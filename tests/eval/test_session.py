@@ -20,8 +20,9 @@ def test_one_process_alone_needs_no_process_group():
         assert run_requests([1, 2], lambda some: [2 * one for one in some], peers, pad=True) == [2, 4]
     with pytest.raises(KeyError, match="mine"), session():
         raise KeyError("mine")
-    with pytest.raises(ValueError, match="timeout_s must be positive seconds, not 0"), session(timeout_s=0):
-        pass
+    for wrong in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"timeout_s must be positive seconds, .*, not {wrong}"):
+            session(timeout_s=wrong).__enter__()
 
 
 def _gathered(rank: int, world: int) -> Any:

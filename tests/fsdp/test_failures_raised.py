@@ -58,6 +58,8 @@ def test_a_rank_that_ends_with_an_exception_is_missed_by_its_peers(nothing_left:
         outcomes = end(job, nothing_left)
     assert outcomes[1].error == "ValueError"
     assert_all_noticed(outcomes, 1, outcomes[1].told[0])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "aborted by rank 1: ValueError: outside of any minibatch" in outcome.message
 
 
 def leave_early(rank: int, world: int) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 
@@ -253,3 +255,28 @@ def test_close_does_not_wait_for_a_full_queue() -> None:
     gate.open.set()
     closer.join(60.0)
     assert not stuck
+
+
+def test_a_finalizer_may_close_a_worker_wherever_its_thread_is() -> None:
+    """The collector may run between any two steps of `submit`, on the very thread that holds what it holds."""
+    worker, jobs = Worker("test-finalizer", depth=8), [Job(lambda: None) for _ in range(3)]
+    closed: list[str] = []
+
+    def collect(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_name != "collect" and threading.current_thread() is submitter:
+            sys.setprofile(None)
+            worker.close()
+            closed.append(frame.f_code.co_name)
+            sys.setprofile(collect)
+
+    def submit() -> None:
+        sys.setprofile(collect)
+        for job in jobs:
+            worker.submit(job)
+        sys.setprofile(None)
+
+    submitter = threading.Thread(target=submit, daemon=True)
+    submitter.start()
+    submitter.join(10.0)
+    assert not submitter.is_alive(), "it waits for a lock of its own"
+    assert len(closed) > len(jobs)

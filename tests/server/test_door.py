@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +253,60 @@ print(c.recv(100), flush=True)
         with pytest.raises(ConnectionError, match=f"door '{name}': it belongs to user 65534, not to user 0"):
             knock(name, {"secret": 1}, 60.0)
         assert process.stdout.read().strip() == "b''", "nothing is said to a stranger"
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A procfs in which process 7 is in this process's namespaces."""
+    for process in ("self", "7"):
+        (tmp_path / process / "ns").mkdir(parents=True)
+        for kind in ("pid", "user"):
+            (tmp_path / process / "ns" / kind).symlink_to(f"{kind}:[4026531836]")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["pid", "user"])
+def test_the_same_user_of_another_container_is_a_stranger(proc: Path, kind: str) -> None:
+    peer = PeerCredentials(7, os.geteuid())
+    assert peer.stranger(proc) is None
+    link = proc / "7" / "ns" / kind
+    link.unlink()
+    assert peer.stranger(proc) == f"the {kind} namespace of its process 7 cannot be read (No such file or directory)"
+    link.symlink_to(f"{kind}:[4026532000]")
+    assert str(peer.stranger(proc)).startswith(f"its process 7 is in another {kind} namespace")
+
+
+def test_without_procfs_a_visible_process_must_do(tmp_path: Path) -> None:
+    assert PeerCredentials(7, os.geteuid()).stranger(tmp_path) is None
+    assert "another PID namespace" in str(PeerCredentials(0, os.geteuid()).stranger(tmp_path))
+    assert "belongs to user" in str(PeerCredentials(7, os.geteuid() + 1).stranger(tmp_path))
+
+
+def test_a_door_hears_and_trusts_no_stranger(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides ask the same question; each is asked here while the other would let it pass."""
+    heard: list[Any] = []
+
+    def handler(request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any], tuple[int, ...]]:
+        heard.append(request)
+        return {}, ()
+
+    with served(name, handler):
+        serving = next(thread for thread in threading.enumerate() if thread.name.endswith("(serve)"))
+
+        def stranger_to(side: bool) -> None:
+            monkeypatch.setattr(
+                PeerCredentials,
+                "stranger",
+                lambda self: "it is of another container" if (threading.current_thread() is serving) == side else None,
+            )
+
+        stranger_to(side=True)
+        with pytest.raises(ConnectionError):
+            knock(name, {}, 20.0)
+        assert heard == []
+        stranger_to(side=False)
+        with pytest.raises(ConnectionError, match=f"door '{name}': it is of another container"):
+            knock(name, {}, 20.0)
+        assert heard == []
+        monkeypatch.undo()
+        assert knock(name, {}, 20.0).reply == {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -237,7 +238,7 @@ class Arena:
             pass
         finally:
             wait = self._leave()
-            if wait is not None:
+            if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
     def _number(self, channel: str) -> int:

@@ -1,0 +1,27 @@
+"""Twin of odc/settings.py."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+
+import pytest
+
+from odc import Settings
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e12])
+def test_a_timeout_that_no_timer_can_keep_is_refused_at_once(wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s must be a positive number of seconds, .* not {wrong!r}"):
+        Settings(timeout_s=wrong)
+
+
+def test_the_longest_timeout_fits_into_every_timer() -> None:
+    longest = Settings(timeout_s=10 * 365 * 24 * 3600.0).timeout_s
+    assert threading.Lock().acquire(timeout=longest)
+    assert datetime.timedelta(seconds=longest)
+    assert threading.Event().wait(timeout=0) is False
+    event = threading.Event()
+    event.set()
+    assert event.wait(timeout=longest)
