@@ -30,7 +30,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import odc
 from odc import OdcError, Settings, fully_shard
 from odc.errors import StaleParametersError, UnfinishedMinibatchError, UnsupportedError
-from odc.server import await_departures
 
 Pools = Callable[[int], RankPool]
 
