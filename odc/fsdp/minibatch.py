@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from odc.comm import Gradient, Outcome, State, UnitSpec, Verbs, Word
-from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
+from odc.errors import AbandonedMinibatchError, OdcError
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp import refusals
 from odc.fsdp.gradients import push_counts, write_gradients
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.sender import Sender
@@ -68,12 +69,7 @@ class Minibatch:
     def begin(self) -> None:
         """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
         self._verbs.touch("beginning or fetching")
-        if self.state in (State.FINISHING, State.FAILED):
-            raise UnfinishedMinibatchError(
-                f"{self._who()}: the next minibatch begins before the gradients of the last one are written. Call "
-                "wait() on the handle of finalize_backward(async_op=True) first; models that share a backward end "
-                "together inside `with odc.minibatch(a, b):`; after an error at the end of a minibatch restart the job"
-            )
+        refusals.refuse_early_begin(self._who(), self.state)
         if self.state is not State.CLOSED:
             self._mark()
             return
@@ -102,7 +98,7 @@ class Minibatch:
         Raises:
             UnsupportedError: one is of a parameter that has no place in the accumulators.
         """
-        self._refuse_unfrozen(unit, gradients)
+        refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.pushed = True
         self._sender.send(unit, gradients)
@@ -153,7 +149,7 @@ class Minibatch:
     def _close_own_part(self, *, partial: bool = False) -> None:
         """`partial`: a forward of other units may still wait for its backward, so they keep unsharded parameters."""
         self._finalized.clear()
-        self._refuse_unclaimed()
+        refusals.refuse_unclaimed(self._who(), self._verbs)
         for group in self._groups:
             if not partial:
                 compat.torch_finalize(group)
@@ -208,9 +204,9 @@ class Minibatch:
         counts = push_counts(space)
         used = (counts != self._seen).tolist()
         self._seen = counts
-        abandoned = self._abandoned()
-        if abandoned is None:
-            self._refuse_half_evaluated(any(used))
+        abandoned = refusals.abandonment(self._who(), verbs)
+        if abandoned is None and any(used):
+            refusals.refuse_half_evaluated(verbs)
         hybrid = len(self._geometry.column) > 1
         verbs.board.store(Word.COMPLETE, self.epoch)
         if hybrid:
@@ -293,20 +289,6 @@ class Minibatch:
         if self._verbs.queue is not None:
             self._verbs.queue.give_up()
 
-    def _abandoned(self) -> AbandonedMinibatchError | None:
-        """The error for every rank if any has given the current epoch up; all have closed it."""
-        members = self._verbs.closed_as(Outcome.ABANDONED)
-        if not members:
-            return None
-        culprit, reason = self._geometry.ranks[members[0]], self._verbs.abandonment(members[0])
-        too = f", and by {len(members) - 1} more" if len(members) > 1 else ""
-        return AbandonedMinibatchError(
-            f"{self._who()}: the minibatch was abandoned by rank {culprit}{too}: {reason}. No rank has a gradient of "
-            "it and the weights are as they were: run it again, or go on with the next one",
-            reason=reason,
-            culprit=culprit,
-        )
-
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without meeting anyone; no-op when closed.
 
@@ -364,65 +346,21 @@ class Minibatch:
         if self._writing:
             return  # a hook of a parameter whose gradient has just been written (optimizer in backward)
         if self.explicit and self.state is State.OPEN:
-            raise UnfinishedMinibatchError(
-                f"{self._who()}: {doing} inside `with model.minibatch()`; gradients are there when the block "
-                "ends, so do it after the block"
-            )
+            refusals.refuse_inside_block(self._who(), doing)
         if self.state is not State.CLOSED:
             self._refuse_pushed(doing)
 
     def _refuse_pushed(self, doing: str) -> None:
-        if self.state in (State.FINISHING, State.FAILED):
-            raise UnfinishedMinibatchError(
-                f"{self._who()}: {doing} before the minibatch's gradients are written; step after the backward, or "
-                "after wait() of finalize_backward(async_op=True). After an error at the end of a minibatch there are "
-                "none: restart from the last checkpoint"
-            )
-        if self._iteration.backward_cut_short():
-            raise UnfinishedMinibatchError(
-                f"{self._who()}: {doing} after a backward that ended with an exception, so that the minibatch's "
-                "gradients are not whole; call model.abandon_minibatch(reason), which every rank learns at its end"
-            )
-        if self.pushed or self.given_up is not None:
-            raise UnfinishedMinibatchError(
-                f"{self._who()}: {doing} inside an unfinished minibatch; mark the last backward with "
-                "model.set_is_last_backward(True), or use `with model.minibatch():`"
-            )
+        refusals.refuse_unwritten(self._who(), doing, self.state)
+        pushed = self.pushed or self.given_up is not None
+        cut_short = self._iteration.backward_cut_short()
+        refusals.refuse_pushed(self._who(), doing, cut_short=cut_short, pushed=pushed)
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""
         culprit = error.culprit if isinstance(error, OdcError) else None
         reason = f"{type(error).__name__} in epoch {self.epoch}: {error}"
         self._verbs.abort(reason, self._rank if culprit is None else culprit)
-
-    def _refuse_unfrozen(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
-        for spec in (unit.params[gradient.param] for gradient in gradients):
-            if not spec.trained:
-                raise UnsupportedError(
-                    f"rank {self._rank} (epoch {self.epoch}): {spec.name} has a gradient, but was frozen when it was "
-                    "sharded and still when the model was first used, so there is no memory to sum it in. To train a "
-                    "parameter only later, leave it requires_grad=True until after fully_shard, then freeze it"
-                )
-
-    def _refuse_unclaimed(self) -> None:
-        """Before DONE: no gradient is written anywhere while a microbatch may be left that nobody has computed."""
-        queue = self._verbs.queue
-        if queue is not None and queue.left_early:
-            raise OdcError(
-                f"{self._who()} left the queue before its end; a rank that calls "
-                "model.claim() goes on until it gives no more, or microbatches would be lost"
-            )
-
-    def _refuse_half_evaluated(self, trained: bool) -> None:
-        if not trained:
-            return
-        for member in self._verbs.closed_as(Outcome.EVALUATED):
-            rank = self._geometry.ranks[member]
-            raise OdcError(
-                f"rank {self._rank} trained in epoch {self.epoch}, but rank {rank} closed that epoch after "
-                "evaluation only; run evaluation, loads and publish() on every rank alike",
-                culprit=rank,
-            )
 
     def _who(self) -> str:
         return f"rank {self._rank} (epoch {self.epoch})"
