@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.convergence import commit
 from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
 from odc.arms import ARMS
@@ -106,7 +107,7 @@ def main() -> None:
     with Crew(arguments.ranks, timeout_s=1800) as crew:
         rows = rows_of(crew, arguments)
     title = f"{arguments.ranks} ranks, emulated (slept) compute, real communication: where FSDP2 meets, LB-Mini's plans"
-    store(arguments.results, "resident", title, rows, seed=arguments.seed, scale=arguments.scale)
+    store(arguments.results, "resident", title, rows, commit=commit(), seed=arguments.seed, scale=arguments.scale)
 
 
 if __name__ == "__main__":

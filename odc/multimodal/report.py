@@ -135,15 +135,15 @@ def _share(phase: Phase, key: str) -> Callable[[dict[str, Any]], str]:
 _COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("step\ns", lambda arm: f"{arm['step_s']['median']:.2f}"),
     ("tok\n/s", lambda arm: f"{arm['tokens_per_s']:,.0f}"),
-    ("GFLOP\n/s", lambda arm: f"{arm['useful_flops_per_s'] / 1e9:.1f}"),
+    ("GF\n/s", lambda arm: f"{arm['useful_flops_per_s'] / 1e9:.1f}"),
     ("bub-\nble", lambda arm: f"{arm['bubble']['median']:.0%}"),
-    ("\nimage", _share("image", "bubble")),
-    ("\naudio", _share("audio", "bubble")),
+    ("\nimg", _share("image", "bubble")),
+    ("\naud", _share("audio", "bubble")),
     ("\nllm", _share("llm", "bubble")),
-    ("padded\naudio", _share("audio", "padding")),
+    ("pad\naud", _share("audio", "padding")),
     ("MiB\nnear", lambda arm: _moved(arm, "bytes_within_nodes")),
     ("\nfar", lambda arm: _moved(arm, "bytes_across_nodes")),
-    ("buf-\nfers", lambda arm: f"{arm['exchange_bytes'] / _MIB:.1f}"),
+    ("buf\nMiB", lambda arm: f"{arm['exchange_bytes'] / _MIB:.0f}"),
     ("peak\nMiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
     ("loss\ngap", lambda arm: f"{arm['loss']['largest_difference']:.0e}"),
 ]
@@ -153,9 +153,9 @@ def _caption(figures: dict[str, Any]) -> str:
     counted = figures["job"]["steps"] - figures["skipped_steps"]
     repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
     return (
-        f"Medians over {counted} steps{repeats}. GFLOP/s: useful, without padding, all ranks. Bubbles are measured: of "
+        f"Medians over {counted} steps{repeats}. GF/s: useful GFLOP/s, without padding, all ranks. Bubbles are measured: of "
         "the step, and of each phase (1 - mean busy / the longest rank's time in it). MiB: exchanged in a step by all "
-        "ranks, within and across declared nodes; buffers: most that one rank needs for a move, or its arena. Peak: of "
+        "ranks, within and across declared nodes; buf: most that one rank needs for a move, or its arena. Peak: of "
         "the largest rank, above what it held before the model was built. "
         f"The loss gap is the largest of any step, to {figures['reference']}."
     )

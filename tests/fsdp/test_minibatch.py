@@ -329,6 +329,7 @@ def test_an_evaluation_of_the_next_epoch_does_not_hide_that_of_this_one(two: lis
     [(ValueError("bad batch"), 10), (PeerLostError("gone", culprit=13), 13), (OdcError("odd"), 10)],
 )
 def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], error: Any, culprit: int) -> None:
+    two[0].crew.attach()
     two[0].machine.begin()
     two[0].machine.abort(error)
     space = two[1].crew.spaces[1]

@@ -53,6 +53,7 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("fsdp2/", "odc/"))]
     arms = ["fsdp2/none", "odc/none", "odc/full", "fsdp2/all-gather"]
     assert [row[0] for row in rows] == arms and {len(row) for row in rows} == {14}
+    assert "…" not in done.stdout, "a cell was cut to fit the terminal"
     figures = json.loads((output / "train-mm.json").read_text())
     assert figures["command"][:2] == ["odc", "train-mm"]
     assert figures["load_1min"].keys() == {"begin", "end"} and {"commit", "date"} <= figures.keys()
