@@ -1,0 +1,69 @@
+"""A parameter may say in which dtype its gradient is kept: `Tensor.grad_dtype`, heeded by FSDP2 from torch 2.15 on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _models import own_gradients, own_parameters
+from _programs import Make, Programs, Result
+from _ranks import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "finalize_backward"), reason=f"FSDP2 of torch {torch.__version__} ignores grad_dtype"
+)
+
+Pools = Callable[[int], RankPool]
+programs = Programs()
+
+
+def one_step(
+    make: Make, rank: int, dtype: torch.dtype, kept: torch.dtype | None, policy: MixedPrecisionPolicy
+) -> Result:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad_dtype = kept
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        make(layer, mesh=mesh, mp_policy=policy)
+    make(model, mesh=mesh, mp_policy=policy)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)).to(policy.param_dtype or dtype)
+    model(x).float().logsumexp(-1).sum().backward()
+    gradients = own_gradients(model)
+    assert all(grad is not None for grad in gradients.values())
+    return {**{f"gradient of {name}": grad for name, grad in gradients.items()}, **own_parameters(model)}
+
+
+@programs.add
+def bf16_parameters_with_fp32_gradients(make: Make, rank: int, world: int) -> Result:
+    found = one_step(make, rank, torch.bfloat16, torch.float32, MixedPrecisionPolicy())
+    assert {grad.dtype for name, grad in found.items() if "gradient" in name and grad is not None} == {torch.float32}
+    return found
+
+
+@programs.add
+def fp32_parameters_with_gradients_of_any_dtype(make: Make, rank: int, world: int) -> Result:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return one_step(make, rank, torch.float32, None, policy)
+
+
+@programs.add
+def bf16_computation_without_a_reduce_dtype(make: Make, rank: int, world: int) -> Result:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return one_step(make, rank, torch.float32, torch.float32, policy)
+
+
+def _same(rank: int, world: int, name: str) -> None:
+    programs.same(name, rank, world)
+
+
+@pytest.mark.parametrize("name", list(programs))
+def test_equals_torch_to_the_bit(ranks: Pools, name: str) -> None:
+    ranks(2).run(_same, name)
