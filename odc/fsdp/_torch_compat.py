@@ -8,12 +8,11 @@ what is missing. Where supported versions differ, the code asks which names exis
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d, fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -52,11 +51,13 @@ except ImportError as error:
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 
 __all__ = [
+    "ACCUMULATES_APART",
+    "HAS_GRADIENT_DTYPE",
     "FSDPModule",
+    "FSDPParam",
     "FSDPParamGroup",
     "FSDPState",
     "GradientReductionHandle",
-    "ShardedParam",
     "default_store",
     "groups_of_root",
     "is_forward",
@@ -102,10 +103,10 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
 
 # Names that only some supported versions have, and whether the installed torch is one of them.
 # Before 2.15 a gradient that was upcast to the reduce dtype moves from the parameter to an attribute of its own.
-_ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 _OF_ACCUMULATION = ("unsharded_accumulated_grad", "unsharded_accumulated_grad_data")
 # From 2.15 on a parameter may say in which dtype its gradient is kept (`Tensor.grad_dtype`).
-_HAS_GRADIENT_DTYPE = "sharded_grad_dtype" in inspect.get_annotations(FSDPParam)
+HAS_GRADIENT_DTYPE = "sharded_grad_dtype" in inspect.get_annotations(FSDPParam)
 _OF_GRADIENT_DTYPE = ("sharded_grad_dtype", "_has_sharded_grad_dtype_override")
 
 
@@ -126,7 +127,7 @@ def _check() -> None:
         known = _stored(owner, method)
         missing += [f"{owner.__name__}.{name}" for name in names if name not in known]
     of_param = {*_stored(FSDPParam, "__init__"), *dir(FSDPParam), *inspect.get_annotations(FSDPParam)}
-    varying = (_OF_ACCUMULATION if _ACCUMULATES_APART else ()) + (_OF_GRADIENT_DTYPE if _HAS_GRADIENT_DTYPE else ())
+    varying = (_OF_ACCUMULATION if ACCUMULATES_APART else ()) + (_OF_GRADIENT_DTYPE if HAS_GRADIENT_DTYPE else ())
     missing += [f"FSDPParam.{name}" for name in varying if name not in of_param]
     if not {"_fsdp_param_groups", "_fsdp_param_group"} & {*_stored(FSDPState, "__init__")}:
         missing.append("FSDPState._fsdp_param_groups")
@@ -330,125 +331,3 @@ def default_store() -> Any:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the running backward, after every callback queued so far."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-class ShardedParam:
-    """What odc reads and writes of one torch `FSDPParam`."""
-
-    def __init__(self, param: FSDPParam) -> None:
-        self._param = param
-        self.shard_dim: int = param.fsdp_placement.dim
-
-    @property
-    def name(self) -> str:
-        return self._param._param_fqn or self._param._module_info.param_name
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The sharded DTensor parameter that optimizers see."""
-        return self._param.sharded_param
-
-    @property
-    def padded_numel(self) -> int:
-        return self._param.padded_sharded_param_size.numel()
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole (local to tensor parallelism) parameter."""
-        return self._param._orig_size
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._param.param_dtype or self._param.orig_dtype
-
-    @property
-    def own_dtype(self) -> torch.dtype:
-        return self._param.sharded_param.dtype
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Of the sharded `.grad`."""
-        param: Any = self._param  # the installed torch may lack these names
-        if _HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override:
-            # An explicit None leaves `.grad` in the dtype of the reduction.
-            dtype: torch.dtype = param.sharded_grad_dtype or param.reduce_dtype or self.compute_dtype
-            return dtype
-        return self.own_dtype
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """As the mixed precision policy has it; None where it is the compute dtype."""
-        return self._param.reduce_dtype
-
-    @property
-    def has_extension(self) -> bool:
-        """Whether a tensor subclass transforms the shard around the all-gather (float8 and the like)."""
-        return hasattr(self._param._sharded_local_tensor, "fsdp_pre_all_gather")
-
-    def shard(self) -> torch.Tensor:
-        """The own padded shard, 1-D, own dtype."""
-        return self._param._sharded_param_data
-
-    def allocate(self, shards: int) -> torch.Tensor:
-        """Storage of the unsharded parameter, 1-D [shards * padded shard] in compute dtype, unfilled."""
-        param = self._param
-        if not param.all_gather_outputs:
-            with torch.inference_mode(False):  # an inference tensor could not be trained on later
-                device = param.sharded_param.device
-                param.init_all_gather_outputs([self.padded_numel], [self.compute_dtype], shards, device)
-        param.alloc_all_gather_outputs()
-        return param.all_gather_outputs[0]
-
-    def rearrange(self, by_shard: torch.Tensor, shards: int) -> None:
-        """Fill the unsharded parameter from `by_shard` when it is sharded along another dimension than the first."""
-        size = list(self._param.padded_sharded_param_size)
-        first = [size[0] * shards, *size[1:]]
-        chunks = torch.chunk(by_shard.view(first), shards, dim=0)
-        whole = list(size)
-        whole[self.shard_dim] *= shards
-        target = self._param.all_gather_outputs[0]
-        preserve: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-        with torch.no_grad(), preserve(target):
-            torch.cat(chunks, dim=self.shard_dim, out=target.view(whole))
-
-    def ready(self) -> None:
-        """Make the unsharded parameter of the filled storage; once made, it is a view of whatever is filled in."""
-        if not hasattr(self._param, "_unsharded_param"):
-            with torch.inference_mode(False):
-                self._param.init_unsharded_param()
-
-    def free(self) -> None:
-        if not getattr(self._param, "keep_unsharded_storage", False):
-            self._param.free_unsharded_param()
-
-    def take_gradient(self) -> torch.Tensor | None:
-        """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""
-        param = self._param
-        if _ACCUMULATES_APART and param.unsharded_accumulated_grad is not None:
-            grad = param.unsharded_accumulated_grad_data
-            param.unsharded_accumulated_grad = None
-            return grad
-        if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
-            grad = param.unsharded_grad_data
-            param._unsharded_param.grad = None
-            return grad
-        return None
-
-    def add_gradient(self, flat: torch.Tensor, first: int) -> None:
-        """Add elements of `flat` from `first` on to the sharded `.grad` (or make it), and run its hooks.
-
-        `flat` is 1-D in `gradient_dtype`; a fresh `.grad` is a view of it.
-        """
-        param = self._param
-        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, first)
-        if param.sharded_param.grad is None:
-            param.sharded_param.grad = param.to_sharded_dtensor(grad)
-        else:
-            cast(Any, param.sharded_param.grad)._local_tensor.add_(grad)
-        hooks = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
-            hook(param.sharded_param)
-
-
-def params_of(group: FSDPParamGroup) -> Iterator[ShardedParam]:
-    return (ShardedParam(param) for param in group.fsdp_params)

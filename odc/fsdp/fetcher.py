@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from odc.comm import UnitSpec, Verbs
-from odc.fsdp._torch_compat import ShardedParam
+from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes, advise_huge
 from odc.trace import FETCH, recorder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from odc.comm import Space, UnitSpec
-from odc.fsdp._torch_compat import ShardedParam
+from odc.fsdp._torch_param import ShardedParam
 
 
 def push_counts(space: Space) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from odc.comm import Gradient, UnitSpec, flatten
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp._torch_param import ShardedParam, params_of
 from odc.fsdp.fetcher import Fetch
 from odc.trace import FETCH, recorder
 
@@ -25,7 +26,7 @@ class Engine(Protocol):
     def begin(self) -> None:
         """Open a minibatch if none is open."""
 
-    def start_fetch(self, unit: UnitSpec, params: list[compat.ShardedParam], *, now: bool) -> Fetch:
+    def start_fetch(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
         """Get a unit under way; `now`: the caller waits for it at once."""
         ...
 
@@ -51,7 +52,7 @@ class OdcParamGroup(compat.FSDPParamGroup):
     odc_root: Engine | None
     odc_find_root: Callable[[OdcParamGroup], Engine]
     odc_unit: UnitSpec
-    odc_params: list[compat.ShardedParam]
+    odc_params: list[ShardedParam]
     odc_trained: list[bool]  # for each of them whether it required a gradient when it was sharded
     odc_fetch: Fetch | None
     odc_needed_now: bool
@@ -157,7 +158,7 @@ def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], Eng
     adopted.odc_root = None
     adopted.odc_find_root = find_root
     adopted.odc_params = []
-    adopted.odc_trained = [param.parameter.requires_grad for param in compat.params_of(group)]
+    adopted.odc_trained = [param.parameter.requires_grad for param in params_of(group)]
     adopted.odc_fetch = None
     adopted.odc_needed_now = False
     return adopted  # type: ignore[no-any-return]

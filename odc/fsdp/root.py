@@ -21,6 +21,7 @@ from torch import nn
 from odc.comm import Geometry, Gradient, Space, State, UnitSpec, Verbs, Waiter, Word, accumulator_dtype
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp._torch_param import ShardedParam, params_of
 from odc.fsdp.backend import open_heap
 from odc.fsdp.fetcher import Fetch, Fetcher
 from odc.fsdp.group import OdcParamGroup
@@ -52,7 +53,7 @@ class Root:
         self.settings = _agreed_settings(module, sharded)
         self.rank = sharded.rank
         for group in self.groups:
-            group.odc_params = list(compat.params_of(group))
+            group.odc_params = list(params_of(group))
         units = [_unit(i, group, self.settings) for i, group in enumerate(self.groups)]
         self.identity = _identity(sharded.sequence, self.geometry)
         # Nothing that the daemon or `_leave` holds may hold this object: a deleted model gives its heap back.
@@ -106,7 +107,7 @@ class Root:
         """Open a minibatch if none is open."""
         self.minibatch.begin()
 
-    def start_fetch(self, unit: UnitSpec, params: list[compat.ShardedParam], *, now: bool) -> Fetch:
+    def start_fetch(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
         """Get a unit under way."""
         return self.fetcher.start(unit, params, now=now)
 

@@ -96,20 +96,21 @@ def test_annotated_attributes_are_looked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_name_that_is_used_is_checked() -> None:
-    """What the file reads of torch's objects is among the names that it checks at import."""
+    """What the two files read of torch's objects is among the names that are checked at import."""
     text = SOURCE.read_text()
+    of_param = SOURCE.with_name("_torch_param.py").read_text()
     checked = {name for names in compat._ON_CLASS.values() for name in names}
     checked |= {name for names in compat._STORED.values() for name in names}
     checked |= {"_fsdp_param_group", "_fsdp_param_groups", "_get_default_store", "_execution_engine"}
     checked |= {"_unsafe_preserve_version_counter", "_C", "_current_graph_task_id"}
     checked |= {*compat._OF_ACCUMULATION, *compat._OF_GRADIENT_DTYPE}
-    body = text[text.index("def state_of(") :]
+    body = text[text.index("def state_of(") :] + "\n" + of_param[of_param.index("class ShardedParam") :]
     used = {node.attr for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     ours = {"_param", "_root"}  # of ShardedParam and Iteration
     public_of_dtensor = {"_local_tensor", "_post_accumulate_grad_hooks"}  # long-lived names of torch's own tensors
     assert private - checked - ours - public_of_dtensor == set()
-    of_params = set(re.findall(r"(?:self\._param|\bparam)\.(\w+)", body[body.index("class ShardedParam") :]))
+    of_params = set(re.findall(r"(?:self\._param|\bparam)\.(\w+)", of_param))
     assert of_params - checked == set()
 
 
