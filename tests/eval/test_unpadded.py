@@ -88,7 +88,7 @@ def _all_ways(rank: int, world: int) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_padded_and_unpadded_give_the_same_scores(ranks, world: int):
     by_rank = ranks(world).run(_all_ways)
     counts = COUNTS[world]
