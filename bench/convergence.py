@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 
 from odc.arms import ArmName, arm_named
 from odc.bench.report import store
+from odc.provenance import begin
 from odc.train.config import JobConfig
 from odc.train.job import run
 
@@ -66,11 +65,10 @@ def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any
     if records is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        taken: dict[str, Any] = {"commit": commit(), "load_1min_at_start": os.getloadavg()[0]}
-        began = time.monotonic()
+        begun, began = begin(), time.monotonic()
         run(job)
         (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        taken |= {"seconds": time.monotonic() - began, "load_1min_at_end": os.getloadavg()[0]}
+        taken = begun.facts() | {"seconds": time.monotonic() - began}
         (folder / "taken.json").write_text(json.dumps(taken))
         records = finished(folder, job)
         assert records is not None
@@ -91,7 +89,7 @@ def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dic
         "final gap": gaps[-1],
         "mean gap": fmean(gaps),
         "minutes": taken["seconds"] / 60,
-        "load_1min": f"{taken['load_1min_at_start']:.1f} to {taken['load_1min_at_end']:.1f}",
+        "load_1min": f"{taken['load_1min']['begin']:.1f} to {taken['load_1min']['end']:.1f}",
     }
 
 
@@ -122,15 +120,6 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def commit() -> str:
-    """The commit of this tree, with a mark if files differ from it."""
-    here = Path(__file__).parent
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=here, capture_output=True, text=True, check=True
-    )
-    return said.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))
@@ -142,6 +131,7 @@ def main() -> None:
     parser.add_argument("--minibatch-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    begun = begin()
     job = job_of(arguments)
     records, taken = {}, {}
     for arm in ARMS:
@@ -156,7 +146,8 @@ def main() -> None:
         "convergence",
         title,
         [row_of(arm, losses[arm], losses[REFERENCE], taken[arm]) for arm in ARMS],
-        commit=", ".join(sorted({own["commit"] for own in taken.values()})),
+        begun=begun,
+        commit=", ".join(sorted({str(own["commit"]) for own in taken.values()})),  # runs may be of an earlier call
         job=job.to_dict(),
         losses=losses,
         norms={arm: [record["norm"] for record in own] for arm, own in records.items()},
