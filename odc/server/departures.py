@@ -144,18 +144,22 @@ class Departures:
         pending: list[Departure] = []
         pause = _FIRST_LOOK_S
         while not self._stopping:
-            with contextlib.suppress(queue.Empty):
-                new = self._incoming.get(timeout=pause if pending else None)
-                pending += [] if new is None else [new]
-                pause = _FIRST_LOOK_S
-            for departure in [one for one in pending if one.look()]:
-                departure.end()
-                pending.remove(departure)
-                self._added.remove(departure)
-            pause = min(pause * 1.5, _LONGEST_LOOK_S)
+            pause = self._round(pending, pause)
         for departure in pending:
             departure.end()
         self._end_incoming()
+
+    def _round(self, pending: list[Departure], pause: float) -> float:
+        """Wait for a new departure or `pause` seconds, look at all; returns the next pause. Keeps none that is over."""
+        with contextlib.suppress(queue.Empty):
+            new = self._incoming.get(timeout=pause if pending else None)
+            pending += [] if new is None else [new]
+            pause = _FIRST_LOOK_S
+        for departure in [one for one in pending if one.look()]:
+            departure.end()
+            pending.remove(departure)
+            self._added.remove(departure)
+        return min(pause * 1.5, _LONGEST_LOOK_S)
 
     def _end_incoming(self) -> None:
         with contextlib.suppress(queue.Empty):
