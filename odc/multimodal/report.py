@@ -155,7 +155,7 @@ def _caption(figures: dict[str, Any]) -> str:
     return (
         f"Medians over {counted} steps{repeats}. GF/s: useful GFLOP/s, without padding, all ranks. Bubbles are "
         "measured: of the step, and of each phase (1 - mean busy / the longest rank's time in it). MiB: exchanged in a "
-        "step by all ranks, within and across declared nodes; buf: most that one rank needs for a move, or its arena. Peak: of "
-        "the largest rank, above what it held before the model was built. "
+        "step by all ranks, within and across declared nodes; buf: most that one rank needs for a move, or its arena. "
+        "Peak: of the largest rank, above what it held before the model was built. "
         f"The loss gap is the largest of any step, to {figures['reference']}."
     )
