@@ -12,6 +12,7 @@ daemon's loop must not wait for the job's store.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from odc.errors import OdcError, WaitTimeoutError
 from odc.server.attach import Rendezvous
 from odc.server.service import Service
 
+_log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1e-3, 0.05
 _JOIN_S = 3.0
 
@@ -155,7 +157,7 @@ class Departures:
             new = self._incoming.get(timeout=pause if pending else None)
             pending += [] if new is None else [new]
             pause = _FIRST_LOOK_S
-        for departure in [one for one in pending if one.look()]:
+        for departure in [one for one in pending if _is_over(one)]:
             departure.end()
             pending.remove(departure)
             self._added.remove(departure)
@@ -167,3 +169,12 @@ class Departures:
                 departure = self._incoming.get_nowait()
                 if departure is not None:
                     departure.end()
+
+
+def _is_over(departure: Departure) -> bool:
+    """Whether no peer needs the root any more, or nobody can tell: this thread must live, or `shutdown` would hang."""
+    try:
+        return departure.look()
+    except Exception:
+        _log.exception("a root that this rank has left is closed, because its peers cannot be asked")
+        return True

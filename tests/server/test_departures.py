@@ -216,3 +216,16 @@ def test_another_root_counts_no_more_once_it_is_left(side: Make, store: Any) -> 
     again = [side(me, identity="5.abc").announce(calls=[4, 5]) for me in (0, 1)]
     again[0].space.board(1)
     again[1].space.board(0)
+
+
+def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
+    side: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = side(0, identity="7.abc").announce(), side(0, identity="8.abc").announce()
+    monkeypatch.setattr(one.meet, "unsettled", lambda members: 1 / 0)
+    left(one)()
+    assert not is_open(one)
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.setattr(other.meet, "unsettled", lambda members: [])
+    left(other)()
+    assert not is_open(other), "the thread looks after the next one"
