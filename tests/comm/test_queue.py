@@ -257,6 +257,7 @@ def test_an_aborted_job_gives_no_more() -> None:
         crew.publish_all()
         for member in (0, 1):
             queue(crew, member).offer([made(member, 1, 0)])
+        crew.attach()
         crew.verbs[1].abort("out of memory", 13)
         with pytest.raises(PeerLostError, match="claiming a microbatch: .* by rank 13: out of memory"):
             crew.verbs[0].claim()

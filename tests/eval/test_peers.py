@@ -53,6 +53,9 @@ class Watched:
             self.waits.set()
         return found
 
+    def clone(self) -> Watched:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
@@ -62,8 +65,10 @@ def test_a_sender_runs_ahead_by_a_megabyte_and_no_more():
     store = Watched()
 
     def send() -> None:
-        Peers(store, RANKS[:2], 1, 3600.0).send(0, b"x" * (5 << 20), "a letter")
-        store.waits.set()
+        try:
+            Peers(store, RANKS[:2], 1, 3600.0).send(0, b"x" * (5 << 20), "a letter")
+        finally:
+            store.waits.set()
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()

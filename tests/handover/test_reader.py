@@ -321,7 +321,7 @@ def test_left_and_aborted_jobs(job: Job) -> None:
         job.crew.spaces[1].board(1).store(Word.LEFT, 1)
         with pytest.raises(PeerLostError, match="rank 13 has left the job"):
             source.read()
-        abort(job.crew.spaces[0], "out of memory", 13, [])
+        abort(job.crew.spaces[0], "out of memory", 13)
         with pytest.raises(PeerLostError, match="aborted by rank 13: out of memory") as caught:
             source.read()
         assert caught.value.culprit == 13

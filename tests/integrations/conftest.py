@@ -1,18 +1,10 @@
-"""The integrations' tests skip what is not installed; `make test-integrations` says what must be.
-
-Makes `_trainers` importable, also on rank processes: they get pytest's path.
-"""
+"""The integrations' tests skip what is not installed; `make test-integrations` says what must be."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
-
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from odc.arms import ARMS, arm_named
 from odc.errors import ConfigError
-from odc.simulate.arms import ARMS, arm_named
 from odc.simulate.catalog import MODELS, config_named, parameter_counts
 from odc.simulate.scenario import Scenario, scenario_from_yaml
 from odc.simulate.study import AXES, study, sweep, usual_values
@@ -38,15 +38,15 @@ def test_arms_of_one_plan_compute_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_lb_micro_arms_run_the_published_plan_with_equal_sample_counts(name: str) -> None:
+def test_only_arms_that_say_so_plan_with_equal_sample_counts(name: str) -> None:
     """One giant beside many short samples: a planner that is free to gives its rank fewer of them."""
     lengths = [60_000] + [3_000] * 31
     plan = arm_named(name).plan(lengths, 4, 65_536, SMALL.cost(), 0)
     samples = [sum(map(len, own)) for own in plan.ranks]
     microbatches = {len(own) for own in plan.ranks}
-    if name in ("fsdp2", "fsdp2-hybrid", "odc-equal"):
+    if name.endswith("-equal-samples"):
         assert samples == [8] * 4 and len(microbatches) == 1
-    elif not name.endswith("-sort"):
+    elif not name.endswith("-localsort"):
         assert samples[[[0] in own for own in plan.ranks].index(True)] < 8
 
 
