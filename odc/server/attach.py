@@ -338,11 +338,16 @@ class Rendezvous:
         self._patient.set(self._key(self.geometry.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
-        """Those of `members` that may still attach to this rank: they live, and have neither settled nor left."""
-        keys = [self._key(member) + "/settled" for member in members]
-        if not keys or self._patient.check(keys):
+        """Those of `members` that may still attach to this rank: they live, and have neither settled nor left.
+
+        A member whose job was aborted settles never, but leaves the reason in the store.
+        """
+        if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
             return []
-        return [m for m, key in zip(members, keys, strict=True) if not self._patient.check([key]) and not self._dead(m)]
+        return [member for member in members if not self._said_enough(member) and not self._dead(member)]
+
+    def _said_enough(self, member: int) -> bool:
+        return any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted"))
 
     def _dead(self, member: int) -> bool:
         process = process_of(self._patient, self.geometry.ranks[member])

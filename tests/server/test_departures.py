@@ -229,3 +229,12 @@ def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
     monkeypatch.setattr(other.meet, "unsettled", lambda members: [])
     left(other)()
     assert not is_open(other), "the thread looks after the next one"
+
+
+def test_a_peer_whose_job_was_aborted_is_not_waited_for(side: Make) -> None:
+    """It settles never. This rank has not attached to it, so nothing but the store says that it has gone."""
+    aborted, waiting = side(0).announce(), side(1).announce()
+    aborted.space.board(0).store(Word.ABORT, 1 + RANKS[0])
+    left(aborted)()
+    left(waiting)()
+    assert not is_open(waiting)
