@@ -120,3 +120,26 @@ def test_a_full_ring_is_told_before_it_is_waited_for(deferred: list[DeferredLane
         with deferred[0].lane("push"):
             crew.verbs[0].push(crew.units[0], [Gradient(0, values)])
         assert set(crew.spaces[1].accumulator(1, crew.units[0]).tolist()) == {1.0}
+
+
+def test_an_abandoned_epoch_leaves_no_block_for_the_next(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push that is cut short has filled slots of which their owner was not told; the next one would tell of them."""
+    settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
+    with Crew([[("w", 4096, F32)]], 2, settings=settings) as crew:
+        crew.publish_all()
+        pusher, unit = crew.verbs[0]._pusher, crew.units[0]
+        with monkeypatch.context() as broken, deferred[0].lane("push"):
+            broken.setattr(pusher, "_tell", lambda box: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                crew.verbs[0].push(unit, gradients(unit, 2, 8.0))
+        crew.verbs[0].done(Outcome.ABANDONED, "cut short")
+        crew.verbs[1].done(Outcome.TRAINED)
+        crew.verbs[1].await_accumulated()
+        crew.publish_all()
+        with deferred[0].lane("push"):
+            crew.verbs[0].push(unit, gradients(unit, 2, 1.0))
+        crew.verbs[0].done(Outcome.TRAINED)
+        crew.verbs[1].await_accumulated()
+        assert set(crew.spaces[1].accumulator(1, unit).tolist()) == {1.0}

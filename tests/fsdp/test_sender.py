@@ -118,6 +118,40 @@ def test_a_failed_push_is_raised_at_the_next_call(how: str) -> None:
             send(sender, "b") if how == "send" else sender.flush()
 
 
+def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
+    """DONE follows a flush: nothing may be posted after it, and an error that ends the job comes before any other."""
+    with sending(overlap=True) as (sender, verbs):
+        held = threading.Event()
+
+        def push(unit: Any, gradients: Any) -> int:
+            if unit.name == "a":
+                raise MemoryError("no room")
+            assert held.wait(60.0)
+            raise WaitTimeoutError("b could not be pushed")
+
+        verbs.push = push  # type: ignore[method-assign]
+        send(sender, "a")
+        with contextlib.suppress(MemoryError):
+            sender._jobs[0].wait()
+        sender._jobs[0]._done.clear()  # not seen to have failed by the next send
+        send(sender, "b")
+        sender._jobs[0]._done.set()
+        raised: list[BaseException] = []
+
+        def flush() -> None:
+            try:
+                sender.flush()
+            except BaseException as error:
+                raised.append(error)
+
+        flusher = in_thread(flush)
+        flusher.join(0.05)
+        assert flusher.is_alive()
+        held.set()
+        flusher.join(60.0)
+        assert [type(error) for error in raised] == [WaitTimeoutError]
+
+
 def test_flush_forgets_what_it_raised() -> None:
     with sending(overlap=True) as (sender, verbs):
         verbs.fails = True
