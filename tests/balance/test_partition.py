@@ -56,6 +56,7 @@ def test_within_a_thousandth_of_the_better_of_differencing_and_longest_first(nam
         assert loads(costs, partition(costs, parts), parts).max() <= best * 1.001
 
 
+@pytest.mark.thorough
 def test_two_hundred_small_instances_within_half_a_percent_of_the_optimum():
     draw = random.Random(0)
     above = []

@@ -62,6 +62,7 @@ def test_it_compares_with_itself(result: dict[str, Any]) -> None:
     assert len([line for line in text.splitlines() if line[:1] == "|"]) == 2 + len(result["rows"])
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(8 << 20, "a test"))
     found = run(["get"], [2], [64 << 10, 1 << 20], "cpu", ONCE)
@@ -73,6 +74,7 @@ def fails(nbytes: int, device: str) -> list[Action]:
     raise OSError("no such luck")
 
 
+@pytest.mark.thorough
 def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
     found = run(["get", "put", "signal"], [2], [64 << 10], "cpu", ONCE)
@@ -82,6 +84,7 @@ def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.Mon
     assert f"FAILED: {failed}" in show(found)
 
 
+@pytest.mark.thorough
 def test_where_all_fails_not_all_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
     found = run(["put"], [2], [4096 * count for count in range(1, 6)], "cpu", ONCE)
@@ -89,6 +92,7 @@ def test_where_all_fails_not_all_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["left_out"] == ["2 cases with 2 ranks: too many others failed"]
 
 
+@pytest.mark.thorough
 def test_on_a_device_every_world_has_a_fresh_process() -> None:
     """What it takes on a device, on the CPU: arguments and results pass between processes."""
     found, left = alone(module._measured, 2, [("signal", 64)], "cpu", ONCE, str)

@@ -16,6 +16,7 @@ def call(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.thorough
 def test_measures_saves_and_compares(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     path = tmp_path / "new" / "a.json"
     assert call("--quick", "--device", "cpu", "--only", "get,signal", "--sizes", "64K", "--json", str(path)) == 0

@@ -55,6 +55,7 @@ def test_one_minibatch_equals_torch(interpreted: Pools, accumulate: str, low_pre
         assert min(launches.values()) > 1
 
 
+@pytest.mark.thorough
 def test_fp64_accumulators_small_blocks_and_unequal_counts(interpreted: Pools) -> None:
     case = Case(counts=((2, 0),), idiom="minibatch", steps=1)
     settings = {"reproducible": True, "staging_block_bytes": 4096}

@@ -46,6 +46,7 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
     assert [step.version for step in mine[1].steps] == [2, 4, 6], "publish, then one version for each later minibatch"
 
 
+@pytest.mark.thorough
 def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
     config = toy(tmp_path, steps=16, minibatches=2, prompts=12)
     (result,), _ = ranks(2).run(train_each, [config])

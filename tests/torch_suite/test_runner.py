@@ -147,12 +147,14 @@ def test_what_passes_is_green(suite: Path) -> None:
     assert set(outcomes(done.stdout)) == {"TestProcesses::test_trains", "TestPlain::test_skipped"}
 
 
+@pytest.mark.thorough
 def test_the_reference_is_torchs_own(suite: Path) -> None:
     done = run(suite, "--any-version", "-k", "test_trains", "--reference")
     assert done.returncode == 1
     assert "AssertionError: torch.distributed.fsdp" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_run_in_which_nothing_passed_is_red(suite: Path) -> None:
     assert run(suite, "--any-version", "-k", "test_skipped").returncode == 1
 

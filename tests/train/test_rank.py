@@ -78,6 +78,7 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, A
     assert all(len(set(step.counts)) == 1 for step in reference), "fsdp2 needs equal counts"
 
 
+@pytest.mark.thorough
 def test_two_nodes_of_two_ranks_train_like_four_ranks(ranks: Pools, tmp_path: Path) -> None:
     arms: tuple[ArmName, ...] = ("fsdp2", "fsdp2-hybrid", "odc-hybrid")
     runs = {arm: ranks(4).run(run_job, tiny_job(tmp_path, arm=arm, ranks=4, minibatch_size=12)) for arm in arms}
