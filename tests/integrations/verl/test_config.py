@@ -22,7 +22,7 @@ def test_options() -> None:
     assert not options.rebalance and options.settings.prefetch == 0
     with pytest.raises(ConfigError, match="odc has no option prefech; it has accumulate, .*rebalance"):
         OdcEngineConfig(odc={"prefech": 1})
-    with pytest.raises(ConfigError, match="timeout_s must be positive"):
+    with pytest.raises(ConfigError, match="timeout_s must be a positive number"):
         OdcEngineConfig(odc={"timeout_s": 0})
     with pytest.raises(ConfigError, match="strategy 'megatron'"):
         OdcEngineConfig(strategy="megatron")
