@@ -189,9 +189,17 @@ class Iteration:
         """Forget the order of forwards, as torch does when a backward is the last."""
         clear_forward_order(self._root)
 
+    def is_last_backward(self) -> bool:
+        """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
+        return bool(self._root._state_ctx.is_last_backward)
+
+    def final_callback_queued(self) -> bool:
+        """Whether torch's final callback is still to come in the running backward."""
+        return bool(self._root._state_ctx.post_backward_final_callback_queued)
+
     def backward_cut_short(self) -> bool:
         """Whether a backward ended with an exception; to be asked outside of a backward."""
-        return bool(self._root._state_ctx.post_backward_final_callback_queued) and not is_in_backward()
+        return self.final_callback_queued() and not is_in_backward()
 
     def forward_cut_short(self) -> bool:
         """Whether a forward ended with an exception; to be asked outside of a forward."""
@@ -219,16 +227,6 @@ def make_idle(group: FSDPParamGroup) -> None:
     """The training state of a group that takes part in no forward or backward."""
     group._training_state = TrainingState.IDLE
     group._post_forward_indices.clear()
-
-
-def is_last_backward(state: FSDPState) -> bool:
-    """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
-    return state._state_ctx.is_last_backward
-
-
-def is_final_callback_queued(state: FSDPState) -> bool:
-    """Whether torch's final callback for this root is still to come in the running backward."""
-    return state._state_ctx.post_backward_final_callback_queued
 
 
 def is_in_backward() -> bool:

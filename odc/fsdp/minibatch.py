@@ -19,7 +19,7 @@ No collective is called anywhere here. Everything runs on the rank's main thread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -118,19 +118,16 @@ class Minibatch:
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
         compat.queue_after_backward(self._collect_or_raise)
 
-    def partial_backward(self, final_callback_queued: Callable[[], bool]) -> None:
+    def partial_backward(self) -> None:
         """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
 
         torch calls no final callback after such a backward, unless other units take part in it as well.
-
-        Args:
-            final_callback_queued: whether torch's final callback is still to come in the running backward.
         """
-        if self.explicit or self.manual:
+        if self.explicit or self.manual or not self._iteration.is_last_backward():
             return
 
         def end() -> None:
-            if self.state is not State.FINISHING and not final_callback_queued():
+            if self.state is not State.FINISHING and not self._iteration.final_callback_queued():
                 self.begin()
                 self._close_own_part(partial=True)
                 compat.queue_after_backward(self._collect_or_raise)

@@ -125,8 +125,7 @@ class Root:
 
     def partial_backward(self) -> None:
         """A backward has gone through a group of which only some modules ran."""
-        if compat.is_last_backward(self.state):
-            self.minibatch.partial_backward(lambda: compat.is_final_callback_queued(self.state))
+        self.minibatch.partial_backward()
 
     # what the modules need ---------------------------------------------------------------------------------------
 

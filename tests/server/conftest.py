@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from _daemons import LAYOUT
 from _members import Crew
+from _sides import Side
 
 from odc.server import Daemon
 from odc.settings import Settings
@@ -35,3 +38,22 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def side(store: Any) -> Iterator[Callable[..., Side]]:
+    """Makes ranks' roots up to the point where they are announced; all meet at `store`."""
+    made = list[Side]()
+
+    def make(me: int, *args: Any, **options: Any) -> Side:
+        made.append(Side(store, me, *args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

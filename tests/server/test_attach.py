@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,19 +20,6 @@ from odc.server import Daemon, Rendezvous, Service, summary
 from odc.settings import Settings
 
 Make = Callable[..., Side]
-
-
-@pytest.fixture
-def side() -> Iterator[Make]:
-    made, store = list[Side](), dist.HashStore()
-
-    def make(me: int, *args: Any, **options: Any) -> Side:
-        made.append(Side(store, me, *args, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def refusing(doing: str) -> None:

@@ -6,11 +6,10 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from _daemons import within
 from _sides import LAYOUT, RANKS, Side
 
@@ -20,24 +19,6 @@ from odc.server import leave, presence
 from odc.settings import Settings
 
 Make = Callable[..., Side]
-
-
-@pytest.fixture
-def store() -> Any:
-    return dist.HashStore()
-
-
-@pytest.fixture
-def side(store: Any) -> Iterator[Make]:
-    made = list[Side]()
-
-    def make(me: int, *args: Any, **options: Any) -> Side:
-        made.append(Side(store, me, *args, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def left(one: Side) -> Callable[[], None]:
