@@ -53,14 +53,14 @@ test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
 	    --installed accelerate,peft,transformers,trl $(ARGS)
-	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations tests/rl/test_objective.py tests/rl/test_plans.py \
+	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
+	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
-test-torch: .venv-torch-$(TORCH)/.ready  ## run the CPU tests of fsdp, comm, memory, server and train with another torch: TORCH=2.15.0
-	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest tests/fsdp tests/comm tests/memory tests/server tests/train \
-	    $(ARGS)
+test-torch: .venv-torch-$(TORCH)/.ready  ## run the CPU tests of fsdp, runtime, memory and experiments with another torch: TORCH=2.15.0
+	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest tests/fsdp tests/runtime tests/memory tests/experiments $(ARGS)
 
 test-fsdp2: .venv-torch-$(TORCH)/.ready  ## run torch's own FSDP2 tests over odc: SUITE=path/to/pytorch/test/distributed/_composable/fsdp
 	@test -n "$(SUITE)" || { echo "Name torch's tests: make test-fsdp2 SUITE=path/to/pytorch/test/distributed/_composable/fsdp" >&2; exit 1; }

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from odc.bench.crew import held
-from odc.comm import Geometry, Space, UnitSpec
 from odc.memory import Attachment, ShmHeap
-from odc.server import Service, daemon
-from odc.server.door import knock
+from odc.runtime import Geometry, Service, Space, UnitSpec, daemon
+from odc.runtime.listener import knock
 from odc.settings import Settings
 
 _FINGERPRINT = "odc-heap-1"  # of odc.fsdp.root: part of what two maps of one heap agree on

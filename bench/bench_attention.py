@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from odc.train.attention import document_attention
+from odc.experiments.text.attention import document_attention
 
 HEADS, SHARED, WIDTH, TOKENS = 4, 2, 32, 8192
 ROWS = {

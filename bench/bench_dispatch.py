@@ -202,7 +202,7 @@ def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) ->
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("mib", [1, 16])
 def test_exchange(note, world: int, mib: int):
-    from tests._ranks import RankPool, close_nurseries
+    from tests.support.ranks import RankPool, close_nurseries
 
     width = 1024
     pool = RankPool(world)
@@ -264,7 +264,7 @@ def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str
 
 def test_planning_ahead(note):
     """Real gathering and planning on 2 ranks; compute is emulated by sleeping, so that a core is free."""
-    from tests._ranks import RankPool, close_nurseries
+    from tests.support.ranks import RankPool, close_nurseries
 
     pool = RankPool(2)
     try:

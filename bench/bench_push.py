@@ -70,8 +70,8 @@ class Push:
     """Pushes a gradient of ones for every parameter to the owner."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        from odc.comm import Gradient
         from odc.fsdp import root_of
+        from odc.runtime import Gradient
 
         root = root_of(held.module)
         self.verbs, self.space, self.unit = root.verbs, root.space, root.space.units[0]

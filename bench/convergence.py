@@ -22,9 +22,9 @@ from typing import Any
 
 from odc.arms import ArmName, arm_named
 from odc.bench.report import store
+from odc.experiments.config import JobConfig
+from odc.experiments.job import run
 from odc.provenance import begin
-from odc.train.config import JobConfig
-from odc.train.job import run
 
 REFERENCE: ArmName = "fsdp2"
 ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")

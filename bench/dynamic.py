@@ -33,9 +33,9 @@ from odc.balance import Plan
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.experiments.arms import run_minibatch, run_queue, shard_model
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import run_minibatch, run_queue, shard_model
 
 COMPARED = ("odc", "odc-dynamic")
 

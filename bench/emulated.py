@@ -35,9 +35,9 @@ from odc.balance import Plan, quadratic
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
+from odc.experiments.arms import run_minibatch, shard_model
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import run_minibatch, shard_model
 
 RANKS, UNITS, WIDTH = 8, 4, 128
 #: name -> samples a rank and minibatch: where balancing has most to give, among 2, 4, 8 and 16, beside the paper's 4

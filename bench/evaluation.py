@@ -32,9 +32,9 @@ from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.eval import RequestPlan, gather_results, run_requests, session
+from odc.experiments.arms import shard_model
 from odc.provenance import begin
 from odc.simulate.lengths import NAMED
-from odc.train.arms import shard_model
 
 #: (transport, padded, dealt by length)
 WAYS: dict[str, tuple[str, bool, bool]] = {

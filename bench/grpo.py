@@ -1,7 +1,8 @@
 """GRPO on two ranks and skewed response lengths: odc with LB-Mini against FSDP2 with verl's equal counts.
 
-`python -m bench.grpo` runs whole jobs (`odc.rl`): real generation, real training. Responses are cut at lengths drawn
-from a clipped lognormal (`lengths="drawn"`), the same in every arm, so that skew does not change as the model learns.
+`python -m bench.grpo` runs whole jobs (`odc.experiments.grpo`): real generation, real training. Responses are cut at
+lengths drawn from a clipped lognormal (`lengths="drawn"`), the same in every arm, so that skew does not
+change as the model learns.
 The table counts training only, from the first microbatch to the end of the update, the slowest rank's time; the
 rollout is the same work in all arms. Arms are interleaved; of every step the median over repeats, then the sum.
 """
@@ -29,7 +30,7 @@ ARMS = {
 
 def run_arm(config: Any) -> dict[str, Any]:
     """One job; its steps' seconds, counts, rewards and measured bubbles, the first step left out."""
-    from odc.rl import run
+    from odc.experiments.grpo import run
     from odc.trace import breakdown, load_spans
 
     with tempfile.TemporaryDirectory() as spans:
@@ -62,7 +63,7 @@ def row_of(name: str, runs: list[dict[str, Any]], base: float | None) -> dict[st
 
 
 def main() -> None:
-    from odc.rl import GrpoConfig
+    from odc.experiments.grpo import GrpoConfig
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("runs/bench"))

@@ -52,8 +52,8 @@ class Push:
     """Pushes gradients of ones to the owner, and returns once it has added them."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        from odc.comm import Gradient
         from odc.fsdp import root_of
+        from odc.runtime import Gradient
 
         root = root_of(held.modules[name])
         self.verbs, self.space, self.unit = root.verbs, root.space, root.space.units[0]

@@ -14,7 +14,7 @@ from typing import Any
 from bench import pages
 from bench.quoted import RESULTS, busy, find, load, prose
 from odc.bench.report import table
-from odc.train.table import between_passes
+from odc.experiments.table import between_passes
 
 README = Path(__file__).parent.parent / "README.md"
 _BEGIN, _END = "<!-- measured:begin (made by `python -m bench.readme`) -->", "<!-- measured:end -->"

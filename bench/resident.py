@@ -28,7 +28,7 @@ from odc.balance import Plan
 from odc.bench.crew import Crew, held
 from odc.bench.report import store
 from odc.bench.units import drop
-from odc.train import arms
+from odc.experiments import arms
 
 ARM = ARMS["fsdp2-resident"]
 

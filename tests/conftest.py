@@ -1,4 +1,4 @@
-"""Fixtures of all tests: `ranks(world)` gives a pool of rank processes (see `_ranks`)."""
+"""Fixtures of all tests: `ranks(world)` gives a pool of rank processes (see `support.ranks`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Test directories are no packages; their helpers (`_ranks`, `_models`, ...) have unique names and are found here.
-for _helpers in (Path(__file__).parent, Path(__file__).parent / "fsdp"):
-    if str(_helpers) not in sys.path:
-        sys.path.insert(0, str(_helpers))
+# Tests import `support`, their shared scaffolding, from here; rank processes get pytest's path.
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from _extent import ALL_EXAMPLES, QUICK_EXAMPLES
+    from support.extent import ALL_EXAMPLES, QUICK_EXAMPLES
 
     count = QUICK_EXAMPLES if config.getoption("--extent") == "quick" else ALL_EXAMPLES
     # No example has a deadline: a busy machine must not fail a test.
@@ -35,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from _extent import left_out
+    from support.extent import left_out
 
     out = left_out(items, config.getoption("--extent"))
     if out:
@@ -53,13 +52,13 @@ def ranks() -> Iterator[Callable[[int], object]]:
 def interpreted() -> Iterator[Callable[[int], object]]:
     """As `ranks`, in processes where Triton kernels are interpreted; skips where triton is not installed."""
     pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
-    from _ranks import INTERPRETED
+    from support.ranks import INTERPRETED
 
     yield from _pools(INTERPRETED)
 
 
 def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int], object]]:
-    from _ranks import RankPool
+    from support.ranks import RankPool
 
     pools: dict[int, RankPool] = {}
 
@@ -74,5 +73,5 @@ def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int],
 
 def pytest_unconfigure() -> None:
     """End the process that forks ranks, if any test started it."""
-    if "_ranks" in sys.modules:
-        sys.modules["_ranks"].close_nurseries()
+    if "support.ranks" in sys.modules:
+        sys.modules["support.ranks"].close_nurseries()

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import odc.errors
-from odc.comm import Word
 from odc.fsdp import OdcModule
+from odc.runtime import Word
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -29,31 +29,28 @@ MAY_IMPORT = {
     "settings": frozenset(),
     "provenance": frozenset(),
     "balance": frozenset(),
-    "eval": frozenset({"comm"}),
+    "eval": frozenset({"runtime"}),
     "trace": frozenset(),
     "memory": frozenset(),
     "microbatch": frozenset({"trace"}),
     "kernels": frozenset(),
-    "comm": frozenset({"kernels", "memory", "trace"}),
-    "server": frozenset({"comm", "memory", "trace"}),
-    "fsdp": frozenset({"server", "comm", "memory", "trace"}),
-    "handover": frozenset({"fsdp", "server", "comm", "memory"}),
-    "dispatch": frozenset({"balance", "server", "comm", "memory", "trace"}),
+    "runtime": frozenset({"kernels", "memory", "trace"}),
+    "fsdp": frozenset({"runtime", "memory", "trace"}),
+    "handover": frozenset({"fsdp", "runtime", "memory"}),
+    "dispatch": frozenset({"balance", "runtime", "memory", "trace"}),
     "arms": frozenset({"balance"}),
     "simulate": frozenset({"arms", "balance", "trace"}),
-    "bench": ALL - {"cli", "doctor", "simulate", "train", "multimodal", "rl"},
-    "doctor": frozenset({"fsdp", "memory", "server"}),
-    "train": ALL - TOOLS - {"multimodal", "rl"},
-    "multimodal": ALL - TOOLS - {"rl"},
-    "rl": ALL - TOOLS - {"multimodal"},
-    "integrations": ALL - TOOLS - {"train", "multimodal", "rl"},
+    "bench": ALL - {"cli", "doctor", "simulate", "experiments"},
+    "doctor": frozenset({"fsdp", "memory", "runtime"}),
+    "experiments": ALL - TOOLS,
+    "integrations": ALL - TOOLS - {"experiments"},
     "cli": ALL | {"integrations"},
     "odc": frozenset({"fsdp"}),
 }
 
 
 def part(name: str) -> str:
-    """`odc.comm.wait` is part of `comm`; odc/__init__.py of `odc`."""
+    """`odc.runtime.wait` is part of `runtime`; odc/__init__.py of `odc`."""
     return name.split(".")[1] if "." in name else "odc"
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from _leaks import assert_nothing_left, memfds_of, processes_of, shared_files
-from _rank_worker import die, tell
-from _ranks import RankPool, RanksFailed, spawn_ranks
+from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
+from support.rank_worker import die, tell
+from support.ranks import RankPool, RanksFailed, spawn_ranks
 
 from odc.trace import WINDOW, recorder
 
@@ -175,7 +175,7 @@ def test_nothing_lives_on_when_pytest_is_killed(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from _ranks import RankProcesses
+from support.ranks import RankProcesses
 ranks = RankProcesses(2, once=False)
 print(*ranks.pids, flush=True)
 time.sleep(600)

@@ -2,8 +2,9 @@
 
 Chose the heap-based method on *sparse* partial partitions over the textbook's k-wide tuples: most merges join two small
 partitions, so work follows the number of samples, not samples * k. It is still slower than a heap of loads (longest
-processing time first), which is a little worse: no policy of odc plans with it. It is the rival: verl's plans in
-`odc grpo` (`odc.rl.plans`), and `odc bench --only planners`. Sets are linked pairs, flattened once at the end.
+processing time first), which is a little worse: no policy of odc plans with it. It is the rival: verl's plans
+in `odc grpo` (`odc.experiments.grpo.plans`), and `odc bench --only planners`. Sets are linked pairs,
+flattened once at the end.
 """
 
 from __future__ import annotations

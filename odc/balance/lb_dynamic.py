@@ -4,7 +4,7 @@ Chose many small microbatches over few full ones: what a rank waits for at the e
 last ones of a falling list are the smallest. Short samples share one until it holds a rank's share of the tokens
 divided by `per_rank`; longer ones stand alone. The price is more forwards and backwards, so more fetches and pushes.
 
-Which rank computes what is found out while the minibatch runs (`odc.comm.queue`). The plan returned here is list
+Which rank computes what is found out while the minibatch runs (`odc.runtime.queue`). The plan returned here is list
 scheduling (Graham 1969) by the cost model: what happens when every rank is as fast as the model says. Its *order* is
 what counts, and no plan of the same microbatches has a longest rank shorter than this one by more than a quarter
 (4/3 - 1/(3 ranks), same source).

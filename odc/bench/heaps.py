@@ -88,7 +88,7 @@ def get(nbytes: int, device: str) -> list[Action]:
 
 def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """As a fetch does it (by size), and each way alone; `_copies` adds the plain copy, which is torch's."""
-    from odc.comm import by_cuda
+    from odc.runtime.movers import cuda as by_cuda
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     raw = [piece.view(torch.uint8) for piece in peers]
@@ -117,7 +117,7 @@ def put(nbytes: int, device: str) -> list[Action]:
 
 def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """As a push fills a staging slot, and by kernels."""
-    from odc.comm import by_cuda
+    from odc.runtime.movers import cuda as by_cuda
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     ways: Ways = {

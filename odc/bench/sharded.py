@@ -20,8 +20,9 @@ from odc.bench.crew import held
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL
 from odc.bench.rounds import Action
 from odc.bench.units import Shape, build, sharded_by
-from odc.comm import Adder, Gradient, Piece, by_cuda
 from odc.fsdp import Root, root_of
+from odc.runtime import Adder, Gradient, Piece
+from odc.runtime.movers import cuda as by_cuda
 from odc.settings import Settings
 
 

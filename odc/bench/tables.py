@@ -12,7 +12,7 @@ from typing import Any
 
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL
 from odc.bench.report import cell, table
-from odc.comm import by_cuda
+from odc.runtime.movers import cuda as by_cuda
 
 Row = dict[str, Any]
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def crossovers(rows: list[Row]) -> str:
         lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {said}.")
     if lines:
         lines.append(
-            f"odc takes it from {text_of(by_cuda.COPY_ENGINE_BYTES)} on (odc.comm.by_cuda.COPY_ENGINE_BYTES, "
+            f"odc takes it from {text_of(by_cuda.COPY_ENGINE_BYTES)} on (odc.runtime.movers.cuda.COPY_ENGINE_BYTES, "
             "see docs/gpu.md)."
         )
     return "\n".join(lines)

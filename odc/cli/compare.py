@@ -13,7 +13,7 @@ from typer import Option
 from odc.arms import ARM_NAMES, ArmName
 from odc.cli import options
 from odc.errors import ConfigError
-from odc.train.config import DEFAULT_ARMS, JobConfig
+from odc.experiments.config import DEFAULT_ARMS, JobConfig
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -83,11 +83,11 @@ def compare(
 def _compare(job: JobConfig, arms: tuple[ArmName, ...], repeats: int, skip: int, json: Path | None) -> None:
     began = time.monotonic()
     _say(began, f"{len(arms)} arms, {job.ranks} ranks, {job.steps} steps; figures and pictures go to {job.output}")
+    from odc.experiments.compare import CompareConfig, run_arms, write_pictures
+    from odc.experiments.preflight import writable_folder
+    from odc.experiments.report import report, write_report
+    from odc.experiments.table import tables
     from odc.provenance import begin
-    from odc.train.compare import CompareConfig, run_arms, write_pictures
-    from odc.train.preflight import writable_folder
-    from odc.train.report import report, write_report
-    from odc.train.table import tables
 
     begun = begin()
     config = CompareConfig(job, arms, repeats, skip)

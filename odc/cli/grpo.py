@@ -63,7 +63,7 @@ def grpo(
     Starts its own ranks on this machine. Under torchrun it runs as one rank. For a task of your own see docs/rl.md.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    from odc.rl import GrpoConfig, run, run_rank
+    from odc.experiments.grpo import GrpoConfig, run, run_rank
 
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is not None and world is not None:

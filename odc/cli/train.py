@@ -10,7 +10,7 @@ from typer import Option
 
 from odc.arms import ARM_NAMES
 from odc.cli import options
-from odc.train.config import JobConfig
+from odc.experiments.config import JobConfig
 
 _FILES = "Files"
 
@@ -65,8 +65,8 @@ def train(
     if rank is not None and world is not None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from odc.train.job import run_rank
-        from odc.train.preflight import preflight
+        from odc.experiments.job import run_rank
+        from odc.experiments.preflight import preflight
 
         config = JobConfig(**(given | {"ranks": int(world)}))
         preflight(config)
@@ -76,6 +76,6 @@ def train(
         return
     config = JobConfig(**given)
     print(f"odc train: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
-    from odc.train.job import run
+    from odc.experiments.job import run
 
     print(run(config)[0].summary())

@@ -12,7 +12,7 @@ from typer import Option
 
 from odc.cli import options
 from odc.errors import ConfigError
-from odc.train.config import JobConfig
+from odc.experiments.config import JobConfig
 
 _DEMO: dict[str, Any] = {"model": "mm-demo", "steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 
@@ -67,9 +67,9 @@ def train_mm(
         print(f"odc train-mm [{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     say(f"figures and pictures go to {folder}")
-    from odc.multimodal.compare import CompareConfig
-    from odc.multimodal.config import MultimodalConfig
-    from odc.multimodal.corpus import CorpusConfig, write_corpus
+    from odc.experiments.multimodal.compare import CompareConfig
+    from odc.experiments.multimodal.config import MultimodalConfig
+    from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
 
     if "data" not in fields:
         say("making a corpus")
@@ -82,11 +82,11 @@ def train_mm(
 def _compare(config: Any, json: Path | None, say: Any) -> None:
     from rich.console import Console
 
-    from odc.multimodal.compare import run_arms, write_pictures
-    from odc.multimodal.report import report, table
+    from odc.experiments.multimodal.compare import run_arms, write_pictures
+    from odc.experiments.multimodal.report import report, table
+    from odc.experiments.preflight import writable_folder
+    from odc.experiments.report import write_report
     from odc.provenance import begin
-    from odc.train.preflight import writable_folder
-    from odc.train.report import write_report
 
     path = json or config.output / "train-mm.json"
     writable_folder(path.parent, "json")

@@ -24,8 +24,8 @@ from odc.memory import (
     free_memory,
     require_add,
 )
-from odc.server import daemon, stop_daemon
-from odc.server.door import knock
+from odc.runtime import daemon, stop_daemon
+from odc.runtime.listener import knock
 
 _MIB = 1 << 20
 _LITTLE = 256 * _MIB

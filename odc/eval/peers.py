@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from odc.comm import JobStore
 from odc.errors import PeerLostError, ResultsError, WaitTimeoutError
 from odc.eval import plain
+from odc.runtime import JobStore
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.comm import JobStore
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
+from odc.runtime import JobStore
 from odc.settings import LONGEST_TIMEOUT_S
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odc.comm import Geometry
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.memory import ShmHeap, SymmetricHeap
-from odc.server import Rendezvous
+from odc.runtime import Geometry, Rendezvous
 from odc.settings import Settings
 
 

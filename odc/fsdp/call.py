@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from odc.comm import JobStore, State
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import exits, guard
@@ -27,7 +26,7 @@ from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.registry import register
 from odc.fsdp.root import live_roots, root_above, root_at
 from odc.memory import require_add
-from odc.server import announce_process, await_departures, daemon, stop_daemon
+from odc.runtime import JobStore, State, announce_process, await_departures, daemon, stop_daemon
 from odc.settings import Settings
 
 _at_exit = False

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from odc.comm import Queue, Verbs
 from odc.errors import OdcError, UnsupportedError
+from odc.runtime import Queue, Verbs
 from odc.trace import FETCH, recorder
 
 

@@ -18,9 +18,8 @@ import weakref
 from types import TracebackType
 from typing import Any, NoReturn
 
-from odc.comm import JobStore, Word
 from odc.fsdp.root import live_roots
-from odc.server import announce_failure
+from odc.runtime import JobStore, Word, announce_failure
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children

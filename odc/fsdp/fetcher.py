@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from odc.comm import UnitSpec, Verbs
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes, advise_huge
+from odc.runtime import UnitSpec, Verbs
 from odc.trace import FETCH, recorder
 
 

@@ -6,11 +6,11 @@ meeting at the end of a minibatch. Works on every supported torch.
 
 from __future__ import annotations
 
-from odc.comm import State
 from odc.errors import OdcError, UnfinishedMinibatchError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.root import live_roots, root_of
+from odc.runtime import State
 
 
 class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from odc.comm import Space, UnitSpec
 from odc.fsdp._torch_param import ShardedParam
+from odc.runtime import Space, UnitSpec
 
 
 def push_counts(space: Space) -> torch.Tensor:

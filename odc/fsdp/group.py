@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from odc.comm import Gradient, UnitSpec, flatten
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam, params_of
 from odc.fsdp.fetcher import Fetch
+from odc.runtime import Gradient, UnitSpec, flatten
 from odc.trace import FETCH, recorder
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odc.comm import State
 from odc.fsdp import _torch_clip
 from odc.fsdp.root import live_roots
+from odc.runtime import State
 
 _installed = False
 

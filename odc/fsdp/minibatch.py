@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 import torch
 
-from odc.comm import Gradient, Outcome, State, UnitSpec, Verbs, Word
 from odc.errors import AbandonedMinibatchError, OdcError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import refusals
 from odc.fsdp.gradients import push_counts, write_gradients
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.sender import Sender
+from odc.runtime import Gradient, Outcome, State, UnitSpec, Verbs, Word
 from odc.trace import Mark, recorder
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odc.comm import Gradient, Outcome, State, UnitSpec, Verbs
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
+from odc.runtime import Gradient, Outcome, State, UnitSpec, Verbs
 
 
 def refuse_early_begin(who: str, state: State) -> None:

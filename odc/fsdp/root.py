@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from odc.comm import Geometry, Gradient, Space, State, UnitSpec, Verbs, Waiter, Word, accumulator_dtype
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam, params_of
@@ -29,7 +28,23 @@ from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.registry import Sharded, registered
 from odc.fsdp.sender import Sender
 from odc.fsdp.stale import refuse_stale
-from odc.server import Daemon, Rendezvous, Service, daemon, leave, summary
+from odc.runtime import (
+    Daemon,
+    Geometry,
+    Gradient,
+    Rendezvous,
+    Service,
+    Space,
+    State,
+    UnitSpec,
+    Verbs,
+    Waiter,
+    Word,
+    accumulator_dtype,
+    daemon,
+    leave,
+    summary,
+)
 from odc.settings import Settings
 from odc.trace import recorder
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odc.comm import Gradient, UnitSpec, Verbs
 from odc.errors import OdcError
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes
+from odc.runtime import Gradient, UnitSpec, Verbs
 from odc.trace import PUSH, recorder
 
 _UNITS_WAITING = 2

@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from odc.comm import Space
 from odc.errors import StaleParametersError
+from odc.runtime import Space
 
 
 @cache

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from odc.comm import Space
 from odc.errors import UnsupportedError
 from odc.handover.ticket import Owner, Parameter, Ticket
-from odc.server import reading_token
+from odc.runtime import Space, reading_token
 
 if TYPE_CHECKING:
     from odc.fsdp import Root

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import torch
 
-from odc.comm.space import REASON_BYTES
-from odc.comm.words import BOARD_WORDS, Word
 from odc.errors import LayoutMismatchError, PeerLostError, StaleVersionError, WaitTimeoutError
 from odc.handover.ticket import Owner, Parameter, Ticket
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
-from odc.server.door import Answer, knock
+from odc.runtime.layout import REASON_BYTES
+from odc.runtime.listener import Answer, knock
+from odc.runtime.words import BOARD_WORDS, Word
 
 _POLL_S = 1e-3
 _KNOCK_S = 1.0

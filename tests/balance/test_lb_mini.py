@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from _highs import fewest_bins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.highs import fewest_bins
 
 from odc.balance import lb_micro, lb_mini, linear_cost, quadratic
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from _highs import fewest_bins
 from hypothesis import given
 from hypothesis import strategies as st
+from support.highs import fewest_bins
 
 from odc.balance.packing import best_fit_decreasing, fewest_possible, pack, pack_evenly
 

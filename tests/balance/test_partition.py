@@ -7,10 +7,10 @@ import random
 
 import numpy as np
 import pytest
-from _highs import shortest_longest
-from _lengths import DISTRIBUTIONS, draw_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.highs import shortest_longest
+from support.lengths import DISTRIBUTIONS, draw_lengths
 
 from odc.balance import compiled, lower_bound, partition
 from odc.balance.karmarkar_karp import karmarkar_karp

@@ -15,7 +15,7 @@ NUMEL, PIECES = 1024, 3
 
 def moves(rank: int, world: int) -> dict[str, list[str]]:
     """Names of the ways that were tried, for get, put and add."""
-    from odc.comm import by_cuda
+    from odc.runtime.movers import cuda as by_cuda
 
     by_cuda.copy = by_cuda.put = ctypes.memmove
     heap = heaps.open_heap(4 * NUMEL * PIECES, "cpu")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _doubles import exchange_of
-from _toy import ENCODERS, POLICIES, Batch, Toy, draw, phases, step_as_drawn, step_rearranged
+from support.doubles import exchange_of
+from support.toy import ENCODERS, POLICIES, Batch, Toy, draw, phases, step_as_drawn, step_rearranged
 
 from odc.dispatch import Nodes
 from odc.dispatch.orchestrator import Orchestrator, channels

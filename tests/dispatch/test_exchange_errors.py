@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _doubles import KINDS, exchange_of
-from _rank_worker import die
-from _ranks import spawn_ranks
-from _toy import ENCODERS, POLICIES
+from support.doubles import KINDS, exchange_of
+from support.rank_worker import die
+from support.ranks import spawn_ranks
+from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
 from odc.dispatch.exchange import BACK, OnDemandExchange, move

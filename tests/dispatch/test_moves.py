@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _doubles import KINDS, exchange_of, ragged, random_move
+from support.doubles import KINDS, exchange_of, ragged, random_move
 
 from odc.dispatch.route import Route
 

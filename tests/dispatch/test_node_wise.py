@@ -7,10 +7,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from _doubles import random_move
-from _extent import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.doubles import random_move
+from support.extent import examples
 
 from odc.dispatch import BalancePolicy, Rearrangement, node_wise, post_balance
 from odc.dispatch.node_wise import Method

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from _doubles import random_move
 from hypothesis import given
 from hypothesis import strategies as st
+from support.doubles import random_move
 
 from odc.dispatch import Rearrangement
 from odc.errors import PlanError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from _doubles import exchange_of
-from _toy import ENCODERS, Toy, draw, phases, step_as_drawn, step_rearranged
+from support.doubles import exchange_of
+from support.toy import ENCODERS, Toy, draw, phases, step_as_drawn, step_rearranged
 
 import odc
 from odc.dispatch import Nodes

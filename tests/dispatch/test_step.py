@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _toy import ENCODERS, POLICIES, phases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.toy import ENCODERS, POLICIES, phases
 
 from odc.dispatch import TEXT, BalancePolicy, Nodes, Phase, Rearrangement, Records, StepPlan, plan_step
 from odc.errors import PlanError

@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 import pytest
-from _together import RANKS, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.together import RANKS, run_together
 
 from odc.errors import PeerLostError, ResultsError
 from odc.eval import Peers, gather_metrics, gather_results

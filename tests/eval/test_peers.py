@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from _together import RANKS, run_together
+from support.together import RANKS, run_together
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.eval import Peers

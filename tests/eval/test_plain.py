@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _together import RANKS, run_together
 from hypothesis import given
 from hypothesis import strategies as st
+from support.together import RANKS, run_together
 
 from odc.errors import ResultsError
 from odc.eval import Peers, gather_results, plain

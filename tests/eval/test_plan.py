@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from _together import run_together
 from hypothesis import given
 from hypothesis import strategies as st
+from support.together import run_together
 
 from odc.errors import PlanError
 from odc.eval import RequestPlan, plan_requests

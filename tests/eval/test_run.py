@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from _together import run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.together import run_together
 
 from odc.errors import PeerLostError, PlanError, ResultsError
 from odc.eval import Peers, run_requests

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import spawn_ranks
+from support.ranks import spawn_ranks
 from torch import nn
 
 from odc.errors import OdcError, PeerLostError

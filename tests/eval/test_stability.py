@@ -4,9 +4,9 @@ import statistics
 from typing import Any
 
 import pytest
-from _together import run_together
 from hypothesis import given
 from hypothesis import strategies as st
+from support.together import run_together
 
 from odc.errors import ResultsError
 from odc.eval import Peers, sample_stability, stability

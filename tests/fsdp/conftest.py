@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from _leaks import assert_nothing_left, shared_files
-from _machines import LAYOUT, Rank
-from _members import Crew
+from support.leaks import assert_nothing_left, shared_files
+from support.machines import LAYOUT, Rank
+from support.members import Crew
 
 from odc.fsdp import _torch_compat as compat
 from odc.settings import Settings

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from _extent import examples
-from _failing import end
-from _models import Case, adamw, build, next_token_loss, own_gradients, own_parameters, tokens
-from _rank_worker import tell
-from _ranks import RankPool, spawn_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import examples
+from support.failing import end
+from support.models import Case, adamw, build, next_token_loss, own_gradients, own_parameters, tokens
+from support.rank_worker import tell
+from support.ranks import RankPool, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import odc

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _machines import Rank, finish, states
+from support.machines import Rank, finish, states
 
-from odc.comm import State, Word
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
+from odc.runtime import State, Word
 
 pytestmark = pytest.mark.usefixtures("heard")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from _collectives import collectives
-from _compare import assert_same, differences
-from _leaks import memfd_inodes
-from _models import (
+from support.collectives import collectives
+from support.compare import assert_same, differences
+from support.leaks import memfd_inodes
+from support.models import (
     Case,
     adamw,
     build,
@@ -22,7 +22,7 @@ from _models import (
     tokens,
     train,
 )
-from _ranks import RankPool
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

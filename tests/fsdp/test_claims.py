@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from _compare import differences
-from _extent import examples
-from _failing import WORLD, assert_all_noticed, end
-from _models import Case, build, next_token_loss, own_gradients, tokens
-from _rank_worker import die, tell
-from _ranks import RankPool, spawn_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compare import differences
+from support.extent import examples
+from support.failing import WORLD, assert_all_noticed, end
+from support.models import Case, build, next_token_loss, own_gradients, tokens
+from support.rank_worker import die, tell
+from support.ranks import RankPool, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import OdcError, Settings, fully_shard

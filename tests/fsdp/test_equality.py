@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _compare import Oracle, assert_close, assert_same
-from _models import Case, Run, adamw, build, mark, next_token_loss, own_gradients, token_share, tokens, train
-from _ranks import RankPool
+from support.compare import Oracle, assert_close, assert_same
+from support.models import Case, Run, adamw, build, mark, next_token_loss, own_gradients, token_share, tokens, train
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -98,7 +98,7 @@ def oracle_sees_one_rounding_too_many(rank: int, world: int, case: Case) -> tupl
     model = build(torch_fully_shard, case, init_device_mesh("cpu", (world,)))
     weights = {name: p.full_tensor() for name, p in model.state_dict().items()}
     oracle = Oracle(weights, case, 0, world)
-    from _compare import own_chunk
+    from support.compare import own_chunk
 
     right = {name: own_chunk(mean, rank, world).float() for name, mean in oracle.mean.items()}
     swamped = {name: gradient.bfloat16().float() for name, gradient in right.items()}

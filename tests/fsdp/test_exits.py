@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _failing import backward, end, job
-from _models import tokens
-from _rank_worker import die, tell
-from _ranks import Outcome, spawn_ranks
+from support.failing import backward, end, job
+from support.models import tokens
+from support.rank_worker import die, tell
+from support.ranks import Outcome, spawn_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +26,7 @@ import odc
 from odc import Settings, fully_shard
 from odc.fsdp import exits
 from odc.fsdp._torch_compat import default_store
-from odc.server import Rendezvous
+from odc.runtime import Rendezvous
 
 HOURS = Settings(timeout_s=7200.0)  # a wait that should not be would last
 

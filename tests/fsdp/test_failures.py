@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from _failing import NOTICED_S, STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
-from _models import Case, build, next_token_loss, tokens
-from _rank_worker import die, tell
-from _ranks import spawn_ranks
+from support.failing import NOTICED_S, STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
+from support.models import Case, build, next_token_loss, tokens
+from support.rank_worker import die, tell
+from support.ranks import spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from odc import Settings, fully_shard
-from odc.comm.push import Pusher
+from odc.runtime.push import Pusher
 
 
 def train_until_the_end(rank: int, world: int, at: str = "", culprit: int = -1, steps: int = STEPS) -> None:

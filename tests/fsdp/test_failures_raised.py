@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from _failing import STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
-from _rank_worker import die, tell
-from _ranks import spawn_ranks
+from support.failing import STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
+from support.rank_worker import die, tell
+from support.ranks import spawn_ranks
 
 import odc
 from odc import OdcError, Settings
@@ -168,7 +168,7 @@ def slow_but_alive(rank: int, world: int) -> None:
     tell(time.monotonic())
 
 
-@pytest.mark.thorough  # tests/comm/test_wait.py shows it by a clock of its own
+@pytest.mark.thorough  # tests/runtime/test_wait.py shows it by a clock of its own
 def test_a_slow_rank_is_waited_for(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, slow_but_alive) as job:
         outcomes = end(job, nothing_left)

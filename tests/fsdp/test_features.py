@@ -13,10 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _compare import differences
-from _models import Case, Tiny, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens, train
-from _programs import PLAIN, Make, Programs, Result, backward, new, step
-from _ranks import RankPool
+from support.compare import differences
+from support.models import (
+    Case,
+    Tiny,
+    adamw,
+    clip,
+    make,
+    next_token_loss,
+    own_gradients,
+    own_parameters,
+    shard,
+    tokens,
+    train,
+)
+from support.programs import PLAIN, Make, Programs, Result, backward, new, step
+from support.ranks import RankPool
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method

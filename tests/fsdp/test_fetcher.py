@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from _members import F32, Crew
+from support.members import F32, Crew
 
 from odc.errors import WaitTimeoutError
 from odc.fsdp.fetcher import Fetch, Fetcher

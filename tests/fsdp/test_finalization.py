@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from _models import own_gradients
-from _programs import backward, new
-from _ranks import RankPool
+from support.models import own_gradients
+from support.programs import backward, new
+from support.ranks import RankPool
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 

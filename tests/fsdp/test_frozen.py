@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from _compare import assert_same
-from _models import Case, adamw, make, next_token_loss, own_parameters, shard, tokens
-from _models import train as run_all
-from _programs import Make, Programs, Result, new, step
-from _ranks import RankPool
+from support.compare import assert_same
+from support.models import Case, adamw, make, next_token_loss, own_parameters, shard, tokens
+from support.models import train as run_all
+from support.programs import Make, Programs, Result, new, step
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _models import own_gradients, own_parameters
-from _programs import Make, Programs, Result
-from _ranks import RankPool
+from support.models import own_gradients, own_parameters
+from support.programs import Make, Programs, Result
+from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

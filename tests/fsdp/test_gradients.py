@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _members import BF16, F32, F64, Crew, Layout
-from _ranks import RankPool
+from support.members import BF16, F32, F64, Crew, Layout
+from support.ranks import RankPool
 from torch import nn
 
 from odc.fsdp.gradients import push_counts, reduced, write_gradients

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from odc.comm import State
 from odc.errors import UnfinishedMinibatchError
 from odc.fsdp import guard
+from odc.runtime import State
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The drop-in where copies happen late (see `_deferred`): fetches are followed, gradients outlive their push."""
+"""The drop-in where copies happen late (see `support.deferred`): fetches are followed, gradients outlive their push."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from _deferred import DeferredMoves, LateCopies
+from support.deferred import DeferredMoves, LateCopies
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import odc.comm.space
+import odc.runtime.layout
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
 from odc.memory import shm
@@ -27,12 +27,12 @@ def late() -> Iterator[list[LateCopies]]:
         made.append(LateCopies())
         return made[-1]
 
-    before = shm.HostLanes, odc.comm.space.moves_of
-    shm.HostLanes, odc.comm.space.moves_of = lanes, lambda settings, device: DeferredMoves(made[-1])  # type: ignore[misc,assignment]
+    before = shm.HostLanes, odc.runtime.layout.moves_of
+    shm.HostLanes, odc.runtime.layout.moves_of = lanes, lambda settings, device: DeferredMoves(made[-1])  # type: ignore[misc,assignment]
     try:
         yield made
     finally:
-        shm.HostLanes, odc.comm.space.moves_of = before  # type: ignore[misc]
+        shm.HostLanes, odc.runtime.layout.moves_of = before  # type: ignore[misc]
 
 
 def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:

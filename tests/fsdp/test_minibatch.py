@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from _machines import LAYOUT, Rank, finish, states
-from _members import Crew
+from support.machines import LAYOUT, Rank, finish, states
+from support.members import Crew
 
-from odc.comm import Outcome, State, Word, read_reason
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp.minibatch import Minibatch
+from odc.runtime import Outcome, State, Word, read_reason
 from odc.settings import Settings
 from odc.trace import WINDOW, Recorder
 

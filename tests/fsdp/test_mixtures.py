@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from _compare import assert_same, differences
-from _models import (
+from support.compare import assert_same, differences
+from support.models import (
     Case,
     Run,
     adamw,
@@ -21,7 +21,7 @@ from _models import (
     tokens,
     train,
 )
-from _ranks import RankPool
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 

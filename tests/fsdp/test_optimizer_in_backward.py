@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from _models import own_parameters
-from _programs import Make, Programs, Result, backward, new
-from _ranks import RankPool
+from support.models import own_parameters
+from support.programs import Make, Programs, Result, backward, new
+from support.ranks import RankPool
 
 from odc import fully_shard
 from odc.errors import UnfinishedMinibatchError

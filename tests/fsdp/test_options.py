@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from _compare import differences
-from _models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
-from _programs import PLAIN, Make, Programs, Result, backward, new, step
-from _ranks import RankPool
+from support.compare import differences
+from support.models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
+from support.programs import PLAIN, Make, Programs, Result, backward, new, step
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

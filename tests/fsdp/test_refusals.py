@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from _compare import assert_same
-from _models import Case, build, low_precision_policy, make, next_token_loss, shard, tokens, train
-from _ranks import RankPool
+from support.compare import assert_same
+from support.models import Case, build, low_precision_policy, make, next_token_loss, shard, tokens, train
+from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy

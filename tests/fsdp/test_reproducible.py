@@ -16,16 +16,16 @@ from unittest import mock
 
 import pytest
 import torch
-from _compare import differences
-from _extent import examples
-from _models import Case, build, next_token_loss, own_gradients, tokens
-from _ranks import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compare import differences
+from support.extent import examples
+from support.models import Case, build, next_token_loss, own_gradients, tokens
+from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.comm.push import Pusher
+from odc.runtime.push import Pusher
 
 Pools = Callable[[int], RankPool]
 

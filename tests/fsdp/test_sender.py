@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from _members import F32, Crew
+from support.members import F32, Crew
 
-from odc.comm import Gradient
 from odc.errors import WaitTimeoutError
 from odc.fsdp.sender import Sender
+from odc.runtime import Gradient
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _members import BF16, F16, F32, F64, Crew
+from support.members import BF16, F16, F32, F64, Crew
 
 from odc.errors import StaleParametersError
 from odc.fsdp.stale import refuse_stale

@@ -6,19 +6,14 @@ Ranks share device 0 where there are fewer devices than ranks, so one is enough.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from _ranks import RankPool
+from support.ranks import RankPool
 
 _HERE = Path(__file__).parent
-for _helpers in (_HERE, _HERE.parent / "memory"):
-    if str(_helpers) not in sys.path:
-        sys.path.insert(0, str(_helpers))
-
 SHARED = (("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),)  # torch's own switch: several ranks on one device
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _device import own_device
+from support.device import own_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -7,11 +7,11 @@ import uuid
 
 import torch
 import torch.distributed as dist
-from _device import cuda_group
-from conformance import HeapConformance, sealed
+from support.conformance import HeapConformance, sealed
+from support.device import cuda_group
 
-from odc.comm import by_cuda
 from odc.errors import HeapMemoryError
+from odc.runtime.movers import cuda as by_cuda
 
 
 class TestCudaHeap(HeapConformance):

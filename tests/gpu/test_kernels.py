@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _device import own_device
+from support.device import own_device
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 
@@ -34,7 +34,7 @@ import test_rows as rows_  # noqa: E402
 import test_signal as signal_  # noqa: E402
 import test_unpack as unpack_  # noqa: E402
 import test_wait as wait_  # noqa: E402
-from _heaps import failures_of_threads, numbers, same_bits, shared, whole_numbers  # noqa: E402
+from support.kernel_heaps import failures_of_threads, numbers, same_bits, shared, whole_numbers  # noqa: E402
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 GIB = 1 << 30

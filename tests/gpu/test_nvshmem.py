@@ -11,9 +11,9 @@ import uuid
 import pytest
 import torch
 import torch.distributed as dist
-from _device import own_device
-from _groups import shm_group
-from _ranks import spawn_ranks
+from support.device import own_device
+from support.groups import shm_group
+from support.ranks import spawn_ranks
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 pytest.importorskip("nvshmem.core", reason="needs nvshmem4py: pip install 'odc-fsdp[nvshmem]'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
-_TRAIN = Path(__file__).parent.parent / "train"
-if str(_TRAIN) not in sys.path:
-    sys.path.insert(0, str(_TRAIN))
+from support.tiny_job import tiny_job
 
-from _tiny_job import tiny_job  # noqa: E402 (found by the path above)
-
-from odc.train.compare import CompareConfig, run_arms, write_pictures  # noqa: E402
-from odc.train.job import run  # noqa: E402
-from odc.train.report import report  # noqa: E402
+from odc.experiments.compare import CompareConfig, run_arms, write_pictures
+from odc.experiments.job import run
+from odc.experiments.report import report
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _jobs import publish_without_pause
-from _models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
-from _ranks import RankPool, RankProcesses, spawn_ranks
+from support.handover_jobs import publish_without_pause
+from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
+from support.ranks import RankPool, RankProcesses, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from _jobs import LAYOUT, Job
-from _members import BF16, F32
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from support.handover_jobs import LAYOUT, Job
+from support.members import BF16, F32
 
-from odc.comm import Word, abort
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, StaleVersionError, WaitTimeoutError
 from odc.handover import Reader, reader
 from odc.handover.ticket import Ticket
-from odc.server.door import knock
+from odc.runtime import Word, abort
+from odc.runtime.listener import knock
 from odc.settings import Settings
 
 

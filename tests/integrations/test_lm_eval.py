@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from _tiny_lm import tiny_qwen2, tiny_tokenizer
+from support.tiny_lm import tiny_qwen2, tiny_tokenizer
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from _tiny_lm import tiny_qwen2, tiny_tokenizer
+from support.tiny_lm import tiny_qwen2, tiny_tokenizer
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import RanksFailed
-from _trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples
+from support.ranks import RanksFailed
+from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _trainers import Logged, arguments, as_torchrun, differences, logged, model, samples
+from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, samples
 
-from odc.train.tokenizer import ByteTokenizer
+from odc.experiments.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None or find_spec("peft") is None, reason="needs trl and peft: make test-integrations"

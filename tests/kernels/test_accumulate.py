@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import numbers, same_bits, shared, skew, whole_numbers
-from _ranks import RankPool
+from support.kernel_heaps import numbers, same_bits, shared, skew, whole_numbers
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

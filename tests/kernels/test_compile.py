@@ -7,7 +7,7 @@ scope that is lost makes an atomic add wrong between GPUs; neither fails anythin
 from __future__ import annotations
 
 import pytest
-from _compiled import facts
+from support.compiled import facts
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 TARGETS = (pytest.param(80, marks=pytest.mark.thorough), 90, pytest.param(100, marks=pytest.mark.thorough))

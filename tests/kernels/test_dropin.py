@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from _compare import assert_same
-from _models import Case, train
-from _ranks import RankPool
+from support.compare import assert_same
+from support.models import Case, train
+from support.ranks import RankPool
 
 from odc import Settings, fully_shard
 
@@ -24,7 +24,7 @@ USED = {
 
 def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]) -> Counter[str]:
     """The same training twice, by torch and by kernels; returns how often each kernel was launched for the second."""
-    from odc.comm import by_kernels
+    from odc.runtime.movers import triton as by_kernels
 
     expected = train(fully_shard, case, rank, world, settings=Settings(**settings))  # type: ignore[arg-type]
     launches: Counter[str] = Counter()

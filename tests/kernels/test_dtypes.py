@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _heaps import same_bits
-from _ranks import RankPool
+from support.kernel_heaps import same_bits
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from _heaps import numbers, same_bits, whole_numbers
-from _ranks import RankPool
+from support.kernel_heaps import numbers, same_bits, whole_numbers
+from support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 
@@ -235,7 +235,7 @@ def no_waiting(cuda: torch.device) -> Iterator[torch.device]:
 
 @pytest.mark.gpu
 def test_moves_never_wait_for_the_device_and_take_few_launches(no_waiting: torch.device) -> None:
-    from odc.comm import by_kernels
+    from odc.runtime.movers import triton as by_kernels
 
     device = no_waiting
     parts = [on(device, n, n, F32) for n in (1000, 7, 50_000)]

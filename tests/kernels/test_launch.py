@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from _heaps import failures_of_threads, numbers, same_bits
-from _ranks import RankPool
+from support.kernel_heaps import failures_of_threads, numbers, same_bits
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 
@@ -97,7 +97,7 @@ def test_compiled_kernels_are_compiled_once(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(Path(__file__).with_name("_launched.py"))],
+        [sys.executable, "-W", "error", str(Path(__file__).parents[1] / "support" / "launched.py")],
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _ranks import RankPool
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import same_bits, shared, skew
-from _ranks import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_heaps import same_bits, shared, skew
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import numbers, same_bits, shared, skew
-from _ranks import RankPool
+from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 F32, BF16 = torch.float32, torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from _ranks import RankPool
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import shared, skew
-from _ranks import RankPool
+from support.kernel_heaps import shared, skew
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 ROUNDS = 20

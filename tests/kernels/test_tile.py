@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from _heaps import numbers, same_bits
-from _ranks import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_heaps import numbers, same_bits
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

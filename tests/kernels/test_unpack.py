@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from _heaps import numbers, same_bits, shared, skew
-from _ranks import RankPool
+from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 BF16 = torch.bfloat16

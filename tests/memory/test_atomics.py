@@ -6,21 +6,12 @@ import threading
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from support.atomics import WORD, backends
 
 from odc.errors import UnsupportedError
-from odc.memory import Atomics, choose, default_atomics, libatomic, plain_x86_64
+from odc.memory import Atomics, choose, default_atomics, libatomic
 
 X86 = platform.machine() == "x86_64"
-WORD = st.integers(-(1 << 63), (1 << 63) - 1)
-
-
-def backends() -> list[Atomics]:
-    found = [plain_x86_64()] if X86 else []
-    try:
-        return [libatomic(), *found]
-    except OSError:
-        return found
 
 
 @pytest.mark.parametrize("atomics", backends(), ids=lambda atomics: atomics.name)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _groups import shm_group
-from conformance import DEADLINE_S, HeapConformance, sealed
+from support.conformance import DEADLINE_S, HeapConformance, sealed
+from support.groups import shm_group
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import cuda

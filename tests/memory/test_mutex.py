@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from _groups import shm_group
-from _rank_worker import die, tell
-from _ranks import spawn_ranks
+from support.groups import shm_group
+from support.rank_worker import die, tell
+from support.ranks import spawn_ranks
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import MUTEX_BYTES, RobustMutex, ShmHeap, mutex

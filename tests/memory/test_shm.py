@@ -12,18 +12,18 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import _rank_worker
 import pytest
 import torch
-from _groups import door_name, shm_group
-from _leaks import assert_nothing_left, memfds_of, processes_of, shared_files
-from _rank_worker import tell
-from _ranks import spawn_ranks
-from conformance import HeapConformance
+from support import rank_worker
+from support.conformance import HeapConformance
+from support.groups import door_name, shm_group
+from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
+from support.rank_worker import tell
+from support.ranks import spawn_ranks
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory import Attachment, FreeMemory, ShmHeap, mapping
-from odc.server.door import list_doors
+from odc.runtime.listener import list_doors
 
 MIB = 1 << 20
 
@@ -342,7 +342,7 @@ def fork_a_worker(rank: int, world: int, identity: str) -> None:
         ready, done = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _rank_worker._teller.close()  # or the test would wait for the child to end
+            rank_worker._teller.close()  # or the test would wait for the child to end
             found = [memfds_of(os.getpid()), words.load(0), int(view.sum())]
             words.store(0, 8)  # into the child's own zeros
             view[0] = 8
@@ -387,7 +387,7 @@ def test_no_side_effect_at_import() -> None:
 import os, torch
 import odc
 before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-import odc.memory, odc.memory.forks, odc.memory.atomics, odc.server.door
+import odc.memory, odc.memory.forks, odc.memory.atomics, odc.runtime.listener
 assert (set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
 assert not odc.memory.forks._registered
 assert odc.memory.atomics.default_atomics.cache_info().currsize == 0

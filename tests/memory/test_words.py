@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_atomics import WORD, backends
+from support.atomics import WORD, backends
 
 from odc.memory import Atomics, Words
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import RankPool, RanksFailed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.ranks import RankPool, RanksFailed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 

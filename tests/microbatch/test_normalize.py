@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import RankPool, RanksFailed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import RankPool, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
 

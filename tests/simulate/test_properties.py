@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from _steps import TRANSPORTS, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.steps import TRANSPORTS, steps
 
 from odc.balance import lb_mini, lower_bound, quadratic
 from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan

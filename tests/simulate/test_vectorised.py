@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from _steps import TRANSPORTS, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.steps import TRANSPORTS, steps
 
 from odc.errors import ConfigError
 from odc.simulate import Cluster, Step, even_model, simulate, simulate_events, simulate_vectorised

@@ -27,11 +27,23 @@ from typing import NamedTuple
 
 import torch
 
-from odc.comm import Geometry, JobStore, Space, Waiter, Word, abort
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, Words
-from odc.server import Daemon, Rendezvous, Service, announce_process, daemon, leave
-from odc.server.presence import Store
+from odc.runtime import (
+    Daemon,
+    Geometry,
+    JobStore,
+    Rendezvous,
+    Service,
+    Space,
+    Waiter,
+    Word,
+    abort,
+    announce_process,
+    daemon,
+    leave,
+)
+from odc.runtime.presence import Store
 from odc.settings import Settings
 
 _STEP, _OFFSET, _NBYTES, _SIGNATURE, _ROW = range(5)

@@ -19,7 +19,7 @@ from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, sig
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
-from odc.server.presence import Store
+from odc.runtime.presence import Store
 
 
 class CollectiveExchange:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, WaitTimeoutError
-from odc.server.presence import Store
+from odc.runtime.presence import Store
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
-from odc.server.presence import Store
+from odc.runtime.presence import Store
 from odc.trace import FETCH, recorder
 
 _HEAD = 8  # bytes for each destination: where its rows begin

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _verl import import_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, needs_verl, save_tiny_model
 
 from odc.errors import ConfigError
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from _verl import needs_verl
+from support.verl import needs_verl
 
 pytestmark = needs_verl
 PAGE = Path(__file__).parents[3] / "docs" / "verl.md"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
 
 pytestmark = needs_verl
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from _verl import import_verl, needs_verl
 from hypothesis import given
 from hypothesis import strategies as st
+from support.verl import import_verl, needs_verl
 
 pytestmark = needs_verl
 

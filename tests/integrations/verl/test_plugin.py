@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from _verl import import_verl, needs_verl
+from support.verl import import_verl, needs_verl
 
 pytestmark = needs_verl
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _verl import import_verl, needs_verl
 from hypothesis import given
 from hypothesis import strategies as st
+from support.verl import import_verl, needs_verl
 
 from odc.balance import lower_bound, quadratic
 from odc.errors import PlanError

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from _verl import import_verl, needs_verl
 from hypothesis import given
 from hypothesis import strategies as st
+from support.verl import import_verl, needs_verl
 
 from odc.errors import PlanError
 from odc.integrations.verl import get_seqlen_balanced_partitions, rearrange_micro_batches

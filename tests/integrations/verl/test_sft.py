@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _verl import fit, needs_verl, save_chats, save_tiny_model
+from support.verl import fit, needs_verl, save_chats, save_tiny_model
 
 pytestmark = needs_verl
 

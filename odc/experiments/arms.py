@@ -1,0 +1,138 @@
+"""How an arm's model is sharded and its microbatches are run, by torch's FSDP2 or by odc.
+
+`fsdp2` reduces gradients after every microbatch, as torchtitan and verl do: deferring the reduction keeps whole
+gradients on every rank, which gives up what ZeRO-3 is for. `fsdp2-resident` is that deferral. It meets other ranks
+twice in a minibatch: all units are gathered before the first microbatch, and all are reduced in the backward of a dummy
+that follows the last one. Reducing in the backward of the last real microbatch instead would make the ranks wait for
+each other at every unit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from odc.arms import Arm
+from odc.settings import Settings
+
+
+def shard_model(
+    arm: Arm,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    settings: Settings,
+    device: str = "cpu",
+    per_node: int = 2,
+    **options: Any,
+) -> None:
+    """Shards each block and then the model, in place. Every rank calls it; making the mesh may communicate.
+
+    Args:
+        arm: decides between torch's `fully_shard` and odc's, and whether the mesh is the world or nodes by ranks.
+        model: on `device`.
+        blocks: of the model, in order.
+        settings: of odc, for arms that communicate on demand.
+        device: type of the mesh's devices. Torch's own default is a GPU wherever there is one.
+        per_node: ranks of one node, for arms that shard within nodes; divides the number of ranks.
+        options: for `fully_shard`.
+    """
+    options["mesh"] = _mesh(arm, device, per_node)
+    if arm.on_demand:
+        from odc.fsdp import fully_shard as on_demand
+
+        for module in (*blocks, model):
+            on_demand(module, settings=settings, **options)
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    from odc.experiments.collectives import record_collectives
+
+    if arm.transport == "resident":
+        options["reshard_after_forward"] = False
+    for module in (*blocks, model):
+        fully_shard(module, **options)
+    if device == "cpu":  # elsewhere the processor sees only when they are asked for
+        record_collectives(model, replicated=arm.within_node)
+
+
+def _mesh(arm: Arm, device: str, per_node: int) -> DeviceMesh:
+    world = dist.get_world_size()
+    if not arm.within_node:
+        return init_device_mesh(device, (world,))
+    return init_device_mesh(device, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def run_minibatch(arm: Arm, model: nn.Module, count: int, backward: Callable[[int], None]) -> None:
+    """Calls `backward(m)` for each microbatch m and leaves complete gradients in `.grad`; meets the other ranks.
+
+    `count` is this rank's of `arm.counts`; the last microbatches of an arm with dummies must be dummies.
+    """
+    resident = arm.transport == "resident"
+    if resident:
+        _gather_all(model)
+    with _minibatch(arm, model):
+        for m in range(count):
+            last = m == count - 1
+            if resident:
+                _mark(model, last=last)
+            elif arm.within_node and not arm.on_demand:
+                cast(Any, model).set_requires_all_reduce(last)  # gradients cross nodes once a minibatch
+            backward(m)
+            if resident and not last:
+                _forget_order(model)
+
+
+def run_queue(
+    arm: Arm,
+    model: nn.Module,
+    mine: Sequence[Mapping[str, Tensor]],
+    costs: Sequence[float],
+    backward: Callable[[int, int, Mapping[str, Tensor]], None],
+) -> None:
+    """Like `run_minibatch`, for a dynamic arm: offers `mine` to all ranks and computes what this rank claims.
+
+    Calls `backward(m, number, tensors)` for its m-th microbatch, which stands at place `number` in the queue.
+    """
+    with _minibatch(arm, model):
+        claims = cast(Any, model).claim(mine, costs)
+        for m, tensors in enumerate(claims):
+            backward(m, claims.number, tensors)
+
+
+def _minibatch(arm: Arm, model: nn.Module) -> AbstractContextManager[None]:
+    if arm.on_demand:
+        return cast("AbstractContextManager[None]", cast(Any, model).minibatch())
+    return nullcontext()
+
+
+def _gather_all(model: nn.Module) -> None:
+    """Gathers every unit now, so that no forward meets other ranks. All ranks meet, unit after unit."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def _mark(model: Any, *, last: bool) -> None:
+    """Before the last backward nothing is reduced or given up."""
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last)
+
+
+def _forget_order(model: Any) -> None:
+    """Makes the last backward prefetch by its own forward.
+
+    torch forgets the order of forwards only after a last backward. With an earlier microbatch still in it, the first
+    block's backward would gather the last block again, which was just resharded, and only on ranks that ran
+    several microbatches.
+    """
+    from odc.fsdp import _torch_compat as compat
+
+    compat.clear_forward_order(compat.state_of(model))

@@ -1,0 +1,1 @@
+"""Training data: sources, tokenizers, packing and the order of samples."""

@@ -1,0 +1,148 @@
+"""A small byte-level BPE, trained once on the corpus and cached.
+
+Chose to train our own over shipping or downloading one: nothing is fetched, and a vocabulary of a few thousand fits a
+small model, whose embedding would otherwise outweigh its layers. The price is some seconds at the first start (measured
+on 13 MB of Python sources: 8 s on 2 busy cores). Ranks that start at once may each train; the first file that is
+complete wins and all of them load it, so that they agree.
+
+It normalizes and splits text by Qwen2's rules, because `AutoTokenizer` puts these in place of a folder's own wherever
+config.json says "qwen2", as all configs here do. The price: characters are composed (NFC), as Qwen2 does it, so text
+that was not comes back composed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import DataError
+from odc.experiments.data.chat import END, START, Encoded, chatml
+from odc.experiments.data.sources import Message, RawDocument
+from odc.experiments.data.tokenizer import EOS, SPECIALS, save_byte_level
+
+SMALLEST_VOCAB = 256 + len(SPECIALS)
+_SPLIT = (  # Qwen2's
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_VERSION = "bpe-2"  # part of the cached file's name: raise it when training changes
+
+
+class BpeTokenizer:
+    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids."""
+
+    bos_id = None
+
+    def __init__(self, rules: str) -> None:
+        self._tokenizer = _tokenizers().Tokenizer.from_str(rules)
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = int(self._tokenizer.get_vocab_size())
+        self.eos_id, self._start, self._end = (int(self._tokenizer.token_to_id(name)) for name in (EOS, START, END))
+        self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Ids of `text`; special tokens spelled in it are read as text."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+        """The conversation in ChatML."""
+        return chatml(messages, self.encode, self._start, self._end)
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which `transformers.AutoTokenizer` loads it."""
+        rules = json.loads(self._tokenizer.to_str())
+        model = rules["model"]
+        merges = [tuple(pair) for pair in model["merges"]]
+        save_byte_level(folder, model["vocab"], merges, rules["normalizer"], rules["pre_tokenizer"])
+
+
+def cached_bpe(documents: Sequence[RawDocument], vocab_size: int, cache: Path) -> BpeTokenizer:
+    """The BPE of `vocab_size` tokens trained on `documents`, from `cache` if it was trained before.
+
+    Args:
+        documents: the corpus; contents and order decide, names do not.
+        vocab_size: tokens to reach, at least `SMALLEST_VOCAB`; a tiny corpus may give fewer.
+        cache: folder of the caches, made if missing.
+
+    May be called by several processes at once; all get the same tokenizer. Raises DataError when the vocabulary is too
+    small, the cache cannot be written, or the `tokenizers` package is missing.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(f"a byte-level BPE needs a vocabulary of at least {SMALLEST_VOCAB}, not {vocab_size}")
+    path = cache / f"{_VERSION}-{vocab_size}-{content_hash(documents)[:32]}.json"
+    if not path.is_file():
+        publish(path, _train(_texts(documents), vocab_size).encode())
+    return BpeTokenizer(path.read_text(encoding="utf-8"))
+
+
+def content_hash(documents: Sequence[RawDocument]) -> str:
+    """SHA-256 of the documents' contents in order, as hex digits."""
+    digest = hashlib.sha256()
+    for document in documents:
+        content = document.content if isinstance(document.content, str) else json.dumps(document.content)
+        encoded = content.encode()
+        digest.update(f"{type(document.content).__name__} {len(encoded)}\n".encode())
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Make `content` appear at `path` as a whole; a file that another process put there first stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as partial:
+            partial.write(content)
+            partial.flush()
+            os.fsync(partial.fileno())
+            with suppress(FileExistsError):
+                os.link(partial.name, path)
+    except OSError as error:
+        raise DataError(f"cannot write to the cache {path.parent}: {error.strerror or error}") from error
+
+
+def _texts(documents: Sequence[RawDocument]) -> Iterable[str]:
+    for document in documents:
+        if isinstance(document.content, str):
+            yield document.content
+        else:
+            yield from (message["content"] for message in document.content)
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> str:
+    """The rules, as JSON text, of a BPE trained on `texts`; the same texts give the same rules."""
+    tokenizers = _tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_SPLIT), behavior="isolated")
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, bytes_])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError("a BPE needs the tokenizers package: pip install 'odc-fsdp[train]'") from error
+    return tokenizers

@@ -1,0 +1,224 @@
+"""Tokenizers behind one small protocol: plain bytes, and whatever a Hugging Face folder holds (`bpe` trains a third).
+
+Chose a byte vocabulary as the default that needs nothing: no training, no package, no file, and every text can be
+written in it. The price is about 3.4 times as many tokens as the small BPE on Python sources. Text is never searched
+for special tokens, so a document that happens to spell `<|endoftext|>` does not end there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import DataError
+from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, by_template, chatml
+from odc.experiments.data.sources import Message
+
+EOS = "<|endoftext|>"
+SPECIALS = (EOS, START, END)
+
+
+class Tokenizer(Protocol):
+    """What the job needs of a tokenizer. Any process may use one; nothing synchronizes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a document, None where there is none."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids; part of cached files' names."""
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Ids [tokens] of `text`, without anything added."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """`encode` of each text, several at a time where that is faster."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+        """Ids [tokens] of a conversation and which of them are trained on [tokens]; empty without an assistant."""
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer; makes the folder."""
+
+
+class ByteTokenizer:
+    """Every UTF-8 byte is its own token: ids 0 to 255 are bytes, 256 to 258 are `SPECIALS`."""
+
+    vocab_size = 256 + len(SPECIALS)
+    eos_id = 256
+    bos_id = None
+    fingerprint = "bytes-1"
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The bytes of `text`."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+        """The conversation in ChatML."""
+        return chatml(messages, self.encode, 257, 258)
+
+    def save(self, folder: Path) -> None:
+        """Write it as a byte-level BPE without merges, which is the same thing.
+
+        Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC) first, which no file can forbid;
+        `load_tokenizer` does not.
+        """
+        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+        save_byte_level(folder, vocab | {name: 256 + i for i, name in enumerate(SPECIALS)}, [])
+
+
+class HfTokenizer:
+    """A tokenizer loaded by `transformers.AutoTokenizer`."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer = tokenizer
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"the tokenizer in {name} has no end-of-text token (eos_token)")
+        self.vocab_size = len(tokenizer)
+        self.eos_id = int(tokenizer.eos_token_id)
+        added = tokenizer("")["input_ids"]
+        self.bos_id = int(added[0]) if added and added[0] == tokenizer.bos_token_id else None
+        self._name = name
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the vocabulary, the rules and the chat template."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        return hashlib.sha256(f"{rules}\n{self._tokenizer.chat_template}".encode()).hexdigest()
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Ids of `text`; special tokens spelled in it are read as text."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, all in one call."""
+        return self._ids(texts, special=False)
+
+    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+        """The conversation by the tokenizer's own chat template; DataError when it has none or it fails."""
+        if not self._tokenizer.chat_template:
+            raise DataError(f"the data holds messages, but the tokenizer in {self._name} has no chat template")
+        return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0])
+
+    def save(self, folder: Path) -> None:
+        """Write it as transformers does."""
+        self._tokenizer.save_pretrained(str(folder))
+
+    def _render(self, messages: Sequence[Message], ask: bool) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
+        except (TemplateError, ValueError, IndexError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+
+    def _ids(self, texts: Sequence[str], *, special: bool) -> list[NDArray[np.int32]]:
+        if not texts:
+            return []  # transformers' tokenizers raise IndexError for an empty batch
+        ids = self._tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not special,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        return [np.asarray(row, np.int32) for row in ids]
+
+
+def load_tokenizer(folder: Path) -> HfTokenizer:
+    """The tokenizer in a Hugging Face folder; DataError when there is none or `transformers` is missing.
+
+    A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json; for
+    some models `AutoTokenizer` would put the rules of the model's original tokenizer in their place.
+    """
+    if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise DataError("loading a tokenizer needs transformers: pip install 'odc-fsdp[train]'") from error
+    try:
+        loader = PreTrainedTokenizerFast if _is_plain(folder) else AutoTokenizer
+        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    return HfTokenizer(tokenizer, str(folder))
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether tokenizer.json is the whole tokenizer, by the class that the folder names."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    return isinstance(fields, dict) and fields.get("tokenizer_class") in (
+        "PreTrainedTokenizerFast",
+        "TokenizersBackend",
+    )
+
+
+def save_byte_level(
+    folder: Path,
+    vocab: dict[str, int],
+    merges: Sequence[tuple[str, ...]],
+    normalizer: dict[str, Any] | None = None,
+    pre_tokenizer: dict[str, Any] | None = None,
+) -> None:
+    """Write a byte-level BPE as `tokenizer.json` and `tokenizer_config.json`, with ChatML as its chat template.
+
+    Args:
+        folder: made if missing.
+        vocab: characters that stand for bytes, and what they are merged to, to ids; `SPECIALS` too.
+        merges: pairs in the order they are merged.
+        normalizer, pre_tokenizer: as in tokenizer.json; by default text is left as it is, and split as GPT-2 does.
+    """
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    rules = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": vocab[name], "content": name, **flags} for name in SPECIALS],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer or byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges]},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHATML_TEMPLATE,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(rules, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE files, as GPT-2 fixed them."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

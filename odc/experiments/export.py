@@ -1,0 +1,71 @@
+"""Writes a sharded model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+Chose transformers' own `save_pretrained` on rank 0 with the gathered weights over a writer of our own: tied weights,
+shard files and the index come out as everybody expects them. The cost is one full copy of the weights in rank 0's
+memory, in the parameters' own dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn import Module
+
+from odc.experiments.checkpoint import CheckpointError
+from odc.experiments.data.tokenizer import Tokenizer
+
+
+def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> None:
+    """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`.
+
+    Every rank calls it, outside a minibatch; it meets the other ranks. The folder, which must be empty or missing,
+    appears as a whole once complete.
+    Its config ends texts with the tokenizer's end-of-text token, unless it already knows that token as an end.
+    Raises `CheckpointError` on every rank when the disk or transformers refuses.
+    """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            _write(folder, model, weights, tokenizer)
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            failure = [f"export: cannot write {folder}: {getattr(error, 'strerror', None) or error}"]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+def _write(folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+    """Saves from an empty copy of the model: the sharded one's class is a wrapper and would be named in the config."""
+    from transformers import AutoModelForCausalLM
+
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    if model.generation_config is not None:
+        empty.generation_config = copy.deepcopy(model.generation_config)
+    if tokenizer is not None:
+        _end_with(empty, tokenizer.eos_id)
+    empty.save_pretrained(partial, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save(partial)
+    if folder.exists():
+        folder.rmdir()
+    os.rename(partial, folder)
+
+
+def _end_with(model: Any, eos_id: int) -> None:
+    """Makes `generate` stop at the token that ended the documents, which a config for another tokenizer does not."""
+    for config in (model.config, model.generation_config):
+        ends = getattr(config, "eos_token_id", None)
+        if config is not None and eos_id not in (ends if isinstance(ends, list) else [ends]):
+            config.eos_token_id = eos_id

@@ -1,0 +1,123 @@
+"""Drawing responses: Hugging Face `generate`, and what training needs to know about each token.
+
+Chose the log-probabilities of the very distribution that was sampled (temperature 1, no cut-off) as the old policy's,
+over a second forward by the ranks: exact also where rollouts lag behind, and one forward less. The price: decoding with
+a cache and training on packed rows differ in the last bits, so the first ratio is 1 only to about 1e-5.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from odc.errors import ConfigError
+from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.text.model import build_model
+
+# Lengths like those of reasoning models' answers: most short, some near the cap (sigma as in odc.simulate's "grpo").
+_SIGMA, _MEDIAN_SHARE = 1.0, 0.15
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response: its tokens, their log-probabilities, and those under the reference model or None."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    reference: list[float] | None
+
+
+class Generator:
+    """The rollout's own copy of the model, and of the initial one if there is a KL term. One process, no sharding.
+
+    Args:
+        config: of the job; the copy starts with the same weights as the ranks'.
+        source: the model's config or folder.
+        stop_ids: tokens that end a response.
+    """
+
+    def __init__(self, config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> None:
+        self.config, self.stop_ids = config, list(stop_ids)
+        self.model = build_model(source, dtype=torch.float32, seed=config.seed)
+        self.model.set_attn_implementation("sdpa")
+        self.model.eval().requires_grad_(False)
+        if self.stop_ids and max(self.stop_ids) >= self.model.config.vocab_size:
+            raise ConfigError(f"stop token {max(self.stop_ids)} is not in the model's vocabulary")
+        self._reference = copy.deepcopy(self.model) if config.kl else None
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The copy's own tensors by name, to be filled."""
+        own = self.model.state_dict()
+        return {name: own[name] for name in names}
+
+    @torch.no_grad()
+    def respond(self, prompts: Sequence[Sequence[int]], step: int) -> list[Response]:
+        """`config.group` responses to each prompt, prompt after prompt; the same for the same weights and step."""
+        rows = [list(prompt) for prompt in prompts for _ in range(self.config.group)]
+        ids, mask = _left_padded(rows)
+        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]))
+        drawn = self._drawn_lengths(len(rows), step)
+        made: Any = self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.config.response_tokens if drawn is None else max(drawn),
+            eos_token_id=self.stop_ids if drawn is None and self.stop_ids else None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = made.sequences[:, ids.shape[1] :]
+        scores = torch.stack(made.logits, 1).float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+        lengths = drawn or [self._length(row) for row in tokens.tolist()]
+        reference = self._score(ids, mask, tokens, lengths) if self._reference is not None else None
+        return [
+            Response(
+                tokens[i, :length].tolist(),
+                scores[i, :length].tolist(),
+                reference[i, :length].tolist() if reference is not None else None,
+            )
+            for i, length in enumerate(lengths)
+        ]
+
+    def _length(self, row: list[int]) -> int:
+        """Up to the first stop token, and that one."""
+        stops = [at for at, token in enumerate(row) if token in self.stop_ids]
+        return stops[0] + 1 if stops else len(row)
+
+    def _drawn_lengths(self, count: int, step: int) -> list[int] | None:
+        if self.config.lengths == "model":
+            return None
+        longest = self.config.response_tokens
+        draw = np.random.default_rng([self.config.seed, step, 1]).lognormal(0.0, _SIGMA, count)
+        return [int(length) for length in np.clip(draw * _MEDIAN_SHARE * longest, 1, longest)]
+
+    def _score(self, ids: Tensor, mask: Tensor, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """fp32 [rows, new tokens]: log-probabilities under the initial model; meaningless from each length on."""
+        assert self._reference is not None
+        seen = torch.arange(tokens.shape[1])[None] < torch.tensor(lengths)[:, None]
+        whole = torch.cat([ids, tokens.clamp(min=0)], 1)
+        attended = torch.cat([mask, seen.to(mask.dtype)], 1)
+        positions = (attended.cumsum(1) - 1).clamp(min=0)
+        logits = self._reference(input_ids=whole, attention_mask=attended, position_ids=positions).logits
+        logits = logits[:, ids.shape[1] - 1 : -1].float()
+        scores: Tensor = logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+        return scores
+
+
+def _left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """int64 ids and mask [rows, longest]."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask

@@ -1,0 +1,139 @@
+"""GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
+
+Chose verl's definitions, written out here, beside verl's own functions where verl is installed (a test compares the
+two): a job runs without verl and gives the same gradients with it. Sources: DeepSeekMath (arXiv 2402.03300) for the
+advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip, Schulman's note on KL approximation for k3.
+
+Losses are averaged over the response tokens of the whole minibatch ("token-mean"), which is exact for any split over
+ranks and microbatches: each microbatch's sum is scaled by ranks / tokens, and FSDP averages over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from odc.errors import ConfigError
+from odc.experiments.grpo.config import GrpoConfig
+
+_EPSILON = 1e-6
+_LARGEST_LOG = 20.0
+
+
+def grpo_advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
+    """How much better each response is than the others to its prompt, in standard deviations of the group.
+
+    Args:
+        rewards: fp32 [N].
+        groups: N names; responses of one name are compared.
+
+    Returns fp32 [N]: (reward - mean) / (std + 1e-6), std with Bessel's correction; a group of one keeps its reward.
+    """
+    advantages = torch.empty_like(rewards)
+    numbers: dict[int, int] = {}
+    names = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
+    for number in range(len(numbers)):
+        where = names == number
+        members = rewards[where]
+        if len(members) == 1:
+            advantages[where] = members / (1.0 + _EPSILON)
+        else:
+            advantages[where] = (members - members.mean()) / (members.std() + _EPSILON)
+    return advantages
+
+
+def policy_losses(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float, high: float, dual: float
+) -> Tensor:
+    """Clipped policy loss of each token, with the dual clip where the advantage is negative. All fp32 [T]."""
+    ratio = (log_probs - old_log_probs).clamp(-_LARGEST_LOG, _LARGEST_LOG).exp()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    return torch.where(advantages < 0, torch.minimum(-advantages * dual, losses), losses)
+
+
+def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """The k3 estimate of KL(policy || reference) at each token: never negative, low variance. All fp32 [T]."""
+    apart = (reference - log_probs).clamp(-_LARGEST_LOG, _LARGEST_LOG)
+    return (apart.exp() - apart - 1).clamp(-10, 10)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Whose formulae a job uses.
+
+    Args:
+        name: "odc" or "verl".
+        advantages: `(rewards [N], groups) -> [N]`, as `grpo_advantages`.
+        loss: `(log_probs, old_log_probs, reference or None, advantages, tokens, ranks) -> scalar`: of the response
+            tokens [T] of one microbatch, scaled so that FSDP's average over `ranks` is the mean over the minibatch's
+            `tokens`.
+    """
+
+    name: str
+    advantages: Callable[[Tensor, Sequence[int]], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor | None, Tensor, int, int], Tensor]
+
+
+def objective_named(config: GrpoConfig) -> Objective:
+    """The objective that `config` asks for; raises `ConfigError` if verl is asked for and not installed."""
+    installed = find_spec("verl") is not None
+    if config.objective == "verl" and not installed:
+        raise ConfigError("objective verl needs verl: pip install verl, or use --objective odc, the same formulae")
+    return _verl(config) if installed and config.objective != "odc" else _own(config)
+
+
+def _own(config: GrpoConfig) -> Objective:
+    def loss(
+        log_probs: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, tokens: int, ranks: int
+    ) -> Tensor:
+        losses = policy_losses(
+            log_probs, old, advantages, low=config.clip_low, high=config.clip_high, dual=config.clip_dual
+        )
+        if reference is not None:
+            losses = losses + config.kl * kl_estimate(log_probs, reference)
+        return losses.sum() * (ranks / tokens)
+
+    return Objective("odc", grpo_advantages, loss)
+
+
+def _verl(config: GrpoConfig) -> Objective:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.core_algos import (
+        agg_loss,
+        compute_grpo_outcome_advantage,
+        compute_policy_loss_vanilla,
+        kl_penalty,
+    )
+
+    def advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
+        mask = torch.ones(len(rewards), 1)
+        found, _ = compute_grpo_outcome_advantage(rewards.clone()[:, None], mask, np.asarray(groups), _EPSILON)
+        return torch.as_tensor(found)[:, 0]
+
+    def loss(
+        log_probs: Tensor, old: Tensor, reference: Tensor | None, advantage: Tensor, tokens: int, ranks: int
+    ) -> Tensor:
+        batch: dict[str, Any] = {"dp_size": ranks, "batch_num_tokens": tokens}
+        chosen = OmegaConf.create(
+            {
+                "clip_ratio": config.clip_low,
+                "clip_ratio_low": config.clip_low,
+                "clip_ratio_high": config.clip_high,
+                "clip_ratio_c": config.clip_dual,
+                "global_batch_info": batch,
+            }
+        )
+        mask = torch.ones_like(log_probs, dtype=torch.bool)[None]
+        found, _ = compute_policy_loss_vanilla(old[None], log_probs[None], advantage[None], mask, "token-mean", chosen)
+        if reference is not None:
+            apart = kl_penalty(log_probs[None], reference[None], "low_var_kl")
+            found = found + config.kl * agg_loss(apart, mask, "token-mean", **batch)
+        return torch.as_tensor(found)
+
+    return Objective("verl", advantages, loss)

@@ -1,0 +1,66 @@
+"""What a measurement was made on, as facts that can be published: no host or user names.
+
+Chose to read /proc and installed metadata over importing a library for it; what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from odc.experiments.config import cores
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores that may be used, memory in bytes, system."""
+    facts: dict[str, str | int] = {
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    return facts
+
+
+def processor_times() -> tuple[int, int] | None:
+    """(stolen, all) ticks of all cores since boot; None where the kernel does not say.
+
+    Stolen is what the host of a virtual machine gave to others while this one wanted to run: the noise that no care on
+    this side can take out of a timing.
+    """
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()
+        return int(first[8]), sum(int(ticks) for ticks in first[1:9])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def steal(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """Share of the cores' time that was stolen between two calls of `processor_times`."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run's figures depend on; torch's says which build it is (cpu, cu130)."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("odc-fsdp", "transformers", "tokenizers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

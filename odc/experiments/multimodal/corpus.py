@@ -1,0 +1,149 @@
+"""A made-up corpus whose examples differ wildly in which modalities they have: real files, drawn from a seed.
+
+Chose generated images, sounds and words over a download: the demo runs anywhere, and how incoherent the modalities are
+is a setting, not an accident. The price: its losses mean nothing beyond being equal between arms. What it imitates is
+the mixture of OrchMLLM (section 3.1): captions, comparisons of several images, speech recognition whose transcript
+grows with the clip, spoken questions with a one-word answer, and plain conversations.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odc.errors import OdcError
+from odc.experiments.multimodal.media import RATE
+
+_WORDS = ("the", "a", "of", "and", "to", "in", "is", "small", "large", "red", "round", "old", "house", "river", "far")
+#: Tasks and how often each is drawn.
+TASKS = {"caption": 0.2, "compare": 0.1, "recognize": 0.25, "ask": 0.15, "chat": 0.3}
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How large and how skewed a corpus is.
+
+    Args:
+        examples: how many.
+        side: median side of an image in pixels.
+        seconds: median length of a clip.
+        words: median length of a conversation without media.
+        spread: standard deviation of the logarithm of all of these; larger is more skewed.
+        most_seconds: clips are cut there.
+        seed: of everything.
+    """
+
+    examples: int = 64
+    side: int = 240
+    seconds: float = 6.0
+    words: int = 24
+    spread: float = 0.6
+    most_seconds: float = 24.0
+    seed: int = 0
+
+
+def write_corpus(folder: Path, config: CorpusConfig) -> Path:
+    """Writes `corpus.jsonl` and the media files it names into `folder` (made if missing); returns the JSONL's path.
+
+    The same config gives the same bytes of text and media content. Raises OdcError naming the extra when Pillow or
+    soundfile is missing.
+    """
+    draw = np.random.RandomState(config.seed)
+    (folder / "media").mkdir(parents=True, exist_ok=True)
+    names, shares = list(TASKS), list(TASKS.values())
+    lines = []
+    for number in range(config.examples):
+        task = names[draw.choice(len(names), p=shares)]
+        lines.append(json.dumps({"messages": _MAKERS[task](_Maker(folder, config, draw, number))}))
+    path = folder / "corpus.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass
+class _Maker:
+    """Makes the parts of one example."""
+
+    folder: Path
+    config: CorpusConfig
+    draw: np.random.RandomState
+    number: int
+    made: int = 0
+
+    def skewed(self, median: float) -> float:
+        return float(median * np.exp(self.config.spread * self.draw.standard_normal()))
+
+    def words(self, median: float) -> str:
+        return " ".join(self.draw.choice(_WORDS, max(1, round(self.skewed(median)))))
+
+    def image(self) -> dict[str, Any]:
+        sides = [max(16, round(self.skewed(self.config.side))) for _ in range(2)]
+        return {"type": "image", "image": self._save_image(*sides)}
+
+    def clip(self) -> tuple[dict[str, Any], float]:
+        seconds = min(self.config.most_seconds, max(0.2, self.skewed(self.config.seconds)))
+        return {"type": "audio", "audio": self._save_clip(seconds)}, seconds
+
+    def _name(self, ending: str) -> str:
+        self.made += 1
+        return f"media/{self.number:05d}-{self.made}.{ending}"
+
+    def _save_image(self, width: int, height: int) -> str:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise OdcError("writing images needs Pillow: pip install 'odc-fsdp[multimodal]'") from error
+        coarse = self.draw.randint(0, 256, (5, 5, 3)).astype(np.uint8)
+        name = self._name("png")
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(self.folder / name)
+        return name
+
+    def _save_clip(self, seconds: float) -> str:
+        try:
+            import soundfile
+        except (ImportError, OSError) as error:
+            raise OdcError("writing audio needs soundfile: pip install 'odc-fsdp[multimodal]'") from error
+        time = np.arange(int(seconds * RATE)) / RATE
+        pitch = self.draw.uniform(120, 900) * (1 + 0.2 * np.sin(2 * np.pi * self.draw.uniform(0.5, 3) * time))
+        tone = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
+        name = self._name("flac")
+        soundfile.write(str(self.folder / name), tone + 0.01 * self.draw.standard_normal(len(time)), RATE)
+        return name
+
+
+def _turns(question: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _say(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _caption(make: _Maker) -> list[dict[str, Any]]:
+    return _turns([make.image(), _say("What is this?")], make.words(10))
+
+
+def _compare(make: _Maker) -> list[dict[str, Any]]:
+    images = [make.image() for _ in range(make.draw.randint(2, 5))]
+    between = [part for image in images for part in (image, _say("and"))][:-1]
+    return _turns([_say("Compare"), *between], make.words(15))
+
+
+def _recognize(make: _Maker) -> list[dict[str, Any]]:
+    clip, seconds = make.clip()
+    return _turns([clip, _say("Write it down.")], make.words(2.5 * seconds))
+
+
+def _ask(make: _Maker) -> list[dict[str, Any]]:
+    return _turns([make.clip()[0], _say("?")], str(make.draw.choice(["yes", "no"])))
+
+
+def _chat(make: _Maker) -> list[dict[str, Any]]:
+    return _turns([_say(make.words(make.config.words / 3))], make.words(make.config.words))
+
+
+_MAKERS = {"caption": _caption, "compare": _compare, "recognize": _recognize, "ask": _ask, "chat": _chat}

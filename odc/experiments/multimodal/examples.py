@@ -1,0 +1,190 @@
+"""Examples: interleaved text, images and audio of one conversation, with all lengths known before anything is decoded.
+
+Chose the message format of Hugging Face (`content` is a text, or a list of `{"type": "text" | "image" | "audio"}`
+parts) over one of ours, so that existing data needs no conversion. Lengths come from file headers alone: planners need
+the lengths of all examples, and each rank decodes only what it was dealt. The price is that every header is opened
+once by every rank, and that a damaged body is found only when its example is drawn.
+
+Turns are written in ChatML. The assistant's words and the mark that ends them are trained on; media never are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import DataError
+from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.multimodal.media import audio_frames, image_grid
+from odc.experiments.multimodal.model import Geometry
+
+Modality = Literal["image", "audio"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A run of text tokens: `tokens` int32 [length]; `trained` bool [length], targets of the loss."""
+
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+    @property
+    def length(self) -> int:
+        """Positions in the language model's sequence."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image or audio clip.
+
+    Args:
+        modality: which encoder it passes.
+        path: its file.
+        size: what its encoder gets: (rows, columns) of patches, or (frames,) of the log-mel spectrogram.
+        encoded: its length inside its encoder: patches, or positions after the convolutions.
+        length: positions in the language model's sequence.
+    """
+
+    modality: Modality
+    path: Path
+    size: tuple[int, ...]
+    encoded: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One training example: its parts in the order in which the language model reads them.
+
+    Args:
+        name: `file.jsonl:line`.
+        parts: text runs and media.
+    """
+
+    name: str
+    parts: tuple[Text | Media, ...]
+
+    @property
+    def length(self) -> int:
+        """Length of the whole interleaved sequence, what the language model's phase is balanced on."""
+        return sum(part.length for part in self.parts)
+
+    @property
+    def label_tokens(self) -> int:
+        """Targets of the loss; the first position never is one."""
+        return int(self.labels_mask()[1:].sum())
+
+    def media(self, modality: Modality) -> list[Media]:
+        """Its images or its clips, in order."""
+        return [part for part in self.parts if isinstance(part, Media) and part.modality == modality]
+
+    def labels_mask(self) -> NDArray[np.bool_]:
+        """Bool [length]: which positions are targets."""
+        masks = [p.trained if isinstance(p, Text) else np.zeros(p.length, np.bool_) for p in self.parts]
+        return np.concatenate(masks)
+
+
+def read_examples(path: Path, geometry: Geometry, *, max_tokens: int) -> list[Example]:
+    """The examples of a JSONL file of `messages`, in its order. Reads headers of media files, decodes none.
+
+    Args:
+        path: the file; media paths in it are relative to its folder.
+        geometry: of the model, which decides lengths.
+        max_tokens: cap on the length of one example.
+
+    Raises DataError naming the line for what is malformed, missing, over the cap, or has nothing to train on.
+    """
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    examples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        name = f"{path.name}:{number}"
+        try:
+            fields = json.loads(line)
+            messages = fields["messages"]
+            if not isinstance(messages, list):
+                raise TypeError("messages is not a list")
+            parts = tuple(_merged(_parts(messages, path.parent, geometry)))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            if isinstance(error, DataError):
+                raise DataError(f"{name}: {error}") from error
+            raise DataError(f"{name} is not an example: {type(error).__name__}: {error}") from error
+        example = Example(name, parts)
+        if not example.parts:
+            raise DataError(f"{name} has no assistant's turn to train on")
+        if example.length > max_tokens:
+            raise DataError(f"{name} is {example.length} positions long, over the cap of {max_tokens} (max_tokens)")
+        examples.append(example)
+    if not examples:
+        raise DataError(f"{path} holds no examples")
+    return examples
+
+
+def _parts(messages: Sequence[dict[str, Any]], folder: Path, geometry: Geometry) -> Iterator[Text | Media]:
+    """The conversation in ChatML, part by part; what follows the last assistant's turn is cut."""
+    last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    for at, message in enumerate(messages[: last + 1]):
+        answer = message["role"] == "assistant"
+        yield _text([_START], f"{message['role']}\n", trained=False)
+        content = message["content"]
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                yield _text([], part["text"], trained=answer)
+            elif part["type"] in MODALITIES:
+                yield _media(part["type"], folder / part[part["type"]], geometry)
+            else:
+                raise DataError(f"a part of type {part['type']!r}; there are text, image and audio")
+        yield Text(np.array([_END], np.int32), np.array([answer]))
+        if at < last:
+            yield _text([], "\n", trained=False)
+
+
+def _text(before: list[int], text: str, *, trained: bool) -> Text:
+    tokens = np.concatenate([np.array(before, np.int32), ByteTokenizer().encode(text)])
+    return Text(tokens, np.full(len(tokens), trained))
+
+
+def _media(modality: Modality, path: Path, geometry: Geometry) -> Media:
+    if modality == "image":
+        rows, columns = image_grid(path, geometry.patch * geometry.merge, geometry.max_pixels)
+        size = rows * geometry.merge, columns * geometry.merge
+        return Media(modality, path, size, size[0] * size[1], rows * columns)
+    frames = audio_frames(path)
+    encoded = geometry.audio_positions(frames)
+    if encoded > geometry.most_positions:
+        raise DataError(
+            f"{path} is {frames / 100:.1f} s long; the encoder takes at most {geometry.most_positions / 50:.1f} s"
+        )
+    return Media(modality, path, (frames,), encoded, geometry.audio_tokens(encoded))
+
+
+def _merged(parts: Iterator[Text | Media]) -> Iterator[Text | Media]:
+    """Neighbouring texts joined, so that an example has as few parts as it can."""
+    held: list[Text] = []
+    for part in parts:
+        if isinstance(part, Text):
+            held.append(part)
+            continue
+        if held:
+            yield _joined(held)
+            held = []
+        yield part
+    if held:
+        yield _joined(held)
+
+
+def _joined(texts: Sequence[Text]) -> Text:
+    return Text(np.concatenate([t.tokens for t in texts]), np.concatenate([t.trained for t in texts]))
+
+
+_START, _END = 257, 258  # of ByteTokenizer

@@ -1,0 +1,109 @@
+"""The job's exchange between ranks, and what it moved within nodes and across them.
+
+The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do
+not. Under the balance `all-gather` every rank gathers the rows of all ranks. What each rank sends to whom is counted
+from its route and its rows; nodes are as declared, so that two ranks of one host may stand for two nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch.distributed as dist
+from torch import Tensor
+
+from odc.dispatch import Rearrangement
+from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
+from odc.dispatch.orchestrator import channels
+from odc.dispatch.route import Route
+from odc.experiments.multimodal.config import MultimodalConfig
+from odc.experiments.multimodal.examples import MODALITIES, Example
+from odc.experiments.multimodal.minibatch import Phase
+from odc.experiments.multimodal.model import Geometry
+from odc.experiments.multimodal.passes import rows
+from odc.experiments.multimodal.results import PhaseCount
+from odc.trace import COLLECTIVE, FETCH, NO_PEER, recorder
+
+_made = count()  # exchanges of this process, the same number on every rank
+
+
+def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
+    """The exchange of a job; all ranks call it together. `close` it while the process group is still there."""
+    from odc.fsdp._torch_compat import default_store
+
+    job, name = config.job, f"train-mm{next(_made)}"
+    if config.balance == "all-gather":
+        return AllGatherExchange(default_store(), timeout_s=job.timeout_s, name=name)
+    if job.arm != "odc":
+        return CollectiveExchange(default_store(), timeout_s=job.timeout_s, name=name)
+    return OnDemandExchange(
+        default_store(),
+        range(dist.get_world_size()),
+        dist.get_rank(),
+        channels(MODALITIES),
+        arena_bytes=arena_bytes,
+        timeout_s=job.timeout_s,
+        name=name,
+    )
+
+
+def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Geometry) -> int:
+    """Bytes that no minibatch of these examples exceeds: the largest ones' inputs, texts, features and gradients."""
+    row = {"image": 3 * geometry.patch**2, "audio": geometry.bins}
+    sizes = [
+        example.length * (2 * geometry.width * 4 + 8)
+        + sum(rows(item) * row[modality] * 4 for modality in MODALITIES for item in example.media(modality))
+        for example in examples
+    ]
+    largest = sum(sorted(sizes)[-minibatch_size:])
+    repeated = -(-minibatch_size // len(sizes))  # a minibatch may hold an example twice at an epoch's end
+    return max(1 << 20, largest * repeated)
+
+
+@dataclass
+class Mover:
+    """Moves one phase's rows at a time and counts them. On every rank, on its training thread.
+
+    Args:
+        exchange: between all ranks.
+        per_node: ranks of a declared node.
+    """
+
+    exchange: Exchange
+    per_node: int
+    _step: int = 0
+    _counts: Mapping[Phase, PhaseCount] = field(default_factory=dict)
+
+    def begin(self, step: int, counts: Mapping[Phase, PhaseCount]) -> None:
+        """Starts a step; what is sent from now on is added to `counts`."""
+        self._step, self._counts = step, counts
+
+    def move(self, phase: Phase, channel: str, where: Rearrangement, route: Route, mine: Tensor) -> Tensor:
+        """Rows [R, ...] of this rank's items to where their items go; returns those that arrived. Waits for peers.
+
+        Args:
+            phase: on whose account.
+            channel: name of the move in this step.
+            where: the whole move; where it leaves everything in place nothing is done, on any rank.
+            route: this rank's part of it, with the field `rows`.
+            mine: this rank's rows.
+        """
+        if where == Rearrangement.identity(where.counts):
+            return mine
+        sent = route.fields["rows"].sent.tolist()
+        if isinstance(self.exchange, AllGatherExchange):
+            sent = [sum(sent)] * len(sent)
+        for to, number in enumerate(sent):
+            self._count(phase, to, number * mine[0].nbytes if number else 0)
+        peer = COLLECTIVE if isinstance(self.exchange, CollectiveExchange) else NO_PEER
+        with recorder().span(FETCH, unit=f"exchange {channel}", peer=peer):
+            return self.exchange.move(self._step, channel, route, {"rows": mine})["rows"]
+
+    def _count(self, phase: Phase, to: int, nbytes: int) -> None:
+        me, counts = self.exchange.me, self._counts[phase]
+        if to // self.per_node != me // self.per_node:
+            counts.far += nbytes
+        elif to != me:
+            counts.near += nbytes

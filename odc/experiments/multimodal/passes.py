@@ -1,0 +1,87 @@
+"""One rank's passes: its items as tensors through a tower, and back.
+
+Chose one forward for all of a rank's items of a phase, as OrchMLLM does: images packed end to end, clips padded to the
+longest, sequences packed end to end. Memory is bounded by what a rank is dealt, not by a cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from odc.experiments.data.packing import IGNORED
+from odc.experiments.multimodal.examples import Example, Media, Modality, Text
+from odc.experiments.multimodal.media import log_mel, patches
+from odc.experiments.multimodal.model import Geometry
+
+
+def decode(media: Media, geometry: Geometry) -> Tensor:
+    """What an encoder takes of one file: patches [P, 3 * patch * patch], or a spectrogram [frames, bins]; fp32."""
+    if media.modality == "image":
+        size = media.size[0], media.size[1]
+        return torch.from_numpy(patches(media.path, size, patch=geometry.patch, merge=geometry.merge))
+    return torch.from_numpy(log_mel(media.path, geometry.bins))
+
+
+def empty_input(modality: Modality, geometry: Geometry) -> Tensor:
+    """What `decode` returns, of no item."""
+    return torch.zeros(0, 3 * geometry.patch**2 if modality == "image" else geometry.bins)
+
+
+def rows(media: Media) -> int:
+    """Rows of what `decode` returns."""
+    return media.encoded if media.modality == "image" else media.size[0]
+
+
+def encode(tower: nn.Module, inputs: Tensor, media: Sequence[Media]) -> Tensor:
+    """Features [sum of lengths, width] of one modality's items, which lie end to end in `inputs`.
+
+    Padding of audio is made here, so that only real frames travel between ranks.
+    """
+    features: Tensor
+    if media[0].modality == "image":
+        features = tower(inputs, torch.tensor([item.size for item in media]))
+    else:
+        frames = [item.size[0] for item in media]
+        features = tower(pad_sequence(list(inputs.split(frames)), batch_first=True), frames)
+    return features
+
+
+def padded_dummy(modality: Modality, geometry: Geometry) -> tuple[Tensor, list[Media]]:
+    """The smallest input a tower takes: for transports whose ranks must all run every module."""
+    if modality == "image":
+        side = geometry.merge
+        media = Media(modality, _NOWHERE, (side, side), side * side, 1)
+        return torch.zeros(side * side, 3 * geometry.patch**2), [media]
+    return torch.zeros(2, geometry.bins), [Media(modality, _NOWHERE, (2,), 1, 1)]
+
+
+def text_rows(example: Example) -> Tensor:
+    """An example's text runs as they travel: int32 [text tokens, 2], id and whether it is trained."""
+    texts = [part for part in example.parts if isinstance(part, Text)]
+    ids, trained = (np.concatenate([getattr(text, name) for text in texts]) for name in ("tokens", "trained"))
+    return torch.from_numpy(np.stack([ids, trained.astype(np.int32)], axis=1))
+
+
+def labels_of(texts: Tensor, order: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Shifted labels int64 [T] of packed sequences.
+
+    Args:
+        texts: `text_rows` of the sequences, end to end.
+        order: int64 [T], for each position the row of `texts` that stands there; media have rows after those.
+        lengths: of each sequence.
+    """
+    trained = torch.where(texts[:, 1].bool(), texts[:, 0].long(), IGNORED)
+    media = torch.full((max(0, int(order.max()) + 1 - len(texts)),), IGNORED)
+    targets = torch.cat([trained, media])[order]
+    targets[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED  # nothing predicts a sequence's first position
+    return pad(targets[1:], (0, 1), value=IGNORED)
+
+
+_NOWHERE = Path()

@@ -1,0 +1,135 @@
+"""The figures of a comparison as one table: a column an arm, a row a figure, so that it fits an 80-column terminal.
+
+Chose to print medians with the range below where it says something, and to leave everything else to the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from odc.errors import OdcError
+from odc.trace import CATEGORIES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MIB = float(1 << 20)
+_LABELS, _CELL = 20, 10  # characters of the first column, and of a usual cell
+_ROOMY = 4  # arms up to which there is room for margins
+
+
+def tables(figures: dict[str, Any], width: int = 80) -> list[Table]:
+    """As `table`, in as many tables as keep each within `width` characters; arms stay in order."""
+    parts: list[dict[str, Any]] = [{}]
+    for name, arm in figures["arms"].items():
+        longer = [*parts[-1], name]
+        between = 1 if len(longer) > _ROOMY else 3
+        if parts[-1] and _LABELS + sum(max(len(one), _CELL) + between for one in longer) > width:
+            parts.append({})
+        parts[-1][name] = arm
+    made = [table({**figures, "arms": part}) for part in parts]
+    for one in made[:-1]:
+        one.caption = None
+    return made
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """A rich table of what `odc.experiments.report.report` returned. Raises OdcError when rich is missing."""
+    try:
+        from rich import box
+        from rich.table import Table
+    except ImportError as error:
+        raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
+    arms = figures["arms"]
+    wide = len(arms) > _ROOMY
+    made = Table(
+        title=_title(figures),
+        caption=_caption(figures),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0 if wide else 1),
+        show_edge=not wide,
+    )
+    made.add_column("", no_wrap=True)
+    for arm in arms:
+        made.add_column(arm, justify="right", no_wrap=True)
+    for name, cell in _rows():
+        if name is None:
+            made.add_section()
+        else:
+            made.add_row(name, *(cell(arm) for arm in arms.values()))
+    return made
+
+
+def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
+    rows: list[tuple[str | None, Callable[[dict[str, Any]], str]]] = [
+        ("samples/s", lambda arm: f"{arm['total']['samples_per_s']:.2f}"),
+        ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
+        ("step, s", lambda arm: f"{arm['step_s']['median']:.2f}"),
+        ("  from-to", lambda arm: f"{arm['step_s']['min']:.2f}-{arm['step_s']['max']:.2f}"),
+        (None, str),
+        ("bubble, measured", _of("bubble", lambda stat: f"{stat['median']:.1%}")),
+        ("  from-to", _of("bubble", lambda stat: f"{stat['min'] * 100:.1f}-{stat['max']:.1%}")),
+        ("  plan's prediction", lambda arm: f"{arm['plan']['bubble']:.1%}"),
+        ("  any plan's bound", lambda arm: f"{arm['plan']['bound']:.1%}"),
+        (None, str),
+    ]
+    rows += [(f"{category}, ms", _milliseconds(category)) for category in CATEGORIES]
+    rows += [
+        (None, str),
+        ("peak memory, MiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
+        ("  between passes", between_passes),
+        (None, str),
+        ("final loss", lambda arm: f"{arm['loss']['final']:.6f}"),
+        ("  largest gap", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
+        (None, str),
+        ("steal by the host", lambda arm: "-" if arm["steal"] is None else f"{arm['steal']:.1%}"),
+    ]
+    return rows
+
+
+def _of(figure: str, cell: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda arm: "-" if arm[figure] is None else cell(arm[figure])
+
+
+def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
+    cell = _of(category, lambda stat: f"{stat['median'] * 1e3:,.0f}")
+    return lambda arm: cell(arm["breakdown"])
+
+
+def between_passes(arm: dict[str, Any]) -> str:
+    """MiB that the arm holds between two microbatches, above what was there before its model."""
+    if arm["held_bytes"] is None:
+        return "-"
+    return f"{(arm['held_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"
+
+
+def _title(figures: dict[str, Any]) -> str:
+    job = figures["job"]
+    return (
+        f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
+        f"{job['precision']}{', on CUDA' if job['device'] == 'cuda' else ''}{_slowed(job)}"
+    )
+
+
+def _slowed(job: dict[str, Any]) -> str:
+    """Says that a rank's slowness is emulated, and how."""
+    if not job.get("slow"):
+        return ""
+    named = " and ".join("rank {} slowed {}x".format(*entry.split(":")) for entry in job["slow"].split(","))
+    return f"; {named} (emulated: it sleeps after every microbatch)"
+
+
+def _caption(figures: dict[str, Any]) -> str:
+    on_cuda = (
+        " On CUDA spans are of the processor: a fetch's copies count as compute, and NCCL's ranks wait on the device, "
+        "where no span sees it. Memory is torch's allocator's and the heaps'."
+    )
+    counted = figures["job"]["steps"] - figures["skipped_steps"]
+    repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
+    return (
+        f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
+        "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
+        f"step that has two. The loss gap is to {figures['reference']}. Steal: cores' time that the host of a virtual "
+        f"machine gave to others while the arm ran.{on_cuda if figures['job']['device'] == 'cuda' else ''}"
+    )

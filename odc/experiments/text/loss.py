@@ -1,0 +1,140 @@
+"""The training loss: cross-entropy summed over the labelled tokens, in fp32, without the logits of a whole microbatch.
+
+Chose to compute the head's gradient together with its forward, a block of tokens at a time, over keeping or recomputing
+logits: a block's logits (64 MiB) are all that ever exists, untrained positions never reach the head, and no matmul runs
+twice. The price is an fp32 buffer of the head's size while the forward runs, and that gradients cost in the forward.
+
+Exact global-token normalization: the gradient of a minibatch is that of the mean over all its labelled tokens,
+whichever rank has them. Each rank multiplies its summed loss by `loss_scale(world_size, total_label_tokens)`, because
+FSDP averages gradients over ranks: the mean over W ranks of W * sum_r / N is sum / N.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear, log_softmax
+
+from odc.errors import UnsupportedError
+from odc.experiments.data.packing import IGNORED
+
+_BLOCK_LOGITS = 1 << 24  # fp32 logits that exist at once: 64 MiB
+
+# Config fields by which some models change their logits after the head.
+_LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def loss_scale(world_size: int, total_label_tokens: int) -> float:
+    """Factor on each rank's summed loss: `world_size / total_label_tokens`, the labels of all ranks in the minibatch.
+
+    A minibatch without a label has no gradient: 0.
+    """
+    return world_size / total_label_tokens if total_label_tokens else 0.0
+
+
+def token_loss_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, block_logits: int = _BLOCK_LOGITS
+) -> Tensor:
+    """Cross-entropy of `linear(hidden, weight, bias)` against `labels`, summed: a scalar, fp32, differentiable.
+
+    Args:
+        hidden: [..., width], the model's last hidden states.
+        weight: [vocab, width], the head's; same dtype as `hidden`.
+        labels: int64 [...], the target of each position, `-100` for none.
+        bias: [vocab] or None.
+        block_logits: most logits that exist at once.
+
+    Without any label the loss is 0 and gradients are zeros, not None. Does not support a second derivative.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    targets = labels.reshape(-1)
+    where = (targets != IGNORED).nonzero().squeeze(-1)
+    if where.numel() != targets.numel():
+        flat, targets = flat.index_select(0, where), targets.index_select(0, where)
+    block = max(1, block_logits // weight.shape[0])
+    loss: Tensor = _BlockedLoss.apply(flat, weight, bias, targets, block)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _BlockedLoss(torch.autograd.Function):
+    """Loss and gradients block by block in the forward; backward only scales what is there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, block: int) -> Tensor:
+        wanted = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], block):
+            rows = hidden[start : start + block]
+            target = targets[start : start + block]
+            scores = log_softmax(linear(rows, weight, bias), dim=-1, dtype=torch.float32)
+            total -= scores.gather(1, target[:, None]).sum()
+            if not any(wanted):
+                continue
+            # d loss / d logits = softmax(logits) - one_hot(target), in the scores' own memory.
+            slope = scores.exp_()
+            slope[torch.arange(len(target), device=target.device), target] -= 1.0
+            narrow = slope.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(narrow, weight, out=grad_hidden[start : start + block])
+            if grad_weight is not None:
+                _add_product(grad_weight, narrow, rows)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+        ctx.save_for_backward(
+            grad_hidden,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            grad_bias.to(bias.dtype) if grad_bias is not None and bias is not None else None,
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Saved tensors are scaled out of place: a retained graph may run backward again.
+        scaled = (None if saved is None else saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*scaled, None, None)
+
+
+def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
+    """Do total += slope.T @ rows, accumulated in fp32."""
+    if total.dtype == slope.dtype:
+        total.addmm_(slope.t(), rows)
+    else:
+        total += torch.mm(slope.t(), rows)
+
+
+def use_document_loss(model: Any) -> Any:
+    """Make `model(labels=..., ...)` return the summed loss instead of logits; returns the model.
+
+    Args:
+        model: a transformers causal LM: a base model and one linear head. Its class, parameter names and calls without
+            labels stay as they are. Call it before `fully_shard`, so that head and loss run inside the root's forward,
+            where the head's weight is gathered.
+
+    Labels must be shifted (see `odc.experiments.data.packing`). Raises UnsupportedError for a model that changes its
+    logits after the head, or whose head is not one linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise UnsupportedError(f"the head of {type(model).__name__} is not one linear layer")
+    for name in _LOGIT_FIELDS:
+        if getattr(model.config, name, None) not in (None, 1.0):
+            raise UnsupportedError(f"{type(model).__name__} changes its logits after the head (config: {name})")
+    model.forward = MethodType(_forward, model)
+    return model
+
+
+def _forward(model: Any, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
+    if labels is None:
+        return type(model).forward(model, *args, **inputs)
+    head: Module = model.get_output_embeddings()
+    hidden = model.base_model(*args, **inputs).last_hidden_state
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)
+    return token_loss_sum(hidden, weight, labels, bias)

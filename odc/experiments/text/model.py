@@ -1,0 +1,135 @@
+"""The model to train: a Hugging Face causal LM, from a checkpoint's weights or from a config and a seed.
+
+Chose transformers' own classes over a model of ours: what is trained loads everywhere. Every rank builds the whole
+model in memory before it is sharded, the same bits from the same seed; the price is one full copy per rank at first.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc.errors import ConfigError
+from odc.experiments.text.attention import register
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def shipped_config(name: str) -> Path:
+    """Path of a config that comes with odc: `qwen2-tiny` or `qwen2-small`; ConfigError listing them otherwise."""
+    folder = Path(__file__).parent / "configs"
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.json")))
+        raise ConfigError(f"model: there is no shipped config {name!r}; known: {known}")
+    return path
+
+
+def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A transformers causal LM in train mode whose attention stays inside documents. Local; nothing synchronizes.
+
+    Args:
+        source: a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
+        vocab_size: ids the tokenizer has. A model without weights is built with exactly so many; a checkpoint must have
+            at least so many.
+        dtype: dtype of the parameters. Random weights are drawn in fp32 and rounded, so that dtypes differ by
+            rounding only.
+        seed: of the random weights. The global random state is left as it was.
+
+    Raises ConfigError when `source` is neither, names an unknown architecture or has too small a vocabulary, and when
+    `transformers` is missing.
+    """
+    path, weights = _config_path(source)
+    config = _config(path)
+    if weights:
+        if vocab_size is not None and config.vocab_size < vocab_size:
+            raise ConfigError(f"model: {source} has {config.vocab_size} ids, the tokenizer has {vocab_size}")
+        return _pretrained(source, dtype)
+    if vocab_size is not None:
+        config.vocab_size = vocab_size
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if isinstance(getattr(config, name, None), int) and getattr(config, name) >= vocab_size:
+                setattr(config, name, None)
+    return _random(config, path, dtype, seed)
+
+
+def config_of(source: Path) -> dict[str, Any]:
+    """The parsed config of `source`, for cost models; ConfigError as in `build_model`. Does not load transformers."""
+    path, _ = _config_path(source)
+    return _parsed(path)
+
+
+def _config_path(source: Path) -> tuple[Path, bool]:
+    """The config file, and whether weights lie beside it."""
+    if source.is_file():
+        return source, False
+    path = source / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model: {source} is neither a JSON config nor a folder with config.json "
+            f"(and, for a checkpoint, {_WEIGHTS[0]})"
+        )
+    if any((source / name).is_file() for name in _WEIGHTS):
+        return path, True
+    stray = sorted(p.name for p in source.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+    if stray:
+        raise ConfigError(f"model: {source} holds {stray[0]} but no {_WEIGHTS[0]} or {_WEIGHTS[1]}")
+    return path, False
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model: {path} is not a JSON config: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ConfigError(f"model: {path} names no 'model_type'")
+    return fields
+
+
+def _config(path: Path) -> Any:
+    _parsed(path)
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError("building a model needs transformers: pip install 'odc-fsdp[train]'") from error
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model: {path} is not a config that transformers knows: {error}") from error
+
+
+def _random(config: Any, path: Path, dtype: torch.dtype, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=register(), dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not a causal language model: {error}") from error
+    return _cast(model, dtype).train()
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Parameters to `dtype`. Buffers (rotary frequencies) keep theirs, as in a loaded checkpoint."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def _pretrained(source: Path, dtype: torch.dtype) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(source), attn_implementation=register(), dtype=dtype, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model: the checkpoint {source} cannot be loaded: {error}") from error
+    return model.train()

@@ -1,0 +1,377 @@
+"""Finding a peer's heap: announcement in the job's store, descriptor through the peer's door.
+
+A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs
+the world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one
+of them has gone. A rank whose job was aborted leaves the reason in the store, so that a rank that comes too late to
+attach blames the culprit and not the messenger.
+
+Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
+`R/aborted` and `departed`. The last member to leave deletes them. `odc/roots/M/R` lists the roots that rank R has on
+the ranks M, with the calls of `fully_shard` in each.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
+from odc.memory import Attachment
+from odc.runtime.geometry import Geometry
+from odc.runtime.listener import Answer, knock
+from odc.runtime.presence import failure, process_of
+from odc.runtime.store import JobStore
+from odc.runtime.units import UnitSpec
+
+_POLL_S = 0.002
+_LONGEST_POLL_S = 0.02
+_KNOCK_S = 1.0  # between two looks at ABORT
+_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
+_TELL_S = 2.0  # a rank that ends because of an error waits no longer for the store
+_KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
+
+_listing = threading.Lock()  # of this process's roots in the store
+
+
+def summary(units: list[UnitSpec] | tuple[UnitSpec, ...]) -> list[list[str]]:
+    """[[unit name, short hash], ...]: enough to name the first unit in which two ranks differ."""
+    return [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
+
+
+def _ignore(member: int, pid: int) -> None:
+    return
+
+
+def _nobody(reason: str, culprit: int) -> None:
+    return
+
+
+def _look(rendezvous: weakref.ref[Rendezvous]) -> None:
+    found = rendezvous()
+    if found is not None:
+        found._aborted("asking the job's store")
+
+
+def _left(doing: str) -> None:
+    raise OdcError(f"this root has left the job ({doing})")
+
+
+class Rendezvous:
+    """Attaches one root to its peers. `connect` may be called from any thread.
+
+    Args:
+        store: of the job.
+        identity: of the root's heap, the same on every rank.
+        geometry: who stands where.
+        timeout_s: how long a peer may take to come up, and the store to answer (5 s at least).
+        aborted: raises if the job was aborted in the meantime.
+    """
+
+    def __init__(
+        self, store: Any, identity: str, geometry: Geometry, timeout_s: float, aborted: Callable[[str], None]
+    ) -> None:
+        self._identity, self.geometry, self.timeout_s = identity, geometry, timeout_s
+        self._aborted = aborted
+        rank = geometry.ranks[geometry.me]
+        # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
+        me = weakref.ref(self)
+        self._store = JobStore(store, max(timeout_s, _STORE_S), rank, watch=lambda: _look(me))
+        self._patient = self._store.within(self._store.timeout_s)  # also once the job was aborted
+        self.bells: dict[int, int] = {}  # member -> eventfd of its daemon
+        self._ringing = threading.Lock()  # a bell is not closed while it is rung
+        self._attached: set[int] = set()
+        self.on_attach: Callable[[int, int], None] = _ignore  # member, pid
+        self.on_failure: Callable[[str, int], None] = _nobody  # reason, culprit: tells the peers attached so far
+        self._own: dict[str, Any] = {}
+        self._lines: Sequence[Sequence[str]] = ()
+        self._calls: frozenset[int] = frozenset()
+
+    def announce(
+        self,
+        door: str,
+        token: str,
+        digest: str,
+        units: list[list[str]],
+        settings: str = "",
+        lines: Sequence[Sequence[str]] = (),
+        calls: Sequence[int] = (),
+    ) -> None:
+        """Tell the peers where to knock, and what must agree: layout digest, `summary` of the units, settings.
+
+        Args:
+            door: of this rank's daemon.
+            token: that a peer must show there.
+            digest: of the layout.
+            units: their `summary`.
+            settings: their fingerprint.
+            lines: of each unit (`UnitSpec.lines`); read only by a rank whose layout is another.
+            calls: numbers of the calls of `fully_shard` that made the root's tree. Two ranks whose trees share a call
+                have the same tree, or it is a mismatch.
+        """
+        self._own = {"door": door, "token": token, "digest": digest, "units": units, "settings": settings}
+        self._lines = lines
+        # One line a parameter: packed, or a model of many experts would pass the most that a store takes.
+        packed = base64.b64encode(zlib.compress(json.dumps(lines).encode())).decode()
+        self._store.set(self._key(self.geometry.me) + "/lines", packed)
+        self._store.set(self._key(self.geometry.me), json.dumps(self._own))
+        self._calls = frozenset(calls)
+        if calls:
+            self._list(self.geometry.ranks[self.geometry.me], sorted(calls))
+
+    def _list(self, rank: int, calls: list[int] | None) -> None:
+        """Have this root in the list of this rank's roots, with its calls, or no longer."""
+        with _listing:
+            listed = self._listed(self._patient, rank)
+            listed.pop(self._identity, None)
+            if calls is not None:
+                listed[self._identity] = calls
+            self._patient.set(self._roots_key(rank), json.dumps(listed))
+
+    def _listed(self, store: JobStore, rank: int) -> dict[str, list[int]]:
+        key = self._roots_key(rank)
+        listed: dict[str, list[int]] = json.loads(store.get(key)) if store.check([key]) else {}
+        return listed
+
+    def _roots_key(self, rank: int) -> str:
+        return f"odc/roots/{self._identity.partition('.')[2]}/{rank}"
+
+    def _key(self, member: int) -> str:
+        return f"odc/{self._identity}/{self.geometry.ranks[member]}"
+
+    def connect(self, member: int) -> Attachment:
+        """Wait for the member's heap and return its descriptor.
+
+        Raises:
+            WaitTimeoutError: it did not come up in time.
+            LayoutMismatchError: its heap is laid out otherwise.
+            PeerLostError: it is gone.
+        """
+        try:
+            found = self._connect(member)
+        except OdcError as error:
+            told = self._told(member) if isinstance(error, PeerLostError) else None
+            failure = told or error
+            me = self.geometry.ranks[self.geometry.me]
+            self.on_failure(str(failure), me if failure.culprit is None else failure.culprit)
+            if told is not None:
+                raise told from error
+            raise
+        self._attached.add(member)
+        if self._attached.issuperset(peer for peer in self.geometry.row if peer != self.geometry.me):
+            with contextlib.suppress(OdcError):  # only who leaves looks at it
+                self.settle()
+        return found
+
+    def announced(self, member: int) -> dict[str, Any]:
+        """What the member has said by `announce`; waits for it like `connect`, with the same errors."""
+        return self._await_announcement(member)
+
+    def tell(self, reason: str, culprit: int) -> None:
+        """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
+        with contextlib.suppress(OdcError):  # the store may have gone with the culprit
+            self._store.within(_TELL_S).set(self._key(self.geometry.me) + "/aborted", json.dumps([culprit, reason]))
+
+    def _told(self, member: int) -> PeerLostError | None:
+        """What the member left by `tell`, or any rank as it ended, as an error."""
+        key, store = self._key(member) + "/aborted", self._store.within(_TELL_S)
+        try:
+            said = json.loads(store.get(key)) if store.check([key]) else failure(store)
+        except OdcError:
+            return None
+        return None if said is None else self._lost(f"attaching to rank {self.geometry.ranks[member]}", *said)
+
+    def _lost(self, doing: str, culprit: int, reason: str) -> PeerLostError:
+        me = self.geometry.ranks[self.geometry.me]
+        return PeerLostError(f"rank {me}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+
+    def _connect(self, member: int) -> Attachment:
+        rank, me = self.geometry.ranks[member], self.geometry.ranks[self.geometry.me]
+        said = self._await_announcement(member)
+        if said["digest"] != self._own["digest"]:
+            raise LayoutMismatchError(self._difference(said, member, rank, me))
+        answer = self._knock(said, rank, me)
+        if "error" in answer.reply:
+            for fd in answer.fds:
+                os.close(fd)
+            raise PeerLostError(f"rank {me}, attaching to rank {rank}: {answer.reply['error']}", culprit=rank)
+        descriptor, self.bells[member] = answer.fds
+        self.on_attach(member, answer.pid)
+        return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
+
+    def _knock(self, said: dict[str, Any], rank: int, me: int) -> Answer:
+        request = {"op": "attach", "root": self._identity, "token": said["token"]}
+        begin = time.monotonic()
+        while True:
+            try:
+                return knock(said["door"], request, min(self.timeout_s, _KNOCK_S))
+            except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
+                self._aborted(f"attaching to rank {rank}")
+                if time.monotonic() - begin >= self.timeout_s:
+                    raise WaitTimeoutError(
+                        f"rank {me}, attaching to rank {rank}: its server has not answered for {self.timeout_s:g} s",
+                        culprit=rank,
+                    ) from error
+            except OSError as error:
+                raise PeerLostError(
+                    f"rank {me}, attaching to rank {rank}: its server does not answer ({error})", culprit=rank
+                ) from error
+
+    def _await_announcement(self, member: int) -> dict[str, Any]:
+        self._await_key(self._key(member), member, "come up", self._raise_absent)
+        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
+        return said
+
+    def _await_key(self, key: str, member: int, what: str, late: Callable[[int, int], None]) -> None:
+        """Return once the member has set `key` in the store; `what` it is waited for to do, `late` raises."""
+        rank, me = self.geometry.ranks[member], self.geometry.ranks[self.geometry.me]
+        begin, pause = time.monotonic(), _POLL_S
+        doing = f"waiting for rank {rank} to {what}"
+        while not self._store.check([key]):
+            self._aborted(doing)
+            self._refuse_other_root(member, rank, me)  # first: each rank names the difference as it sees it
+            failed = failure(self._store)
+            if failed is not None:
+                raise self._lost(doing, *failed)
+            process = process_of(self._store, rank)
+            if process is not None and not process.alive() and not self._store.check([key]):
+                raise PeerLostError(
+                    f"rank {me}, {doing}: the process of rank {rank} ended before its first minibatch; its output says "
+                    "why",
+                    culprit=rank,
+                )
+            if time.monotonic() - begin > self.timeout_s:
+                late(rank, me)
+            time.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_POLL_S)
+
+    def _refuse_other_root(self, member: int, rank: int, me: int) -> None:
+        """Raise if the member has made another root of a call of `fully_shard` that belongs to this one here."""
+        for identity, calls in self._listed(self._store, rank).items() if self._calls else ():
+            if identity != self._identity and self._calls.intersection(calls):
+                said = json.loads(self._store.get(f"odc/{identity}/{rank}"))
+                raise LayoutMismatchError(self._difference(said, member, rank, me, identity))
+
+    def meet(self) -> None:
+        """Return once every member has called it; once a root, before its device memory is mapped.
+
+        Raises as `connect` does.
+        """
+        me = self.geometry.ranks[self.geometry.me]
+        self._store.set(self._key(self.geometry.me) + "/met", "1")
+        try:
+            for member in self.geometry.others():
+                self._await_key(self._key(member) + "/met", member, "map device memory", self._raise_unmapped)
+        except OdcError as error:
+            self.on_failure(str(error), me if error.culprit is None else error.culprit)
+            raise
+
+    def _raise_unmapped(self, rank: int, me: int) -> None:
+        raise WaitTimeoutError(
+            f"rank {me}, waiting for rank {rank} to map the device memory of heap {self._identity}: it has not in "
+            f"{self.timeout_s:g} s; on CUDA the ranks of a mesh meet when they first run a model, so with several "
+            "models they must run them in the same order",
+            culprit=rank,
+        )
+
+    def _raise_absent(self, rank: int, me: int) -> None:
+        raise WaitTimeoutError(
+            f"rank {me}, waiting for rank {rank} to come up: it has not created heap {self._identity} in "
+            f"{self.timeout_s:g} s; every rank of the mesh must shard the same modules and run them, or enter "
+            "`with model.minibatch()` if it has no data",
+            culprit=rank,
+        )
+
+    def _difference(self, said: dict[str, Any], member: int, rank: int, me: int, identity: str = "") -> str:
+        identity = identity or self._identity
+        text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "
+        mine, theirs = self._own["units"], said["units"]
+        if identity == self._identity and self._own["settings"] != said.get("settings"):
+            return text + f"rank {me} has settings {self._own['settings']}, rank {rank} has {said.get('settings')}"
+        if len(mine) != len(theirs):
+            return text + f"rank {me} has {len(mine)} units, rank {rank} has {len(theirs)}"
+        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            if one != other:
+                text += f"the first unit to differ is {one[0]!r} on rank {me} and {other[0]!r} on rank {rank}"
+                return text + self._first_lines(i, f"odc/{identity}/{rank}", rank, me)
+        if identity != self._identity:
+            return text + f"rank {rank} has called fully_shard on other modules before, and rank {me} has not"
+        return text + "settings or mesh differ"
+
+    def _first_lines(self, unit: int, key: str, rank: int, me: int) -> str:
+        """In what a unit differs from the peer's, if both have said so."""
+        packed = self._store.get(key + "/lines")
+        lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
+        if not lines or not self._lines:
+            return ""
+        pairs = itertools.zip_longest(self._lines[unit], lines[unit], fillvalue="nothing")
+        mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        return f": rank {me} has {mine}, rank {rank} has {theirs}" if mine else ""
+
+    def ring(self, member: int) -> None:
+        """Wake the member's daemon (attached before).
+
+        Raises:
+            OdcError: this root has left the job.
+        """
+        with self._ringing:
+            bell = self.bells.get(member)
+            if bell is None:
+                _left(f"waking rank {self.geometry.ranks[member]}")
+            else:
+                os.eventfd_write(bell, 1)
+
+    # leaving -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Say that this rank needs nobody to attach to any more: it can fetch from its whole shard group, or leaves.
+
+        It attaches to replicas only when it is done with a minibatch, which no member leaves before its end.
+        """
+        self._patient.set(self._key(self.geometry.me) + "/settled", "1")
+
+    def unsettled(self, members: Sequence[int]) -> list[int]:
+        """Those of `members` that may still attach to this rank: they live, and have neither settled nor left.
+
+        A member whose job was aborted settles never, but leaves the reason in the store.
+        """
+        if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
+            return []
+        return [member for member in members if not self._said_enough(member) and not self._dead(member)]
+
+    def _said_enough(self, member: int) -> bool:
+        return any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted"))
+
+    def _dead(self, member: int) -> bool:
+        process = process_of(self._patient, self.geometry.ranks[member])
+        return process is not None and not process.alive()
+
+    def forget(self) -> None:
+        """Take this root out of the store. Every member calls it once, when all have settled; the last deletes."""
+        if self._calls:
+            self._list(self.geometry.ranks[self.geometry.me], None)
+        departed = f"odc/{self._identity}/departed"
+        if self._patient.add(departed, 1) < len(self.geometry.ranks):
+            return
+        for member in self.geometry.members:
+            for kind in _KEYS:
+                self._patient.delete_key(self._key(member) + kind)
+        self._patient.delete_key(departed)
+
+    def close(self) -> None:
+        """Give the peers' bells back, and drop the callbacks: the heap holds this object, and they the heap."""
+        with self._ringing:
+            for fd in self.bells.values():
+                os.close(fd)
+            self.bells.clear()
+        self.on_attach, self.on_failure = _ignore, _nobody
+        self._aborted = _left

@@ -1,0 +1,225 @@
+"""The server daemon of a rank: one loop that accumulates, watches peers, and answers at the door.
+
+Chose a thread of the rank over a process beside it (figures in docs/server.md): both add alike while the rank waits or
+computes in kernels, and the thread needs no second interpreter and cannot outlive its rank. The price is the GIL: a
+rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly.
+
+The loop sleeps in epoll until a pusher rings the bell (an eventfd), a peer dies (its pidfd becomes readable) or someone
+knocks (a unix socket); it polls nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from odc.memory import ProcessHandle
+from odc.runtime.departures import Departures
+from odc.runtime.listener import Door, PeerCredentials
+from odc.runtime.service import Service
+
+DOOR_PREFIX = "odc."
+_POLL_S = 0.2
+
+
+def _nothing() -> None:
+    return
+
+
+class Daemon:
+    """The daemon of this process; see `daemon()`. Methods may be called from any thread.
+
+    Args:
+        rank: global rank, for the door's name and messages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.pid = rank, os.getpid()
+        self.door_name = f"{DOOR_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._door = Door(self.door_name, self._answer)
+        self._services: dict[str, Service] = {}
+        self._tasks: deque[Callable[[], None]] = deque()  # run by the loop, which owns the selector
+        self._selector = selectors.DefaultSelector()
+        self._unwatch: dict[str, list[Callable[[], None]]] = {}  # by service: gives the handles of its peers back
+        self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
+        self._stopping = False
+        self.departures = Departures()
+        self._selector.register(self.bell, selectors.EVENT_READ, self._on_bell)
+        self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.answer)
+        self._thread = threading.Thread(target=self._run, name="odc-server", daemon=True)
+        self._thread.start()
+
+    # called by the rank ------------------------------------------------------------------------------------------
+
+    def serve(self, service: Service) -> None:
+        """Start to serve a root."""
+        self._services[service.identity] = service
+        self.ring()
+
+    def dismiss(self, service: Service, then: Callable[[], None] = _nothing) -> Callable[[], None]:
+        """Stop to serve a root; the loop calls `then` once it no longer touches the root's heap.
+
+        Does not wait for that: the garbage collector may end a root on any thread, and the loop may be waiting for what
+        that thread holds (the lock of another root's accumulator). Returns a function that waits, for callers that hold
+        nothing; on the loop's own thread it returns at once.
+        """
+        gone = threading.Event()
+
+        def drop() -> None:
+            self._services.pop(service.identity, None)
+            for unwatch in self._unwatch.pop(service.identity, []):
+                unwatch()
+            then()
+            gone.set()
+
+        def wait() -> None:
+            while threading.current_thread() is not self._thread and self._thread.is_alive() and not gone.wait(0.05):
+                pass
+
+        if self._thread.is_alive():
+            self._do(drop)
+        else:
+            drop()
+        return wait
+
+    def watch(self, service: Service, member: int, pid: int) -> None:
+        """Call `service.peer_died(member)` as soon as process `pid` ends."""
+        if pid != self.pid:
+            self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
+
+    def ring(self) -> None:
+        """Wake the loop."""
+        with contextlib.suppress(OSError, ValueError):  # the loop has ended
+            os.eventfd_write(self.bell, 1)
+
+    def alive(self) -> bool:
+        """Whether the loop runs, in this process."""
+        return self._thread.is_alive() and os.getpid() == self.pid
+
+    def close(self) -> None:
+        """Stop the loop and close the door; idempotent."""
+        if os.getpid() != self.pid or self._stopping:
+            return
+        self.departures.stop()
+        self._stopping = True
+        self.ring()
+        self._thread.join(timeout=5.0)
+
+    # the loop ----------------------------------------------------------------------------------------------------
+
+    def _do(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        self.ring()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, _ in self._selector.select(_POLL_S if self._polled else None):
+                    key.data()
+                for handle in [handle for handle in self._polled if not handle.alive()]:
+                    self._polled[handle]()
+        except BaseException as error:  # whatever it was, peers must learn of it: nobody adds their pushes any more
+            reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
+            for service in list(self._services.values()):
+                service.abort(reason, self.rank)
+            raise
+        finally:
+            while self._tasks:  # heaps that were handed over as the loop ended
+                self._tasks.popleft()()
+            for unwatch in [one for some in self._unwatch.values() for one in some]:
+                unwatch()
+            self._selector.close()
+            self._door.close()
+            bell, self.bell = self.bell, -1  # who rings late must not write to whoever gets the number next
+            os.close(bell)
+
+    def _on_bell(self) -> None:
+        # Reset before looking: a post after the look rings again, so no block is left behind.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
+        while self._tasks:
+            self._tasks.popleft()()
+        busy = True
+        while busy and not self._stopping:
+            busy = False
+            for service in list(self._services.values()):
+                busy |= service.drain()
+            while self._tasks:
+                self._tasks.popleft()()
+
+    def _watch(self, service: Service, member: int, handle: ProcessHandle) -> None:
+        def unwatch() -> None:
+            fileno = handle.fileno()
+            if fileno is not None:
+                self._selector.unregister(fileno)
+            self._polled.pop(handle, None)
+            handle.close()
+
+        def died() -> None:
+            watched = self._unwatch.get(service.identity, [])
+            if unwatch not in watched:  # dismissed in this very round of the loop
+                return
+            watched.remove(unwatch)
+            unwatch()
+            service.peer_died(member)
+
+        if service.identity not in self._services:
+            handle.close()
+            return
+        self._unwatch.setdefault(service.identity, []).append(unwatch)
+        fileno = handle.fileno()
+        if fileno is None:
+            self._polled[handle] = died
+        else:
+            self._selector.register(fileno, selectors.EVENT_READ, died)
+
+    def _answer(self, request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any], Sequence[int]]:
+        if request.get("op") == "status":
+            services = [service.status() for service in list(self._services.values())]
+            return {"rank": self.rank, "pid": self.pid, "roots": services}, ()
+        service = self._services.get(str(request.get("root")))
+        if request.get("op") not in ("attach", "read") or service is None:
+            return {"error": f"no root {request.get('root')!r} here"}, ()
+        if request["op"] == "read":
+            return service.answer_read(request)
+        reply = service.answer_attach(request)
+        return reply, () if "error" in reply else (service.space.heap.fd, self.bell)
+
+
+_daemon: Daemon | None = None
+_lock = threading.RLock()  # the garbage collector may end a root, which asks for the daemon, while this thread does
+
+
+def daemon(rank: int) -> Daemon:
+    """The daemon of this process, started on first use; a forked child starts its own."""
+    global _daemon
+    with _lock:
+        if _daemon is None or not _daemon.alive():
+            _daemon = Daemon(rank)
+        return _daemon
+
+
+def await_departures() -> None:
+    """Wait until no peer needs a root that this process has left.
+
+    Raises:
+        WaitTimeoutError: a peer had to be given up.
+    """
+    if _daemon is not None and _daemon.alive():
+        _daemon.departures.wait()
+
+
+def stop_daemon() -> None:
+    """Stop the daemon of this process, if there is one. Heaps must have been left before."""
+    global _daemon
+    with _lock:
+        if _daemon is not None:
+            _daemon.close()
+            _daemon = None

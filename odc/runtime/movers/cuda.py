@@ -1,0 +1,80 @@
+"""Data moved on a CUDA device by torch and the driver's copies (see `odc.runtime.movers.moves`).
+
+Chose the copy engine for large pieces, which takes no multiprocessor from compute, and one kernel of torch's for all
+small ones together, which a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a
+guess until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from odc.errors import OdcError
+
+COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
+
+
+@cache
+def _copy_function() -> ctypes._FuncPointer:
+    """cuMemcpyAsync: of any device's addresses that this process has mapped."""
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes between device addresses, in the current stream of the current device.
+
+    Raises:
+        OdcError: the driver refuses; the number is CUDA's.
+    """
+    function, stream = _copy_function(), torch.cuda.current_stream()
+    code = function(target, source, nbytes, stream.cuda_stream)
+    if code == _NO_CONTEXT:
+        stream.query()  # any call of CUDA's runtime gives a thread its context, the driver's own calls do not
+        code = function(target, source, nbytes, stream.cuda_stream)
+    if code:
+        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
+
+
+put = copy
+
+
+def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """See `Moves.publish`."""
+    torch._foreach_copy_(list(places), list(shards))
+
+
+def gather(
+    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, owners: Iterator[tuple[int, torch.Tensor]]
+) -> None:
+    """See `Moves.gather`; once every owner can be read, all small pieces by one call."""
+    places: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for shard, memory in list(owners):
+        for out, offset in zip(outs, offsets, strict=True):
+            nbytes = out.nbytes // shards
+            if nbytes >= COPY_ENGINE_BYTES:
+                copy(out.data_ptr() + shard * nbytes, memory.data_ptr() + offset, nbytes)
+            elif nbytes:
+                numel = out.numel() // shards
+                # `.data` has a version of its own: what autograd saved in forward may be filled again for backward.
+                places.append(out.data[shard * numel : (shard + 1) * numel])
+                values.append(memory[offset : offset + nbytes].view(out.dtype))
+    if places:
+        torch._foreach_copy_(places, values)
+
+
+def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """See `Moves.add`."""
+    torch._foreach_add_(list(places), list(values))
+
+
+accumulate = add

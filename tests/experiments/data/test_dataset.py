@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import io
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from support.tiny_job import tiny_job
+
+from odc.errors import DataError
+from odc.experiments.data.bpe import BpeTokenizer
+from odc.experiments.data.dataset import cache_folder, load_dataset
+from odc.experiments.data.tokenizer import ByteTokenizer, HfTokenizer
+from odc.experiments.progress import Progress
+
+
+def _quiet() -> Progress:
+    return Progress(1, shown=False)
+
+
+def test_bytes_are_counted_and_cached(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path)
+    first, again = load_dataset(config, _quiet()), load_dataset(config, _quiet())
+    assert isinstance(first.tokenizer, ByteTokenizer)
+    assert first.lengths == again.lengths and len(first.lengths) == 40
+    assert [name[:4] for name in os.listdir(cache_folder(config))] == ["ids-"]
+
+
+def test_a_bpe_is_trained_unless_the_model_brings_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the train extra")
+    config = tiny_job(tmp_path, tokenizer="auto", vocab=300)
+    trained = load_dataset(config, _quiet()).tokenizer
+    assert isinstance(trained, BpeTokenizer) and 259 <= trained.vocab_size <= 300
+    folder = tmp_path / "model"
+    trained.save(folder)
+    loaded = load_dataset(config.with_(model=str(folder)), _quiet())
+    assert isinstance(loaded.tokenizer, HfTokenizer)
+    assert loaded.lengths == load_dataset(config, _quiet()).lengths
+
+
+def test_it_says_what_it_does_and_what_was_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    with caplog.at_level(logging.WARNING, logger="odc"):
+        dataset = load_dataset(tiny_job(tmp_path, max_tokens=30, long="split"), Progress(1, stream=stream))
+    assert max(dataset.lengths) == 30
+    assert "reading" in stream.getvalue() and "tokenizing 40 documents" in stream.getvalue()
+    assert "split" in caplog.text and "more than the cap of 30" in caplog.text
+
+
+def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, cache=str(tmp_path / "data.jsonl"))
+    with pytest.raises(DataError, match="cannot write to the cache"):
+        load_dataset(config, _quiet())

@@ -1,0 +1,143 @@
+"""Reading raw data: what is read, in which order, and what is said of what cannot be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from odc.errors import DataError
+from odc.experiments.data.sources import RawDocument, TextFolder, read_source, source_named, stdlib_source
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def names(documents: list[RawDocument]) -> list[str]:
+    return [document.name for document in documents]
+
+
+def test_folder_is_recursive_sorted_and_filtered(tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, text in {"z.txt": "z", "b/a.MD": "é", "b/c.bin": "no", ".git/x.py": "no", "a.py": "a"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    documents = read_source(tmp_path)
+    assert names(documents) == ["a.py", "b/a.MD", "z.txt"]
+    assert [document.content for document in documents] == ["a", "é", "z"]
+    assert names(read_source(TextFolder(tmp_path, (".bin", ".py"), exclude=("b",)))) == ["a.py"]
+
+
+def test_line_ends_are_kept(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n")
+    assert read_source(tmp_path)[0].content == "one\r\ntwo\n"
+
+
+def test_one_text_file(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a")
+    assert read_source(tmp_path / "a.txt") == [RawDocument("a.txt", "a")]
+
+
+def test_empty_files_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("")
+    with caplog.at_level(logging.INFO):
+        assert names(read_source(tmp_path)) == ["a.txt"]
+    assert "skipped 1 empty" in caplog.text
+
+
+def test_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8"):
+        read_source(tmp_path)
+    assert names(read_source(tmp_path, unreadable="skip")) == ["a.txt"]
+    assert "skipped 1 files" in caplog.text
+
+
+def test_nothing_there(tmp_path: Path):
+    with pytest.raises(DataError, match="no file or folder"):
+        read_source(tmp_path / "missing")
+    with pytest.raises(DataError, match=r"no non-empty file ends in \.txt, \.md, \.py"):
+        read_source(tmp_path)
+    (tmp_path / "data.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"there is data\.jsonl; name the JSONL file itself"):
+        read_source(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"empty\.jsonl holds no documents"):
+        read_source(tmp_path / "empty.jsonl")
+
+
+def test_jsonl_of_text_and_messages(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    # U+2028 is not an end of line in JSONL.
+    path.write_text(
+        '{"text": "one\u2028two"}\n\n' + json.dumps({"messages": CHAT, "text": "not this"}) + "\n", encoding="utf-8"
+    )
+    assert read_source(path) == [
+        RawDocument("data.jsonl:1", "one\u2028two"),
+        RawDocument("data.jsonl:3", tuple(CHAT)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 has neither 'text' nor 'messages'"),
+        ('{"prompt": "x"}', "line 2 has neither"),
+        ('{"text": 3}', "'text' must be a string, not int"),
+        ('{"messages": "hi"}', "'messages' must be a list, not str"),
+        ('{"messages": [{"role": "user"}]}', "message 0 needs a 'role' and a 'content'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "both strings"),
+    ],
+)
+def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        read_source(path)
+
+
+def test_jsonl_that_is_not_utf8(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(DataError, match="is not UTF-8"):
+        read_source(path)
+
+
+def test_datasets_folder_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'odc-fsdp\[datasets\]'"):
+        read_source(tmp_path)
+
+
+def test_datasets_folder(tmp_path: Path):
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    datasets.Dataset.from_dict({"text": ["a", "", "c"]}).save_to_disk(str(tmp_path / "plain"))
+    assert read_source(tmp_path / "plain") == [RawDocument("plain[0]", "a"), RawDocument("plain[2]", "c")]
+    chat = datasets.Dataset.from_dict({"messages": [CHAT]})
+    datasets.DatasetDict({"train": chat, "test": chat}).save_to_disk(str(tmp_path / "splits"))
+    assert read_source(tmp_path / "splits") == [RawDocument("splits[0]", tuple(CHAT))]
+    datasets.DatasetDict({"test": chat}).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(DataError, match="no split 'train', only test"):
+        read_source(tmp_path / "other")
+    datasets.Dataset.from_dict({"label": [1]}).save_to_disk(str(tmp_path / "labels"))
+    with pytest.raises(DataError, match="row 0 has neither"):
+        read_source(tmp_path / "labels")
+
+
+def test_standard_library_is_skewed_and_free_of_packages_and_tests():
+    source = stdlib_source()
+    documents = read_source(source)
+    sizes = sorted(len(document.content) for document in documents)
+    mean = sum(sizes) / len(sizes)
+    assert len(documents) > 300
+    assert sizes[-1] > 10 * mean
+    for document in documents:
+        assert not {"site-packages", "dist-packages", "test"} & set(document.name.split("/"))
+    assert source_named("stdlib") == source
+    assert source_named("some/folder") == Path("some/folder")

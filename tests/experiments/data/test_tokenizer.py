@@ -1,0 +1,144 @@
+"""Tokenizers: every text survives, special tokens in a text stay text, and what is saved loads as the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc.errors import DataError
+from odc.experiments.data.bpe import SMALLEST_VOCAB, BpeTokenizer, cached_bpe
+from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+pytest.importorskip("transformers", reason="needs the train extra")
+
+CORPUS = [RawDocument("a", "def f(x):\n    return x + 1\n" * 30), RawDocument("b", "naïve café ☕ <|endoftext|>" * 20)]
+CHAT = (
+    {"role": "user", "content": "What is <|im_end|>?"},
+    {"role": "assistant", "content": "A mark.\n"},
+    {"role": "user", "content": "ü"},
+    {"role": "assistant", "content": "def f"},
+)
+TEXT = "def g(y): # naïve ☕ <|endoftext|>\r\n\x00"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> BpeTokenizer:
+    return cached_bpe(CORPUS, 300, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(params=["bytes", "bpe", "saved"])
+def tokenizer(request: pytest.FixtureRequest, bpe: BpeTokenizer, tmp_path: Path) -> Tokenizer:
+    if request.param == "saved":
+        bpe.save(tmp_path)
+        return load_tokenizer(tmp_path)
+    return ByteTokenizer() if request.param == "bytes" else bpe
+
+
+def test_protocol(tokenizer: Tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    assert 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+    assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
+    assert tokenizer.bos_id is None
+    assert tokenizer.eos_id not in ids, "a document that spells a special token does not end there"
+    many = tokenizer.encode_many([TEXT, "", "def"])
+    np.testing.assert_array_equal(many[0], ids)
+    assert [len(row) for row in many[1:]] == [0, len(tokenizer.encode("def"))]
+    assert tokenizer.encode_many([]) == []
+
+
+@given(st.text())
+def test_bytes_are_the_text(text: str):
+    ids = ByteTokenizer().encode(text)
+    assert bytes(ids.astype(np.uint8)).decode() == text
+
+
+def test_saved_tokenizers_load_as_the_same(tmp_path: Path, bpe: BpeTokenizer):
+    for name, own in (("bytes", ByteTokenizer()), ("bpe", bpe)):
+        own.save(tmp_path / name)
+        loaded = load_tokenizer(tmp_path / name)
+        assert loaded.vocab_size == own.vocab_size
+        assert loaded.eos_id == own.eos_id
+        np.testing.assert_array_equal(loaded.encode(TEXT), own.encode(TEXT))
+        plain = tuple(m | {"content": m["content"].replace("<|im_end|>", "it").strip()} for m in CHAT)
+        for mine, theirs in zip(own.encode_chat(plain), loaded.encode_chat(plain), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        loaded.save(tmp_path / name / "again")
+        assert load_tokenizer(tmp_path / name / "again").fingerprint == loaded.fingerprint
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "gpt2"])
+def test_saved_beside_a_model_they_give_the_same_ids(tmp_path: Path, bpe: BpeTokenizer, model_type: str):
+    """Transformers replaces the rules of some models' tokenizers by its own."""
+    from transformers import AutoTokenizer
+
+    for name, own in (("bytes", ByteTokenizer()), ("bpe", bpe)):
+        folder = tmp_path / name
+        own.save(folder)
+        (folder / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        text = TEXT + " it's 12345\n\n\t  x²"
+        ids = own.encode(text).tolist()
+        assert AutoTokenizer.from_pretrained(str(folder))(text, split_special_tokens=True)["input_ids"] == ids
+        decomposed = text + "e\u0301"
+        assert load_tokenizer(folder).encode(decomposed).tolist() == own.encode(decomposed).tolist()
+
+
+def test_saved_bpe_decodes(tmp_path: Path, bpe: BpeTokenizer):
+    from transformers import AutoTokenizer
+
+    bpe.save(tmp_path)
+    assert AutoTokenizer.from_pretrained(str(tmp_path)).decode(bpe.encode(TEXT).tolist()) == TEXT
+
+
+def test_chat_trains_the_answers_only():
+    tokens, trained = ByteTokenizer().encode_chat(CHAT)
+    answers = [*b"A mark.\n", 258, *b"def f", 258]
+    assert tokens[trained].tolist() == answers
+    assert (tokens == 258).sum() == 4, "the mark that the user spelled is text"
+
+
+def test_fingerprints_differ(bpe: BpeTokenizer, tmp_path: Path):
+    other = cached_bpe(CORPUS, 280, tmp_path)
+    bpe.save(tmp_path / "a")
+    loaded = load_tokenizer(tmp_path / "a")
+    assert len({bpe.fingerprint, other.fingerprint, ByteTokenizer().fingerprint, loaded.fingerprint}) == 4
+    assert SMALLEST_VOCAB < other.vocab_size <= 280 < bpe.vocab_size <= 300
+
+
+def test_begin_of_text_is_found(tmp_path: Path):
+    from tokenizers import Tokenizer, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    rules = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+    rules.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=rules, bos_token="<s>", eos_token="</s>").save_pretrained(str(tmp_path))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.bos_id, loaded.eos_id) == (0, 1)
+    assert loaded.encode("a").tolist() == [2]
+    with pytest.raises(DataError, match="no chat template"):
+        loaded.encode_chat(CHAT)
+
+
+def test_bad_folders(tmp_path: Path):
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("nonsense")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_template_errors_are_data_errors(bpe: BpeTokenizer, tmp_path: Path):
+    bpe.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("{% for message", "{{ raise_exception('no') }}{% for message"))
+    with pytest.raises(DataError, match="refuses the conversation: no"):
+        load_tokenizer(tmp_path).encode_chat(CHAT)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.small_model import toy
+
+from odc.errors import ConfigError
+from odc.experiments.grpo.generate import Generator
+from odc.experiments.grpo.samples import Sample, batch_of, token_log_probs
+from odc.experiments.text.model import build_model
+
+PROMPTS = [[9, 10, 11, 12], [30, 31]]  # of two lengths: the shorter is padded on the left
+STOPS = range(8)
+
+
+def test_responses_end_where_they_stop(tmp_path: Path) -> None:
+    config = toy(tmp_path, group=6)
+    made = Generator(config, Path(config.model), STOPS).respond(PROMPTS, 0)
+    assert len(made) == 12
+    for response in made:
+        *before, last = response.tokens
+        assert not set(before) & set(STOPS)
+        assert last in STOPS or len(response.tokens) == config.response_tokens
+        assert len(response.log_probs) == len(response.tokens) and response.reference is None
+    assert len({len(response.tokens) for response in made}) > 2, "lengths vary"
+
+
+def test_the_same_weights_and_step_draw_the_same(tmp_path: Path) -> None:
+    config = toy(tmp_path)
+    one, two = (Generator(config, Path(config.model), STOPS) for _ in range(2))
+    assert one.respond(PROMPTS, 3) == two.respond(PROMPTS, 3) != one.respond(PROMPTS, 4)
+
+
+@pytest.mark.parametrize("lengths", ["model", "drawn"])
+def test_log_probabilities_are_those_that_training_finds(tmp_path: Path, lengths: str) -> None:
+    """Decoding with a cache and left padding against packed rows, of the drawing and of the initial model."""
+    config = toy(tmp_path, kl=0.1, lengths=lengths)
+    generator = Generator(config, Path(config.model), STOPS)
+    initial = build_model(Path(config.model), dtype=torch.float32, seed=config.seed)
+    changed = generator.weights(["model.layers.0.mlp.up_proj.weight"])
+    changed["model.layers.0.mlp.up_proj.weight"].mul_(3.0)
+    trained = build_model(Path(config.model), dtype=torch.float32, seed=config.seed)
+    trained.load_state_dict(generator.model.state_dict())
+    samples = [
+        Sample(i // config.group, PROMPTS[i // config.group], r.tokens, r.log_probs, r.reference, 0.0)
+        for i, r in enumerate(generator.respond(PROMPTS, 0))
+    ]
+    batch = batch_of(samples, [float(i) for i in range(len(samples))])
+    assert batch.reference is not None
+    with torch.no_grad():
+        for model, expected in ((trained, batch.log_probs), (initial, batch.reference)):
+            logits = model(**batch.inputs.model_inputs(labels=False)).logits
+            torch.testing.assert_close(token_log_probs(logits, batch.inputs.labels), expected, rtol=0, atol=2e-5)
+    assert (batch.log_probs - batch.reference).abs().max() > 1e-3, "the two models differ"
+    owners = [i for i, sample in enumerate(samples) for _ in sample.response]
+    assert batch.advantages.tolist() == [float(i) for i in owners]
+
+
+def test_drawn_lengths_are_skewed_and_do_not_depend_on_the_model(tmp_path: Path) -> None:
+    config = toy(tmp_path, lengths="drawn", response_tokens=100, max_tokens=200, group=40)
+    generator = Generator(config, Path(config.model), STOPS)
+    lengths = [len(response.tokens) for response in generator.respond(PROMPTS, 0)]
+    generator.weights(["model.embed_tokens.weight"])["model.embed_tokens.weight"].mul_(0.5)
+    assert [len(response.tokens) for response in generator.respond(PROMPTS, 0)] == lengths
+    assert max(lengths) > 3 * sorted(lengths)[len(lengths) // 2] and min(lengths) >= 1
+
+
+def test_a_stop_token_that_is_not_there(tmp_path: Path) -> None:
+    config = toy(tmp_path)
+    with pytest.raises(ConfigError, match="stop token 64"):
+        Generator(config, Path(config.model), [64])
+
+
+def test_a_microbatch_without_samples_is_a_dummy() -> None:
+    batch = batch_of([], [])
+    assert batch.inputs.tokens == 1 and batch.inputs.label_tokens == 0 == len(batch.log_probs)

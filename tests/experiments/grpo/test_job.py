@@ -1,0 +1,118 @@
+"""Whole GRPO jobs on two ranks and a rollout process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.ranks import RankPool
+from support.small_model import toy, train_each
+
+from odc.errors import ConfigError, OdcError
+from odc.experiments.grpo import GrpoConfig, GrpoResult, GrpoStep, job
+from odc.experiments.grpo.rollout import Rollout, RolloutError
+from odc.fsdp import shutdown
+
+Pools = Callable[[int], RankPool]
+
+
+def told(result: GrpoResult) -> list[GrpoStep]:
+    """What must agree: all but times and versions."""
+    return [
+        GrpoStep(**{**vars(step), "version": None, "rollout_s": 0.0, "train_s": 0.0, "counts": []})
+        for step in result.steps
+    ]
+
+
+def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None:
+    """Two minibatches a rollout and a KL term; then plans that differ, which change rounding only."""
+    config = toy(tmp_path, minibatches=2, kl=0.05)
+    arms = [("fsdp2", "arm"), ("odc-equal", "arm"), ("fsdp2", "verl"), ("odc", "arm")]
+    configs = [config.with_(arm=arm, balance=balance) for arm, balance in arms]
+    mine, other = ranks(2).run(train_each, configs)
+    assert [told(result) for result in mine] == [told(result) for result in other], "ranks know the same"
+    collective, on_demand, *rest = (told(result) for result in mine)
+    assert len(collective) == 3 and collective[0].kl < collective[-1].kl
+    for others in (on_demand, *rest):
+        for expected, found in zip(collective, others, strict=True):
+            assert (found.reward, found.response_tokens) == (expected.reward, expected.response_tokens)
+            assert [found.loss, found.kl, found.norm] == pytest.approx(
+                [expected.loss, expected.kl, expected.norm], rel=1e-4, abs=1e-6
+            )
+    assert [step.version for step in mine[0].steps] == [None] * 3
+    assert [step.version for step in mine[1].steps] == [2, 4, 6], "publish, then one version for each later minibatch"
+
+
+@pytest.mark.thorough
+def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
+    config = toy(tmp_path, steps=16, minibatches=2, prompts=12)
+    (result,), _ = ranks(2).run(train_each, [config])
+    rewards = [step.reward for step in result.steps]
+    assert rewards[0] < 0.55
+    assert min(rewards[-3:]) > rewards[0] + 0.2, rewards
+
+
+def train_beside_a_process(rank: int, world: int, config: GrpoConfig) -> GrpoResult:
+    job.Rollout = Rollout  # type: ignore[misc]
+    try:
+        return job.train(config)
+    finally:
+        dist.barrier()
+        shutdown()
+
+
+@pytest.mark.thorough
+def test_a_process_that_generates_a_step_ahead(ranks: Pools, tmp_path: Path) -> None:
+    log, spans = tmp_path / "steps.jsonl", tmp_path / "spans"
+    spans.mkdir()
+    config = toy(tmp_path, lag=1, second_buffer=True, steps=4, output=str(log), spans=str(spans))
+    result, _ = ranks(2).run(train_beside_a_process, config)
+    versions = [step.version for step in result.steps]
+    assert versions[0] == 2 and versions == sorted(versions)  # type: ignore[type-var]
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
+    assert sorted(path.name for path in spans.iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
+
+
+def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) -> str:
+    collect = Rollout.collect
+
+    def killed(self: Rollout) -> object:
+        self._process.kill()
+        return collect(self)
+
+    job.Rollout = Rollout  # type: ignore[misc]
+    Rollout.collect = killed  # type: ignore[assignment, method-assign]
+    try:
+        job.train(config)
+    except RolloutError as error:
+        return str(error)
+    finally:
+        Rollout.collect = collect  # type: ignore[method-assign]
+        shutdown()
+    return "no error"
+
+
+def test_a_rollout_process_that_dies_is_told(ranks: Pools, tmp_path: Path) -> None:
+    (said,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1))
+    assert said == "the rollout process ended with code -9"
+
+
+def test_an_error_of_the_rollout_process_is_told(tmp_path: Path) -> None:
+    config = toy(tmp_path)
+    with Rollout(config, [64], None) as rollout:
+        rollout.ask(0, [[1, 2]], weights={})
+        with pytest.raises(RolloutError, match=r"ConfigError: stop token 64 is not in the model's vocabulary"):
+            rollout.collect()
+    assert issubclass(RolloutError, OdcError)
+
+
+@pytest.mark.parametrize("start", [job.run, job.run_rank])
+def test_a_file_that_holds_a_run_is_refused_before_ranks_start(start: Callable[..., object], tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    log.write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=rf"^output: {log} holds the steps of a run already; name a new file$"):
+        start(toy(tmp_path, output=str(log)))
+    assert log.read_text() == '{"step": 1}\n'

@@ -1,0 +1,44 @@
+"""Useful FLOPs against what torch counts in the towers themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny_multimodal import CONFIG
+from torch.utils.flop_counter import FlopCounterMode
+
+from odc.experiments.multimodal.flops import phase_costs
+from odc.experiments.multimodal.model import build_towers, load_config
+
+COSTS = phase_costs(CONFIG)
+TOWERS = build_towers(CONFIG, seed=0)
+for module in (module for tower in TOWERS.values() for module in tower.modules()):
+    if hasattr(getattr(module, "config", None), "_attn_implementation"):
+        module.config._attn_implementation = "eager"  # torch does not count its attention kernel for CPUs
+
+
+def counted(run: object) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()  # type: ignore[operator]
+    return counter.get_total_flops()
+
+
+def test_image() -> None:
+    flops = counted(lambda: TOWERS["image"](torch.randn(48, 48), torch.tensor([[6, 8]])))
+    assert COSTS["image"](48) / 3 == pytest.approx(flops, rel=1e-6)
+
+
+def test_audio() -> None:
+    flops = counted(lambda: TOWERS["audio"](torch.randn(1, 80, 8), [80]))
+    assert COSTS["audio"](40) / 3 == pytest.approx(flops, rel=1e-6)
+
+
+def test_language_model_counts_as_in_odc_balance() -> None:
+    from odc.balance.flops import transformer_cost
+
+    assert COSTS["llm"] == transformer_cost(16, 2, 24, 259, heads=2, kv_heads=1)
+
+
+def test_shipped_config() -> None:
+    costs = phase_costs(load_config("mm-demo"))
+    assert all(cost.a > 0 and cost.b > 0 for cost in costs.values())

@@ -1,0 +1,130 @@
+"""`odc train-mm` as a user meets it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_multimodal import tiny_job
+
+from odc.cli import main
+from odc.errors import ConfigError
+from odc.experiments.multimodal.compare import CompareConfig
+
+pytest.importorskip("typer", reason="needs the cli extra")
+
+
+def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
+    job, output = tiny_job(tmp_path).job, tmp_path / "out"
+    options = [
+        "--model",
+        job.model,
+        "--data",
+        job.data,
+        "--steps",
+        "2",
+        "--minibatch-size",
+        "6",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "odc.cli",
+            "train-mm",
+            *options,
+            "--arms",
+            "fsdp2/none,odc/none,odc/full,fsdp2/all-gather",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("fsdp2/", "odc/"))]
+    arms = ["fsdp2/none", "odc/none", "odc/full", "fsdp2/all-gather"]
+    assert [row[0] for row in rows] == arms and {len(row) for row in rows} == {14}
+    assert "…" not in done.stdout, "a cell was cut to fit the terminal"
+    figures = json.loads((output / "train-mm.json").read_text())
+    assert figures["command"][:2] == ["odc", "train-mm"]
+    assert figures["load_1min"].keys() == {"begin", "end"} and {"commit", "date"} <= figures.keys()
+    _check_figures(figures["arms"])
+    names = sorted(path.name for path in output.iterdir())
+    assert "timeline.png" in names and sum(name.startswith("trace-") for name in names) == 4
+
+
+def _check_figures(arms: dict[str, Any]) -> None:
+    none, full = arms["odc/none"], arms["odc/full"]
+    assert arms["fsdp2/none"]["loss"]["largest_difference"] == 0
+    assert full["loss"]["largest_difference"] < 1e-4
+    for arm in arms.values():
+        useful = arm["useful_flops_per_s"] * arm["step_s"]["median"]  # of the one step that counts
+        assert useful == pytest.approx(none["useful_flops_per_s"] * none["step_s"]["median"])
+        assert arm["tokens_per_s"] > 0 and arm["peak_bytes"] > arm["baseline_bytes"] and arm["plan_s"] > 0
+        for phase in arm["phases"].values():
+            assert 0 <= phase["bubble"]["median"] < 1 and 0 <= phase["padding"] < 1
+            assert phase["busiest_s"]["median"] >= phase["busy_s"]["median"] > 0
+    items = [{name: phase["items"] for name, phase in arm["phases"].items()} for arm in arms.values()]
+    assert all(one == items[0] for one in items) and items[0]["llm"] == 6  # the same work in every arm
+    _check_exchanges(arms)
+    far, near = ([_moved(arm, f"bytes_{where}_nodes") for arm in (none, full)] for where in ("across", "within"))
+    assert far[0] == 0 < far[1] and near == [0, 0]  # every rank is declared a node of its own
+
+
+def _check_exchanges(arms: dict[str, Any]) -> None:
+    """By the same plan, an all-gather of two ranks sends each rank's rows to the other, also those that stay."""
+    assert arms["fsdp2/none"]["exchange_bytes"] == 0 < arms["fsdp2/all-gather"]["exchange_bytes"]
+    assert 0 < _moved(arms["odc/full"], "bytes_across_nodes") < _moved(arms["fsdp2/all-gather"], "bytes_across_nodes")
+
+
+def _moved(arm: dict[str, Any], key: str) -> float:
+    return sum(phase[key] for phase in arm["phases"].values())
+
+
+REFUSED = [
+    (["--arms", "odc/best"], "there is no arm 'odc/best'"),
+    (["--arms", "odc/full,odc/full"], "arms must be different"),
+    (["--per-node", "3"], "per_node must divide"),
+    (["--model", "mm-none"], "no shipped multimodal config"),
+    (["--data", "none.jsonl"], "there is no file none.jsonl"),
+    (["--skip", "10"], "skip must leave a step"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_cannot_run_is_refused_first(
+    tmp_path: Path, change: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = tiny_job(tmp_path).job
+    options = ["--model", job.model, "--data", job.data, "--output", str(tmp_path / "out"), *change]
+    with pytest.raises(SystemExit) as ended:
+        main(["train-mm", *options])
+    assert ended.value.code == 2 and message in capfd.readouterr().err
+
+
+def test_data_or_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train-mm"])
+    assert "--demo" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precision": "bf16"}, {"arm": "odc-equal"}, {"slow": "1:2"}, {"save_every": 1, "output": "x"}]
+)
+def test_what_a_multimodal_job_cannot_do(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        tiny_job(tmp_path, **changes)
+
+
+def test_all_twelve_arms_unless_told_otherwise(tmp_path: Path) -> None:
+    config = CompareConfig(tiny_job(tmp_path, output=str(tmp_path)))
+    assert len(config.arms) == 12 and config.arm("fsdp2/llm-only").name == "fsdp2/llm-only"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from odc.errors import ConfigError
+from odc.experiments.checkpoint import CheckpointError, find_checkpoint, load, read_job, save
+from odc.experiments.launch import JobFailedError, launch
+
+
+def _sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _bits(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+def _save_and_load(folder: str) -> None:
+    dist.init_process_group("gloo")
+    output = Path(folder)
+    model, optimizer = _sharded(seed=1)
+    torch.manual_seed(10 + dist.get_rank())
+    _train(model, optimizer, 2)
+    first = save(output, 2, model, optimizer, {"sampler": {"position": 17}})
+    _train(model, optimizer, 2)
+    straight = _bits(model)
+    save(output, 4, model, optimizer, {"sampler": {"position": 34}})
+
+    other, fresh = _sharded(seed=2)
+    job = load(first, other, fresh)
+    assert job == {"step": 2, "sampler": {"position": 17}}
+    _train(other, fresh, 2)
+    for expected, got in zip(straight, _bits(other), strict=True):
+        assert torch.equal(expected, got)
+
+    save(output, 2, other, fresh, {"sampler": {"position": 99}})
+    assert read_job(first)["sampler"]["position"] == 99
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save_onto_a_file(folder: str) -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = _sharded(seed=1)
+    with pytest.raises(CheckpointError, match="cannot prepare"):
+        save(Path(folder), 1, model, optimizer, {})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_loaded_job_continues_bit_for_bit(tmp_path: Path) -> None:
+    launch(_save_and_load, str(tmp_path), ranks=2)
+    checkpoints = tmp_path / "checkpoints"
+    assert sorted(os.listdir(checkpoints)) == ["latest", "step-00000002", "step-00000004"]
+    assert find_checkpoint(tmp_path) == checkpoints / "step-00000002"
+    assert find_checkpoint(checkpoints / "step-00000004") == checkpoints / "step-00000004"
+
+
+def test_every_rank_raises_when_the_disk_refuses(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    launch(_save_onto_a_file, str(tmp_path), ranks=2)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("step-00000009\n")
+    with pytest.raises(ConfigError, match="step-00000009, which is not there"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_broken_job_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_job(tmp_path)
+
+
+def test_launch_reports_a_load_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError, match="cannot read"):
+        launch(_load_nothing, str(tmp_path), ranks=1)
+
+
+def _load_nothing(folder: str) -> None:
+    dist.init_process_group("gloo")
+    load(Path(folder), *_sharded(seed=1))

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from odc.experiments.collectives import record_collectives
+from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
+
+Pools = Callable[[int], Any]
+
+
+def _model() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+    fully_shard(model[1])
+    fully_shard(model)
+    return model
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    model(torch.ones(3, 6)).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+def recorded(rank: int, world: int) -> list[tuple[str, str, int, int]]:
+    expected = _gradients(_model())
+    model = _model()
+    record_collectives(model)
+    recorder().clear()
+    for mine, theirs in zip(_gradients(model), expected, strict=True):
+        assert torch.equal(mine, theirs), (mine, theirs)
+    spans = [span for span in recorder().spans() if span.peer == COLLECTIVE]
+    assert all(span.end_ns > span.start_ns for span in spans), spans
+    return [(span.category, span.unit, span.peer, span.nbytes) for span in spans]
+
+
+def test_stock_collectives_are_recorded_by_unit_and_change_nothing(ranks: Pools) -> None:
+    root, last = (6 * 8 + 8) * 4, (8 * 4 + 4) * 4
+    for spans in ranks(2).run(recorded):
+        assert spans == [
+            (FETCH, "", COLLECTIVE, root),
+            (FETCH, "1", COLLECTIVE, last),
+            (FETCH, "1", COLLECTIVE, last),
+            (PUSH, "1", COLLECTIVE, last),
+            (PUSH, "", COLLECTIVE, root),
+        ]

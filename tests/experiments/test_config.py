@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from odc.errors import ConfigError
+from odc.experiments.config import JobConfig, threads_per_rank
+from odc.experiments.data.documents import Document
+from odc.experiments.data.packing import pack
+from odc.runtime.parcel import Parcel
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arm": "zero1"}, "arm must be one of fsdp2-localsort, .*, odc-hybrid, not 'zero1'"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16"),
+        ({"long": "truncate"}, "long must be one of error, split, drop"),
+        ({"ranks": 0}, "ranks must be a whole number, 1 or more"),
+        ({"ranks": 2.0}, "ranks must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"max_tokens": 1}, "max_tokens must be a whole number, 2 or more"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"lr": 0.0}, "lr, eps and timeout_s must be above 0"),
+        ({"clip": -1.0}, "clip must be a finite number, 0 or more"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        ({"min_lr": 1.5}, "min_lr is a fraction"),
+        ({"warmup": 11}, "warmup .11 steps. is longer than the job"),
+        ({"save_every": 2}, "save_every needs an output folder"),
+        ({"slow": "1"}, "slow must be RANK:FACTOR, for example 1:1.5, not '1'"),
+        ({"slow": "0:1.5,1:x"}, "slow must be RANK:FACTOR"),
+        ({"slow": "2:1.5"}, "slow needs ranks below 2 and factors of at least 1, not '2:1.5'"),
+        ({"slow": "0:0.5"}, "slow needs ranks below 2 and factors of at least 1"),
+        ({"slow": "0:nan"}, "slow needs ranks below 2 and factors of at least 1"),
+    ],
+)
+def test_bad_values_are_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(model="m", data="d", **change)
+
+
+def test_it_survives_json() -> None:
+    config = JobConfig(model="m", data="d", betas=(0.8, 0.9), lr=1.1e-4)
+    assert JobConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="steps"):
+        JobConfig(model="m", data="d").with_(steps=0)
+
+
+def test_the_runtime_gets_its_settings() -> None:
+    settings = JobConfig(model="m", data="d", reproducible=True, accumulate="direct", timeout_s=5.0).settings()
+    assert (settings.reproducible, settings.accumulate, settings.timeout_s) == (True, "direct", 5.0)
+
+
+def test_slow_ranks_by_rank() -> None:
+    assert JobConfig(model="m", data="d").slowed() == {}
+    assert JobConfig(model="m", data="d", slow="1:1.5, 0:2").slowed() == {0: 2.0, 1: 1.5}
+
+
+def test_only_the_dynamic_arm_has_a_queue_and_it_holds_the_largest_microbatches() -> None:
+    assert JobConfig(model="m", data="d", arm="odc").settings().queue_bytes == 0
+    job = JobConfig(model="m", data="d", arm="odc-dynamic", ranks=3, minibatch_size=7, max_tokens=50)
+    documents = [Document("d", np.ones(50, np.int32), np.ones(50, np.bool_))] * 3
+    parcels = [Parcel(pack(documents[:1]).tensors()) for _ in range(3)]
+    tiny = Parcel(pack([Document("d", np.ones(1, np.int32), np.ones(1, np.bool_))] * 50).tensors())
+    most = max(parcels[0].nbytes, tiny.nbytes)
+    assert 64 + 3 * (most + 24) <= job.settings().queue_bytes < 64 + 3 * (most + 2048)
+
+
+def test_ranks_share_the_cores() -> None:
+    assert threads_per_rank(10**6) == 1
+    assert threads_per_rank(1) >= 1

@@ -1,0 +1,86 @@
+"""Where a job computes: what is refused before ranks start, and what a comparison on CUDA says of its arms."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_job import tiny_job
+
+from odc.arms import ARM_NAMES
+from odc.errors import ConfigError, UnsupportedError
+from odc.experiments.compare import CompareConfig, run_arms
+from odc.experiments.config import JobConfig
+from odc.experiments.device import backend, can_time, settle, take_device
+from odc.experiments.preflight import preflight
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As if this machine had `count` CUDA devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def job(tmp_path: Path, **changes: object) -> JobConfig:
+    return tiny_job(tmp_path, device="cuda", **changes)
+
+
+def test_without_a_device_the_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 0)
+    with pytest.raises(UnsupportedError, match=r"no CUDA device here \(`odc doctor --need cuda`"):
+        preflight(job(tmp_path))
+
+
+def test_collectives_need_a_device_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 2)
+    preflight(job(tmp_path, arm="fsdp2"))
+    for arm in ("odc", "odc-equal"):
+        preflight(job(tmp_path, arm=arm, ranks=4))
+    with pytest.raises(ConfigError, match="arm fsdp2 uses NCCL.*4 ranks share 2 here. Take --ranks 2, or only arms"):
+        preflight(job(tmp_path, arm="fsdp2", ranks=4))
+    preflight(job(tmp_path, export=str(tmp_path / "whole")))
+    with pytest.raises(ConfigError, match="export: a whole model is gathered by NCCL.*4 ranks share 2 here"):
+        preflight(job(tmp_path, ranks=4, export=str(tmp_path / "whole")))
+    compared = CompareConfig(job(tmp_path, ranks=4, output=str(tmp_path / "out")))
+    with pytest.raises(ConfigError, match="arm fsdp2 uses NCCL"):
+        run_arms(compared, print)
+
+
+def test_a_process_group_for_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 2)
+    assert backend(job(tmp_path)) == "cpu:gloo,cuda:nccl"
+    assert backend(job(tmp_path, ranks=3)) == "gloo", "NCCL refuses ranks that share a device"
+    assert backend(tiny_job(tmp_path)) == "gloo"
+
+
+def test_ranks_take_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 2)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    switch = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(switch, raising=False)
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert take_device(job(tmp_path)) == torch.device("cuda", rank)
+    assert switch not in os.environ
+    monkeypatch.setenv(switch, "0")  # given back after the test
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert take_device(job(tmp_path, ranks=3)) == torch.device("cuda", 0) and os.environ[switch] == "1"
+    assert taken == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert take_device(tiny_job(tmp_path)) == torch.device("cpu") and len(taken) == 3
+    settle(torch.device("cpu"))
+
+
+def test_slowness_is_emulated_on_processors_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="slow emulates a slower processor"):
+        job(tmp_path, slow="1:2")
+    with pytest.raises(ConfigError, match="device must be one of cpu, cuda, not 'tpu'"):
+        tiny_job(tmp_path, device="tpu")
+
+
+def test_spans_tell_the_truth_where_only_the_processor_waits(tmp_path: Path) -> None:
+    on_cuda = {arm: can_time(job(tmp_path), arm) for arm in ARM_NAMES}
+    assert on_cuda == {arm: arm.startswith("odc") for arm in ARM_NAMES}
+    assert all(can_time(tiny_job(tmp_path), arm) for arm in ARM_NAMES)

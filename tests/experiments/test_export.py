@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from odc.experiments.checkpoint import CheckpointError
+from odc.experiments.data.bpe import BpeTokenizer, cached_bpe
+from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.tokenizer import load_tokenizer
+from odc.experiments.export import export
+from odc.experiments.launch import launch
+
+TEXT = "def g(x1234): # naïve ☕ don't <|endoftext|>\r\n  \t y"
+
+_SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def _tokenizer(folder: str) -> BpeTokenizer:
+    return cached_bpe([RawDocument("a", "def f(x):\n    return x + 12\n" * 30)], 280, Path(folder).parent / "cache")
+
+
+def _export(folder: str) -> dict[str, list[float]]:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    dist.init_process_group("gloo")
+    sums = {}
+    for tied in (True, False):
+        torch.manual_seed(3)
+        model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied, eos_token_id=7))
+        model.generation_config.max_length = 99
+        sums[str(tied)] = model(torch.arange(9)[None]).logits.sum(-1).flatten().tolist()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        export(Path(folder, str(tied)), model, _tokenizer(folder))
+    dist.barrier()
+    dist.destroy_process_group()
+    return sums
+
+
+def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    sums = launch(_export, str(exported), ranks=2)[0]
+    assert sorted(os.listdir(exported)) == ["False", "True"]
+    for tied, expected in sums.items():
+        folder = exported / tied
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+        assert (folder / "model.safetensors").is_file()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            assert model(torch.arange(9)[None]).logits.sum(-1).flatten().tolist() == expected
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        own = _tokenizer(str(exported))
+        ids = tokenizer(TEXT, split_special_tokens=True)["input_ids"]
+        assert ids == own.encode(TEXT).tolist() == load_tokenizer(folder).encode(TEXT).tolist()
+        assert tokenizer.decode(ids) == TEXT
+        assert model.generation_config.max_length == 99
+        for config in (model.config, model.generation_config):
+            assert config.eos_token_id == own.eos_id == tokenizer.eos_token_id
+
+
+class _Refusing(BpeTokenizer):
+    def save(self, folder: Path) -> None:
+        raise ValueError("no")
+
+
+def _refused(folder: str) -> str:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    dist.init_process_group("gloo")
+    model = fully_shard(Qwen2ForCausalLM(Qwen2Config(**_SIZES)))
+    tokenizer = _tokenizer(folder)
+    tokenizer.__class__ = _Refusing
+    try:
+        export(Path(folder), model, tokenizer)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "written"
+
+
+def test_an_error_of_any_kind_reaches_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert launch(_refused, str(folder), ranks=2) == [f"export: cannot write {folder}: no"] * 2

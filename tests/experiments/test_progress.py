@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from odc.experiments.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_plain_lines_from_the_start() -> None:
+    stream = io.StringIO()
+    progress = Progress(20, "job", stream=stream)
+    progress.phase("reading")
+    for step in range(1, 21):
+        progress.step(step, 2.5, 1234.4, 0.125)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert re.fullmatch(r"job \[ +\d+\.\d s\] reading", lines[0])
+    assert lines[-1].endswith("step 20/20  loss 2.5000  1,234 tokens/s  bubble 12.5%")
+    assert len(lines) <= 1 + 11, "at most every tenth step, and one line in two seconds"
+    assert all(f"step {step}/20" in stream.getvalue() for step in range(2, 21, 2))
+
+
+def test_a_terminal_gets_one_live_line() -> None:
+    pytest.importorskip("rich", reason="needs the cli extra")
+    stream = Terminal()
+    progress = Progress(2, "job", stream=stream)
+    progress.phase("reading")
+    progress.step(2, 2.5, 1000.0, None)
+    progress.close()
+    progress.close()
+    shown = stream.getvalue()
+    assert "2/2" in shown and "loss 2.5000" in shown and "bubble" not in shown
+
+
+def test_other_ranks_say_nothing() -> None:
+    stream = io.StringIO()
+    progress = Progress(1, shown=False, stream=stream)
+    progress.phase("reading")
+    progress.step(1, 1.0, 1.0, None)
+    progress.close()
+    assert stream.getvalue() == ""

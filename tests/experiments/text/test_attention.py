@@ -1,0 +1,151 @@
+"""Attention inside documents: a packed row equals its documents run alone, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from odc.errors import UnsupportedError
+from odc.experiments.text.attention import document_attention, register
+
+transformers = pytest.importorskip("transformers", reason="needs the train extra")
+
+LENGTHS = (7, 1, 19, 2, 33)
+
+
+def tiny(attention: str, **changes):
+    config = transformers.Qwen2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        **changes,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.train()
+
+
+def packed(lengths: tuple[int, ...], seed: int = 1) -> dict:
+    torch.manual_seed(seed)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    return {
+        "input_ids": torch.randint(0, 61, (1, sum(lengths))),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": starts,
+    }
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def alone(model, inputs: dict, lengths: tuple[int, ...], weight: torch.Tensor) -> torch.Tensor:
+    """Each document in a forward and backward of its own; returns the logits, leaves the summed gradients."""
+    logits = []
+    for ids, part in zip(inputs["input_ids"][0].split(lengths), weight.split(lengths, dim=1), strict=True):
+        output = model(input_ids=ids[None], use_cache=False).logits
+        (output * part).sum().backward()
+        logits.append(output.detach())
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "transformers", "torch"])
+def test_packed_equals_documents_alone(checkpointing: str | None):
+    inputs, weight = packed(LENGTHS), torch.randn(1, sum(LENGTHS), 61)
+    reference = tiny("eager")
+    expected = alone(reference, inputs, LENGTHS, weight)
+    model = tiny(register())
+    if checkpointing == "transformers":
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable()
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif checkpointing == "torch":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
+    output = model(**inputs, use_cache=False).logits
+    (output * weight).sum().backward()
+    torch.testing.assert_close(output.detach(), expected, rtol=1e-5, atol=1e-6)
+    grads = {name.replace("._checkpoint_wrapped_module", ""): grad for name, grad in gradients(model).items()}
+    for name, grad in gradients(reference).items():
+        torch.testing.assert_close(grads[name], grad, rtol=2e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_equals_transformers_own_block_mask():
+    inputs = packed(LENGTHS)
+    starts = inputs.pop("cu_seq_lens_q")
+    masked = tiny("sdpa")(**inputs, use_cache=False).logits
+    mine = tiny(register())(**inputs, cu_seq_lens_q=starts, use_cache=False).logits
+    torch.testing.assert_close(mine, masked, rtol=1e-5, atol=1e-6)
+
+
+def test_documents_do_not_see_each_other():
+    model = tiny(register()).eval()
+    inputs = packed(LENGTHS)
+    before = model(**inputs, use_cache=False).logits
+    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][0, 8] = (changed["input_ids"][0, 8] + 1) % 61
+    after = model(**changed, use_cache=False).logits
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert torch.equal(before[:, 27:], after[:, 27:])
+    assert not torch.allclose(before[:, 8:27], after[:, 8:27])
+
+
+def test_rows_without_lengths_are_one_document_each():
+    ids = torch.randint(0, 61, (3, 11))
+    expected = tiny("eager")(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(tiny(register())(input_ids=ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+# Dynamo looks at `.grad` of every tensor it is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_give_the_same():
+    inputs = packed(LENGTHS)
+    model = tiny(register())
+    expected = model(**inputs, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_generation_steps_one_token_at_a_time():
+    ids = torch.randint(0, 61, (1, 6))
+    mine, reference = tiny(register()).eval(), tiny("eager").eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    assert torch.equal(
+        mine.generate(ids, attention_mask=mask, **options), reference.generate(ids, attention_mask=mask, **options)
+    )
+
+
+def test_padding_is_refused():
+    model, ids = tiny(register()), torch.randint(0, 61, (2, 5))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with pytest.raises(UnsupportedError, match="no padding"):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def test_sliding_window_shorter_than_a_document_is_refused():
+    changes = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+    inputs = packed((7, 20))
+    tiny(register(), **changes)(**inputs, use_cache=False)
+    with pytest.raises(UnsupportedError, match="33 tokens exceeds the model's sliding window of 20"):
+        tiny(register(), **changes)(**packed(LENGTHS), use_cache=False)
+
+
+def test_bad_arguments():
+    q, kv = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+    module = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="do not fit"):
+        document_attention(module, q, kv, kv, cu_seq_lens_q=torch.tensor([0, 5]))
+    with pytest.raises(UnsupportedError, match="do not fit 2 row"):
+        document_attention(module, *(t.repeat(2, 1, 1, 1) for t in (q, kv, kv)), cu_seq_lens_q=torch.tensor([0, 6]))
+    with pytest.raises(UnsupportedError, match="no attention mask"):
+        document_attention(module, q, kv, kv, torch.ones(1, 1, 6, 6))
+    with pytest.raises(UnsupportedError, match="no cache"):
+        document_attention(module, q[:, :, :3], kv, kv)

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+from support.doors import served
+from support.members import BF16, F32, Layout, units_of
+from support.ranks import RankPool
+from support.sides import LAYOUT, RANKS, Side
+
+from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
+from odc.memory import ShmHeap
+from odc.runtime import Daemon, Geometry, Rendezvous, Service, Space, Word, summary
+from odc.settings import Settings
+
+Make = Callable[..., Side]
+
+
+def refusing(doing: str) -> None:
+    raise PeerLostError(f"aborted while {doing}")
+
+
+# attaching -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_see_each_others_memory(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    left.space.published(0, left.units[0], 0).fill_(3.0)
+    right.space.published(1, right.units[0], 0).fill_(4.0)
+    assert right.space.published(0, right.units[0], 0).tolist() == [3.0] * 8
+    assert left.space.published(1, left.units[0], 0).tolist() == [4.0] * 8
+
+
+def test_tells_who_it_attached_to(side: Make) -> None:
+    left, _ = side(0).announce(), side(1).announce()
+    seen: list[tuple[int, int]] = []
+    left.meet.on_attach = lambda member, pid: seen.append((member, pid))
+    left.space.board(1)
+    left.space.board(1)
+    assert seen == [(1, os.getpid())]
+
+
+def test_ring_wakes_the_peers_daemon(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    drained = threading.Event()
+    right.service.drain = lambda: drained.set() or False  # type: ignore[method-assign]
+    left.space.board(1)
+    drained.clear()
+    left.meet.ring(1)
+    assert drained.wait(60.0)
+
+
+def test_a_peer_may_come_up_later(side: Make) -> None:
+    left, right = side(0).announce(), side(1)
+    timer = threading.Timer(0.1, right.announce)
+    timer.start()
+    assert left.space.board(1).load(0) == 0
+    timer.join()
+
+
+def test_descriptors_are_given_back(side: Make) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    left, right = side(0).announce(), side(1).announce()
+    for _ in range(3):
+        attachment = left.meet.connect(1)
+        os.close(attachment.fd)
+        os.close(left.meet.bells.pop(1))
+    left.space.board(1)
+    right.space.board(0)
+    left.close()
+    right.close()
+    left.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_token_is_refused(side: Make) -> None:
+    left, _ = side(0).announce(), side(1).announce(token="guessed")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: wrong token") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 13
+    deadline = time.monotonic() + 60
+    while set(os.listdir("/proc/self/fd")) != before:  # the other side's thread may still hold its end
+        assert time.monotonic() < deadline, "a descriptor was kept"
+        time.sleep(0.01)
+
+
+def test_descriptors_that_come_with_a_refusal_are_closed(side: Make) -> None:
+    """Nobody else keeps odc's doors, but the socket's name is anybody's."""
+    left, name = side(0).announce(), f"odc-test.refusing.{time.monotonic_ns()}"
+    side(1).announce(door=name)
+    with served(name, lambda request, peer: ({"error": "not today"}, (0, 0))):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            with pytest.raises(PeerLostError, match="not today"):
+                left.meet.connect(1)
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def test_a_root_that_has_left_is_no_longer_there(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    right.daemon.dismiss(right.service)()
+    with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: no root '7\.abc' here"):
+        left.space.board(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ([LAYOUT[0], [("v", 5, F32)]], "the first unit to differ is 'u1' on rank {me} and 'u1' on rank {peer}"),
+        ([[("w", 8, F32), ("b", 2, BF16)], LAYOUT[1]], "the first unit to differ is 'u0'"),
+        ([LAYOUT[1], LAYOUT[0]], "the first unit to differ is 'u0'"),
+        ([LAYOUT[0]], "{units}"),
+    ],
+)
+def test_another_layout_is_named_on_both_sides(side: Make, other: Layout, difference: str) -> None:
+    left, right = side(0).announce(), side(1, other).announce()
+    count = {10: len(LAYOUT), 13: len(other)}
+    for one, me, peer in ((left, 10, 13), (right, 13, 10)):
+        units = f"rank {me} has {count[me]} units, rank {peer} has {count[peer]}"
+        expected = f"rank {me} and rank {peer} laid out heap 7.abc differently: {difference}"
+        with pytest.raises(LayoutMismatchError) as caught:
+            one.space.board(1 - one.geometry.me)
+        assert str(caught.value).startswith(expected.format(me=me, peer=peer, units=units))
+
+
+@pytest.mark.parametrize(
+    ("other", "mine", "theirs"),
+    [
+        (
+            [LAYOUT[0], [("v", 5, F32)]],
+            "v (4 elements a rank, float32, trained)",
+            "v (5 elements a rank, float32, trained)",
+        ),
+        ([[*LAYOUT[0], ("c", 1, F32)], LAYOUT[1]], "sums in float32", "c (1 elements a rank, float32, trained)"),
+        (LAYOUT, "b (2 elements a rank, float32, trained)", "b (2 elements a rank, float32, frozen)"),
+    ],
+)
+def test_the_first_parameter_to_differ_is_named_on_both_sides(
+    side: Make, other: Layout, mine: str, theirs: str
+) -> None:
+    left, right = side(0).announce(), side(1, other, frozen={"b"} if other is LAYOUT else ()).announce()
+    for one, expected in (
+        (left, f" on rank 13: rank 10 has {mine}, rank 13 has {theirs}"),
+        (right, f" on rank 10: rank 13 has {theirs}, rank 10 has {mine}"),
+    ):
+        with pytest.raises(LayoutMismatchError) as caught:
+            one.space.board(1 - one.geometry.me)
+        assert str(caught.value).endswith(expected)
+
+
+def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
+    """One value may have 8 MiB in torch's TCPStore."""
+    store = dist.HashStore()
+    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 60.0, refusing)
+    names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
+    units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
+    lines = [unit.lines() for unit in units]
+    assert sum(len(line) for unit in lines for line in unit) > 8 << 20
+    meet.announce("door", "token", "digest", summary(units), lines=lines)
+    assert len(store.get("odc/7.abc/10/lines")) < 1 << 20
+
+
+@pytest.mark.parametrize("other", [Settings(accumulate="direct"), Settings(staging_block_bytes=8192)])
+def test_other_settings_are_named_on_both_sides(side: Make, other: Settings) -> None:
+    left, right = side(0).announce(), side(1, settings=other).announce()
+    for one in (left, right):
+        with pytest.raises(LayoutMismatchError, match=r"laid out heap .* differently: settings or mesh differ"):
+            one.space.board(1 - one.geometry.me)
+
+
+def test_a_mismatch_is_told_even_if_the_peer_has_gone(side: Make) -> None:
+    left, right = side(0).announce(), side(1, [LAYOUT[0]]).announce()
+    right.close()
+    with pytest.raises(LayoutMismatchError):
+        left.space.board(1)
+
+
+# nobody there --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_never_comes_up_is_named_at_the_deadline(side: Make) -> None:
+    left = side(0, settings=Settings(timeout_s=0.2)).announce()
+    with pytest.raises(
+        WaitTimeoutError, match=r"^rank 10, waiting for rank 13 to come up: .*heap 7\.abc in 0\.2 s"
+    ) as e:
+        left.space.board(1)
+    assert e.value.culprit == 13
+
+
+def test_an_abort_ends_the_wait_for_a_rank_to_come_up(side: Make) -> None:
+    left = side(0, settings=Settings(timeout_s=600.0), aborted=refusing).announce()
+    with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to come up"):
+        left.space.board(1)
+
+
+def test_a_peer_that_died_after_it_came_up_is_named(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    right.daemon.close()  # the door vanishes with the process
+    with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: its server does not answer") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 13
+
+
+@pytest.fixture
+def silent_door() -> Iterator[str]:
+    """A door at which somebody listens and nobody answers, as that of a stopped process."""
+    name = f"odc-test.silent.{os.getpid()}.{time.monotonic_ns()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen(100)
+        yield name
+
+
+def test_a_server_that_is_held_up_is_not_dead_before_the_deadline(
+    side: Make, silent_door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("odc.runtime.connect._KNOCK_S", 0.05)
+    left = side(0, settings=Settings(timeout_s=0.3)).announce()
+    side(1).announce(door=silent_door)
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match=r"rank 10, attaching to rank 13: .*not answered for 0\.3 s") as caught:
+        left.space.board(1)
+    assert time.monotonic() - begin >= 0.3
+    assert caught.value.culprit == 13
+
+
+def test_an_abort_ends_the_wait_for_a_server_that_is_held_up(side: Make, silent_door: str) -> None:
+    left = side(0, settings=Settings(timeout_s=600.0), aborted=refusing).announce()
+    side(1).announce(door=silent_door)
+    with pytest.raises(PeerLostError, match="aborted while attaching to rank 13"):
+        left.space.board(1)
+
+
+# processes -----------------------------------------------------------------------------------------------------------
+
+
+def attach_and_look(rank: int, world: int) -> list[float]:
+    """Each rank writes its number and reads everybody's; a subgroup of the world that never needs the rest."""
+    members = tuple(range(1, world))
+    if rank not in members:
+        return []
+    geometry = Geometry(members, len(members), members.index(rank))
+    settings = Settings(timeout_s=60.0)
+    from odc.fsdp._torch_compat import default_store
+
+    meet = Rendezvous(default_store(), "attach-test", geometry, 60.0, lambda doing: None)
+    units = units_of(LAYOUT, settings)
+    heap = ShmHeap("attach-test", members, geometry.me, meet.connect, 60.0)
+    space = Space(heap, geometry, units, settings, "test")
+    service, server = Service("attach-test", space), Daemon(rank)
+    server.serve(service)
+    space.published(geometry.me, units[0], 0).fill_(float(rank))
+    space.board(geometry.me).store(0, 1)
+    meet.announce(server.door_name, service.token, heap.digest, summary(units))
+    found = []
+    for member in geometry.members:
+        while not space.board(member).load(0):
+            time.sleep(0.001)
+        found.append(space.published(member, units[0], 0)[3].item())
+    space.board(geometry.me).store(1, 1)
+    for member in geometry.members:
+        while not space.board(member).load(1):  # nobody closes its door before everybody is through
+            time.sleep(0.001)
+    server.close()
+    meet.close()
+    heap.close()
+    return found
+
+
+def test_a_subgroup_of_processes_attaches_without_the_rest(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(3).run(attach_and_look) == [[], [1.0, 2.0], [1.0, 2.0]]
+
+
+def test_who_comes_too_late_blames_the_culprit_and_not_the_messenger(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    left.meet.on_failure = left.service.abort
+    right.meet.tell("rank 7 died before its first minibatch", 7)
+    right.daemon.close()
+    with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: .* by rank 7: rank 7 died") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 7
+    assert left.space.board(0).load(Word.ABORT) == 1 + 7, "peers of this rank learn of it too"
+
+
+def test_a_rank_that_cannot_attach_tells_those_it_has_attached_to(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    left.meet.on_failure = left.service.abort
+    right.daemon.close()
+    with pytest.raises(PeerLostError, match="its server does not answer") as caught:
+        left.space.board(1)
+    assert caught.value.culprit == 13
+    assert left.space.board(0).load(Word.ABORT) == 1 + 13
+
+
+# meeting before device memory is mapped ------------------------------------------------------------------------------
+
+
+def test_all_meet_before_any_goes_on(side: Make) -> None:
+    left, right = side(0).announce(), side(1).announce()
+    order: list[str] = []
+
+    def early() -> None:
+        left.meet.meet()
+        order.append("met")
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    time.sleep(0.1)
+    order.append("late")
+    right.meet.meet()
+    thread.join(60.0)
+    assert order == ["late", "met"]
+
+
+def test_a_rank_that_never_meets_is_named_and_others_are_told(side: Make) -> None:
+    left = side(0, settings=Settings(timeout_s=0.2)).announce()
+    told: list[tuple[str, int]] = []
+    left.meet.on_failure = lambda reason, culprit: told.append((reason, culprit))
+    with pytest.raises(WaitTimeoutError, match="rank 10, waiting for rank 13 to map .* in the same order") as failure:
+        left.meet.meet()
+    assert failure.value.culprit == 13
+    assert told == [(str(failure.value), 13)]
+
+
+def test_an_aborted_job_ends_the_meeting(side: Make) -> None:
+    left = side(0, aborted=refusing).announce()
+    with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to map device memory"):
+        left.meet.meet()

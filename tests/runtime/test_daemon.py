@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+from support.daemons import LAYOUT, aborts, descriptors, settle, within
+from support.members import Crew
+
+from odc.memory import ProcessHandle
+from odc.runtime import Daemon, Gradient, Service, Word, read_reason
+from odc.runtime.listener import knock, list_doors
+
+THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+
+
+# accumulating --------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_of_the_bell_has_everything_added(crew: Crew, server: Daemon) -> None:
+    server.serve(crew.services[0])
+    for _ in range(2):
+        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+        crew.verbs[2].push(crew.units[0], [Gradient(0, torch.ones(24))])
+    server.ring()
+    crew.verbs[0].await_accumulated()
+    assert crew.spaces[0].accumulator(0, crew.units[0]).tolist() == [4.0] * 8
+
+
+def test_what_was_posted_before_a_root_is_served_is_added_then(crew: Crew, server: Daemon) -> None:
+    crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+    server.serve(crew.services[0])
+    crew.verbs[0].await_accumulated()
+
+
+def test_serves_several_roots(server: Daemon) -> None:
+    with Crew(LAYOUT, 2, by_hand=True) as first, Crew(LAYOUT, 2, by_hand=True) as second:
+        for number, crew in enumerate((first, second)):
+            crew.services[0].identity = f"root{number}"
+            crew.publish_all()
+            server.serve(crew.services[0])
+        for crew in (first, second):
+            crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(16))])
+        server.ring()
+        for crew in (first, second):
+            crew.verbs[0].await_accumulated()
+        roots = knock(server.door_name, {"op": "status"}, 60.0).reply["roots"]
+        assert [root["root"] for root in roots] == ["root0", "root1"]
+
+
+def test_dismiss_returns_when_the_heap_is_no_longer_touched(crew: Crew, server: Daemon) -> None:
+    draining, go_on = threading.Event(), threading.Event()
+    service, calls = crew.services[0], list[str]()
+
+    class Slow(Service):
+        def drain(self) -> bool:
+            calls.append("in")
+            draining.set()
+            go_on.wait(60.0)
+            calls.append("out")
+            return False
+
+    service.__class__ = Slow
+    server.serve(service)
+    assert draining.wait(60.0)
+    dismissing = threading.Thread(target=lambda: (server.dismiss(service)(), calls.append("dismissed")))
+    dismissing.start()
+    assert calls == ["in"]
+    go_on.set()
+    dismissing.join(60.0)
+    assert calls == ["in", "out", "dismissed"]
+    server.ring()
+    settle(server)
+    assert calls == ["in", "out", "dismissed"]
+
+
+# liveness ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_peer_aborts_the_job_within_two_seconds(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    settle(server)
+    assert aborts(crew) == [0, 0, 0]
+    victim.kill()
+    assert within(60.0, lambda: all(aborts(crew)))
+    assert aborts(crew) == [1 + 13] * 3
+    assert read_reason(crew.spaces[2], 2).startswith("rank 13 died in epoch 1")
+
+
+def test_a_peer_that_ended_by_itself_without_leaving_counts_as_dead(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 2, victim.pid)
+    victim.terminate()  # not reaped: a zombie is dead too
+    assert within(60.0, lambda: all(aborts(crew)))
+    assert aborts(crew) == [1 + 16] * 3
+
+
+def test_a_peer_that_was_dead_before_it_was_watched_is_noticed(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    victim.kill()
+    victim.wait()
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    assert within(60.0, lambda: all(aborts(crew)))
+
+
+def test_a_peer_that_left_may_end(crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]) -> None:
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    crew.verbs[1].board.store(Word.LEFT, 1)
+    victim.kill()
+    victim.wait()
+    settle(server)
+    assert aborts(crew) == [0, 0, 0]
+    assert server.alive()
+
+
+def test_one_death_aborts_every_root_that_watched_it(server: Daemon, victim: subprocess.Popen[bytes]) -> None:
+    with Crew(LAYOUT, 3) as first, Crew(LAYOUT, 3) as second:
+        for number, crew in enumerate((first, second)):
+            crew.attach()
+            crew.services[0].identity = f"root{number}"
+            server.serve(crew.services[0])
+            server.watch(crew.services[0], 1, victim.pid)
+        victim.kill()
+        assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
+
+
+def test_the_death_of_a_peer_of_a_dismissed_root_is_nobodys_business(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    server.dismiss(crew.services[0])()
+    victim.kill()
+    victim.wait()
+    settle(server)
+    assert aborts(crew) == [0, 0, 0]
+
+
+def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    """As at the end of every job: all ranks leave, and all processes end."""
+    service, held, go_on = crew.services[0], threading.Event(), threading.Event()
+    server.serve(service)
+    server.watch(service, 1, victim.pid)
+    settle(server)
+    status = service.status
+    service.status = lambda: (held.set(), go_on.wait(60.0), status())[2]  # type: ignore[method-assign, func-returns-value]
+    asking = threading.Thread(target=settle, args=(server,))
+    dismissing = threading.Thread(target=lambda: server.dismiss(service)())
+    asking.start()
+    assert held.wait(60.0)  # the loop is at the door
+    dismissing.start()
+    assert within(60.0, lambda: bool(server._tasks))
+    victim.kill()
+    victim.wait()
+    go_on.set()  # and finds both in its next round
+    dismissing.join(60.0)
+    asking.join(60.0)
+    settle(server)
+    assert server.alive()
+    assert aborts(crew) == [0, 0, 0]
+
+
+def test_a_watch_that_comes_after_the_dismissal_is_dropped(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    server.serve(crew.services[0])
+    server.dismiss(crew.services[0])()
+    before = descriptors()
+    server.watch(crew.services[0], 1, victim.pid)
+    settle(server)
+    assert within(60.0, lambda: descriptors() <= before)
+    victim.kill()
+    victim.wait()
+    settle(server)
+    assert aborts(crew) == [0, 0, 0]
+
+
+def test_watching_many_roots_one_after_the_other_keeps_no_descriptors(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    server.serve(crew.services[0])
+    settle(server)
+    before = descriptors()
+    for _ in range(5):
+        server.serve(crew.services[0])
+        server.watch(crew.services[0], 1, victim.pid)
+        server.dismiss(crew.services[0])()
+    assert within(60.0, lambda: descriptors() <= before)
+
+
+def test_deaths_are_noticed_where_the_kernel_refuses_pidfds(
+    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise PermissionError(1, "seccomp says no")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert ProcessHandle(victim.pid).fileno() is None
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    settle(server)
+    assert aborts(crew) == [0, 0, 0]
+    victim.kill()
+    assert within(60.0, lambda: all(aborts(crew)))
+
+
+def test_the_own_process_is_not_watched(crew: Crew, server: Daemon) -> None:
+    """A world of one process, as in these tests, must not keep a descriptor for each of its members."""
+    server.serve(crew.services[0])
+    settle(server)
+    before = descriptors()
+    server.watch(crew.services[0], 1, os.getpid())
+    settle(server)
+    assert within(60.0, lambda: descriptors() <= before)
+    assert aborts(crew) == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings(THREAD_ERROR)
+def test_a_failing_service_aborts_all_roots_and_names_the_rank(server: Daemon) -> None:
+    class Broken(Service):
+        def drain(self) -> bool:
+            raise ZeroDivisionError("out of luck")
+
+    with Crew(LAYOUT, 3) as first, Crew(LAYOUT, 3) as second:
+        for number, crew in enumerate((first, second)):
+            crew.attach()
+            crew.services[0].identity = f"root{number}"
+        server.serve(first.services[0])
+        second.services[0].__class__ = Broken
+        server.serve(second.services[0])
+        assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
+        for crew in (first, second):
+            assert aborts(crew) == [1 + 10] * 3
+            reason = read_reason(crew.spaces[1], 1)
+            assert reason == "the server daemon of rank 10 failed: ZeroDivisionError: out of luck"
+        assert within(60.0, lambda: not server.alive())
+        assert server.door_name not in list_doors("odc.")

@@ -1,0 +1,202 @@
+"""The daemon's door, and its own begin and end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.daemons import aborts, descriptors, settle
+from support.members import Crew
+from support.ranks import RankPool
+
+from odc.runtime import Daemon, Gradient, daemon, stop_daemon
+from odc.runtime.listener import knock, list_doors
+
+# the door ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_door_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, server: Daemon) -> None:
+    service = crew.services[0]
+    server.serve(service)
+    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
+    heap, bell = answer.fds
+    try:
+        assert answer.reply == {"nbytes": crew.spaces[0].heap.nbytes, "digest": crew.spaces[0].heap.digest}
+        assert answer.pid == os.getpid()
+        assert os.path.sameopenfile(heap, crew.spaces[0].heap.fd)
+        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+        os.eventfd_write(bell, 1)
+        crew.verbs[0].await_accumulated()
+    finally:
+        os.close(heap)
+        os.close(bell)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "attach", "root": "crew", "token": "guessed"},
+        {"op": "attach", "root": "crew"},
+        {"op": "attach", "root": "another", "token": "any"},
+        {"op": "attach"},
+        {"op": "dance", "root": "crew"},
+        {},
+    ],
+)
+def test_the_door_hands_out_nothing_else(crew: Crew, server: Daemon, request_: dict[str, str]) -> None:
+    server.serve(crew.services[0])
+    answer = knock(server.door_name, request_, 60.0)
+    assert set(answer.reply) == {"error"}
+    assert answer.fds == []
+    assert server.alive()
+
+
+def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(crew: Crew, server: Daemon) -> None:
+    server.serve(crew.services[0])
+    answer = knock(server.door_name, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 60.0)
+    assert (answer.reply, answer.fds) == ({"error": "no root 'crew' here"}, [])
+
+
+def test_a_dismissed_root_is_no_longer_handed_out(crew: Crew, server: Daemon) -> None:
+    service = crew.services[0]
+    server.serve(service)
+    server.dismiss(service)()
+    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
+    assert answer.reply == {"error": "no root 'crew' here"}
+    assert answer.fds == []
+
+
+# its own life --------------------------------------------------------------------------------------------------------
+
+
+def test_close_gives_everything_back_and_may_be_called_again(crew: Crew, victim: subprocess.Popen[bytes]) -> None:
+    before, threads = descriptors(), threading.active_count()
+    server = Daemon(10)
+    server.serve(crew.services[0])
+    server.watch(crew.services[0], 1, victim.pid)
+    settle(server)
+    assert server.door_name in list_doors("odc.")
+    server.close()
+    server.close()
+    assert descriptors() == before
+    assert threading.active_count() == threads
+    assert server.door_name not in list_doors("odc.")
+    assert not server.alive()
+    assert aborts(crew) == [0, 0, 0]
+
+
+def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Crew) -> None:
+    server = Daemon(10)
+    number = server.bell
+    server.close()
+    pair = os.pipe2(os.O_NONBLOCK)
+    read, write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, number + 50) for fd in pair)
+    for fd in pair:
+        os.close(fd)
+    os.dup2(write, number)
+    try:
+        server.ring()
+        server.dismiss(crew.services[0])()
+        server.watch(crew.services[0], 1, 1)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 8)
+    finally:
+        for fd in (read, write, number):
+            os.close(fd)
+
+
+def test_there_is_one_daemon_a_process_until_it_is_stopped() -> None:
+    try:
+        first = daemon(4)
+        assert daemon(4) is first
+        assert first.alive()
+        stop_daemon()
+        assert not first.alive()
+        stop_daemon()
+        second = daemon(4)
+        assert second is not first and second.alive()
+        assert second.door_name != first.door_name
+        assert second.door_name.startswith(f"odc.{os.getuid()}.4.{os.getpid()}.")
+    finally:
+        stop_daemon()
+
+
+def in_a_forked_child(rank: int, world: int) -> tuple[bool, bool, list[str], bool]:
+    """What a child that is forked from a rank, as a data loader's worker is, makes of the daemon."""
+    parents = daemon(rank)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        own = daemon(rank)
+        alive = parents.alive()
+        parents.close()  # not its to close
+        os.write(write, f"{alive} {own is parents} {own.alive()} {own.door_name}".encode())
+        os._exit(0)
+    os.wait()
+    said = os.read(read, 1000).decode().split()
+    os.close(read)
+    os.close(write)
+    still = knock(parents.door_name, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
+    return said[0] == "True", said[1] == "True", said[2:], still
+
+
+def test_a_forked_child_starts_its_own_and_leaves_the_parents_alone(ranks: Callable[[int], RankPool]) -> None:
+    ((parents_alive, same, (alive, door), still),) = ranks(1).run(in_a_forked_child)
+    assert not parents_alive, "a thread does not live on in a forked child"
+    assert not same
+    assert alive == "True"
+    assert still, "the parent's daemon does not answer any more"
+    assert door not in list_doors("odc."), "the child's door is gone with the child"
+
+
+def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> None:
+    """The garbage collector runs wherever it likes."""
+    server.serve(crew.services[0])
+    over = threading.Event()
+    server._do(lambda: (server.dismiss(crew.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
+    assert over.wait(60.0)
+    assert knock(server.door_name, {"op": "status"}, 60.0).reply["roots"] == []
+
+
+def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daemon) -> None:
+    """The garbage collector may end a root on a thread that holds the lock of an accumulator, which the loop wants."""
+    service, adding, closed = crew.services[0], threading.Event(), threading.Event()
+    server.serve(service)
+    settle(server)
+    drain = service.drain
+    service.drain = lambda: (adding.set(), drain())[1]  # type: ignore[method-assign, func-returns-value]
+    with crew.spaces[0].mutex(0, crew.units[0]).held(60.0):
+        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+        server.ring()
+        assert adding.wait(60.0)
+        wait = server.dismiss(service, closed.set)  # returns: to wait here would take the lock's whole deadline
+        assert not closed.wait(0.2), "closed while the loop was adding"
+    wait()
+    assert closed.is_set()
+
+
+def test_a_root_may_end_while_the_daemon_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may end an old root, which asks for the daemon, in the middle of a new root's asking."""
+    alive, asked = Daemon.alive, list[Daemon]()
+
+    def collects(self: Daemon) -> bool:
+        if not asked:
+            asked.append(self)
+            asked.append(daemon(4))
+        return alive(self)
+
+    try:
+        first = daemon(4)
+        monkeypatch.setattr(Daemon, "alive", collects)
+        found: list[Daemon] = []
+        asking = threading.Thread(target=lambda: found.append(daemon(4)), daemon=True)
+        asking.start()
+        asking.join(60.0)
+        assert found == [first]
+    finally:
+        monkeypatch.undo()
+        stop_daemon()

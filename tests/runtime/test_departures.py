@@ -1,0 +1,220 @@
+"""Twin of odc/runtime/departures.py and leave.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.daemons import within
+from support.sides import LAYOUT, RANKS, Side
+
+from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
+from odc.runtime import Word, leave, presence
+from odc.settings import Settings
+
+Make = Callable[..., Side]
+
+
+def left(one: Side) -> Callable[[], None]:
+    return leave(one.daemon, one.service, one.meet)
+
+
+def is_open(one: Side) -> bool:
+    return one.heap._fd >= 0  # type: ignore[attr-defined]
+
+
+def test_a_heap_stays_until_the_slow_peer_has_attached(side: Make) -> None:
+    fast, slow = side(0).announce(), side(1).announce()
+    fast.space.published(0, fast.units[0], 0).fill_(7.0)
+    fast.space.board(1)
+    wait = left(fast)
+    fast.daemon.ring()
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive() and is_open(fast)
+    assert slow.space.published(0, slow.units[0], 0).tolist() == [7.0] * 8
+    waiter.join(20.0)
+    assert not waiter.is_alive()
+    assert not is_open(fast)
+
+
+def test_a_peer_that_leaves_without_having_attached_is_not_waited_for(side: Make) -> None:
+    """Neither had anything to fetch: each learns from the store that the other needs nothing."""
+    one, other = side(0).announce(), side(1).announce()
+    waits = [left(one), left(other)]
+    for wait in waits:
+        wait()
+    assert not is_open(one) and not is_open(other)
+
+
+def test_a_peer_that_dies_is_not_waited_for(side: Make, store: Any) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"]) as peer:
+        store.set(f"odc/process/{RANKS[1]}", json.dumps([peer.pid, presence._namespace()]))
+        fast = side(0, settings=Settings(timeout_s=600.0)).announce()
+        wait = left(fast)
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiter.join(0.2)
+        assert waiter.is_alive()
+        peer.kill()
+        waiter.join(20.0)
+        assert not waiter.is_alive()
+    assert not is_open(fast)
+
+
+def test_a_peer_that_does_neither_is_named_at_the_deadline(side: Make) -> None:
+    fast = side(0, settings=Settings(timeout_s=0.3)).announce()
+    side(1).announce()
+    with pytest.raises(WaitTimeoutError, match=r"rank 10, leaving heap 7\.abc: rank 13 has neither attached") as late:
+        left(fast)()
+    assert late.value.culprit == 13
+    assert not is_open(fast)
+
+
+def test_a_job_that_was_aborted_waits_for_nobody_and_leaves_the_reason(side: Make, store: Any) -> None:
+    fast, slow = side(0, settings=Settings(timeout_s=600.0)).announce(), side(1).announce()
+    fast.service.abort("ValueError: no words left", 10)
+    left(fast)()
+    assert not is_open(fast)
+    with pytest.raises(PeerLostError, match="was aborted by rank 10: ValueError: no words left"):
+        slow.space.board(0)
+
+
+def test_what_a_rank_leaves_is_told_to_a_peer_that_waits_in_vain(side: Make) -> None:
+    one, other = side(0).announce(), side(1).announce()
+    other.space.board(0)
+    leave(one.daemon, one.service, one.meet, "KeyError: 'page'")
+    from odc.runtime import Waiter
+
+    with pytest.raises(PeerLostError, match=r"rank 10 has left the job .*; the last error there was KeyError: 'page'"):
+        Waiter(other.space, lambda: 1).until(lambda: False, 0, "rank 10 to finish epoch 1")
+
+
+def test_nothing_stays_in_the_store(side: Make, store: Any) -> None:
+    for number in range(3):
+        two = [side(me, identity=f"{number}.abc").announce(calls=[number]) for me in (0, 1)]
+        for one in two:
+            one.space.attach_all()
+            one.meet._store.set(one.meet._key(one.geometry.me) + "/met", "1")
+        for wait in [left(one) for one in two]:
+            wait()
+    kept = [key for key in store.list_keys() if "roots" not in key]
+    assert kept == []
+    assert {store.get(f"odc/roots/abc/{rank}") for rank in RANKS} == {b"{}"}
+
+
+def test_the_keys_stay_as_long_as_a_peer_may_read_them(side: Make, store: Any) -> None:
+    fast, slow = side(0).announce(), side(1).announce()
+    fast.space.board(1)
+    slow.space.board(0)
+    left(fast)()
+    assert store.check(["odc/7.abc/10", "odc/7.abc/13"])
+    left(slow)()
+    assert store.list_keys() == []
+
+
+def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> None:
+    fast = side(0, settings=Settings(timeout_s=600.0)).announce()
+    side(1).announce()
+    left(fast)
+    fast.daemon.close()
+    assert within(5.0, lambda: not is_open(fast))
+    late = side(1, identity="8.abc").announce()
+    late.daemon.close()
+    left(late)()
+    assert not is_open(late)
+
+
+def test_a_bell_is_not_closed_while_it_is_rung(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late ring would write to whatever has the descriptor's number next."""
+    one, _ = side(0).announce(), side(1).announce()
+    one.space.board(1)
+    ringing, closing, still_open = threading.Event(), threading.Event(), list[bool]()
+
+    def slow_write(fd: int, value: int) -> None:
+        ringing.set()
+        closing.wait(20.0)
+        closer.join(0.2)
+        still_open.append(fd in one.meet.bells.values())
+
+    monkeypatch.setattr("os.eventfd_write", slow_write)
+    closer = threading.Thread(target=lambda: (closing.set(), one.meet.close()))
+    ringer = threading.Thread(target=one.meet.ring, args=(1,))
+    ringer.start()
+    assert ringing.wait(20.0)
+    closer.start()
+    ringer.join(20.0)
+    closer.join(20.0)
+    assert still_open == [True]
+    monkeypatch.undo()
+    with pytest.raises(OdcError, match="has left the job"):
+        one.meet.ring(1)
+
+
+# other roots ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_units_is_named_at_once_on_both_sides(side: Make) -> None:
+    """The root is named by the number of its call, so another number of units makes another name."""
+    patient = Settings(timeout_s=600.0)
+    two = side(0, settings=patient, identity="1.abc").announce(calls=[0, 1])
+    three = side(1, [*LAYOUT, LAYOUT[1]], settings=patient, identity="2.abc").announce(calls=[0, 1, 2])
+    for one, peer, mine, theirs in ((two, 1, 2, 3), (three, 0, 3, 2)):
+        me, other = one.service.rank, RANKS[peer]
+        with pytest.raises(
+            LayoutMismatchError, match=f"differently: rank {me} has {mine} units, rank {other} has {theirs}$"
+        ):
+            one.space.board(peer)
+
+
+def test_another_model_of_the_peer_is_no_mismatch(side: Make) -> None:
+    """Ranks may run their models in any order."""
+    side(1, identity="9.abc").announce(calls=[8, 9])
+    one = side(0, settings=Settings(timeout_s=0.3), identity="7.abc").announce(calls=[6, 7])
+    with pytest.raises(WaitTimeoutError, match="waiting for rank 13 to come up"):
+        one.space.board(1)
+
+
+def test_a_model_sharded_before_on_one_rank_is_named(side: Make) -> None:
+    side(1, identity="1.abc").announce(calls=[0, 1])
+    one = side(0, [*LAYOUT], settings=Settings(timeout_s=600.0), identity="2.abc").announce(calls=[1, 2])
+    with pytest.raises(LayoutMismatchError, match="rank 13 has called fully_shard on other modules before"):
+        one.space.board(1)
+
+
+def test_another_root_counts_no_more_once_it_is_left(side: Make, store: Any) -> None:
+    two = [side(me, identity="4.abc").announce(calls=[4]) for me in (0, 1)]
+    for wait in [left(one) for one in two]:
+        wait()
+    assert Word.LEFT in Word  # both have gone
+    again = [side(me, identity="5.abc").announce(calls=[4, 5]) for me in (0, 1)]
+    again[0].space.board(1)
+    again[1].space.board(0)
+
+
+def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
+    side: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = side(0, identity="7.abc").announce(), side(0, identity="8.abc").announce()
+    monkeypatch.setattr(one.meet, "unsettled", lambda members: 1 / 0)
+    left(one)()
+    assert not is_open(one)
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.setattr(other.meet, "unsettled", lambda members: [])
+    left(other)()
+    assert not is_open(other), "the thread looks after the next one"
+
+
+def test_a_peer_whose_job_was_aborted_is_not_waited_for(side: Make) -> None:
+    """It settles never. This rank has not attached to it, so nothing but the store says that it has gone."""
+    aborted, waiting = side(0).announce(), side(1).announce()
+    aborted.space.board(0).store(Word.ABORT, 1 + RANKS[0])
+    left(aborted)()
+    left(waiting)()
+    assert not is_open(waiting)

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.members import BF16, F16, F32, F64, Crew
+
+from odc.errors import UnsupportedError
+from odc.runtime import Gradient, Outbox, UnitSpec, flatten
+from odc.runtime.layout import Ring
+from odc.runtime.push import Pusher, pieces_for
+from odc.settings import ACCUMULATE_MODES, Settings
+
+
+@contextmanager
+def small_slots(slots: int, nbytes: int) -> Iterator[None]:
+    """Rings so small that a push of a few elements takes many blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ring, "fit", lambda units, block: Ring(slots, nbytes))
+        yield
+
+
+@dataclass(frozen=True)
+class Param:
+    """A whole parameter: its shape, along which dimension it is sharded, and the dtype of its gradient."""
+
+    shape: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+
+    def padded(self, shards: int) -> int:
+        """Elements of each rank's padded shard, as FSDP2 pads."""
+        rest = torch.Size(self.shape).numel() // self.shape[self.dim] if self.shape[self.dim] else 0
+        return -(-self.shape[self.dim] // shards) * rest
+
+
+@st.composite
+def params(draw: st.DrawFn, shards: int) -> Param:
+    dtype = draw(st.sampled_from([F32, BF16, F16, F64]))
+    if draw(st.booleans()):
+        return Param((draw(st.integers(1, 9)), draw(st.integers(1, 9))), 0, dtype)  # chunks of unequal size, or none
+    return Param((draw(st.integers(1, 4)), shards * draw(st.integers(1, 4))), 1, dtype)  # Shard(1) must divide evenly
+
+
+def gradient_of(param: Param, seed: int) -> torch.Tensor:
+    """Small whole numbers: every sum of them is exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, param.shape, generator=generator).to(param.dtype)
+
+
+def chunk_of(param: Param, whole: torch.Tensor, shards: int, shard: int) -> torch.Tensor:
+    """What FSDP2's reduce-scatter leaves at `shard`: its chunk, 1-D, padded with zeros."""
+    out = torch.zeros(param.padded(shards), dtype=F64)
+    chunks = torch.chunk(whole, shards, dim=param.dim)
+    if shard < len(chunks):
+        flat = chunks[shard].reshape(-1).to(F64)
+        out[: flat.numel()] = flat
+    return out
+
+
+def crew_for(units: list[list[Param]], shards: int, **options: object) -> Crew:
+    layout = [[(f"p{i}", p.padded(shards), p.dtype) for i, p in enumerate(unit)] for unit in units]
+    return Crew(layout, shards, **options)  # type: ignore[arg-type]
+
+
+def fails_without_credit(box: Outbox) -> None:
+    assert box.credit() > 0, "a block is put without credit"
+
+
+def pusher_of(crew: Crew, member: int) -> Pusher:
+    def await_credit(box: Outbox) -> None:
+        while box.credit() <= 0:
+            assert crew.services[box.owner].drain(), "no credit, and nothing to take"
+
+    return Pusher(crew.spaces[member], lambda owner: None, await_credit, crew._ring)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[list[Param]], list[tuple[int, int, list[int]]], str, bool]:
+    """(shards, units, pushes as (member, unit, used parameters), accumulate, drained by hand)."""
+    shards = draw(st.integers(1, 4))
+    units = draw(st.lists(st.lists(params(shards), min_size=1, max_size=4), min_size=1, max_size=2))
+    pushes = []
+    for _ in range(draw(st.integers(1, 5))):
+        unit = draw(st.integers(0, len(units) - 1))
+        used = [i for i in range(len(units[unit])) if draw(st.integers(0, 3))]
+        pushes.append((draw(st.integers(0, shards - 1)), unit, used))
+    return shards, units, pushes, draw(st.sampled_from(ACCUMULATE_MODES)), draw(st.booleans())
+
+
+@given(jobs())
+def test_owners_hold_what_a_reduce_scatter_would_leave(
+    job: tuple[int, list[list[Param]], list[tuple[int, int, list[int]]], str, bool],
+) -> None:
+    shards, units, pushes, accumulate, by_hand = job
+    settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
+    with small_slots(2, 64), crew_for(units, shards, settings=settings, by_hand=by_hand) as crew:
+        pushers = [pusher_of(crew, member) for member in range(shards)]
+        expected = [[[torch.zeros(p.padded(shards), dtype=F64) for p in unit] for unit in units] for _ in range(shards)]
+        for number, (member, at, used) in enumerate(pushes):
+            grads = {i: gradient_of(units[at][i], 10 * number + i) for i in used}
+            sent = pushers[member].push(
+                crew.units[at], [Gradient(i, flatten(g, units[at][i].dim, shards)) for i, g in grads.items()]
+            )
+            away = 0
+            for owner in range(shards):
+                for i, grad in grads.items():
+                    expected[owner][at][i] += chunk_of(units[at][i], grad, shards, owner)
+                    chunks = torch.chunk(grad, shards, dim=units[at][i].dim)
+                    away += chunks[owner].nbytes if owner != member and owner < len(chunks) else 0
+            assert sent == away, "bytes that left the rank"
+        for owner in range(shards):
+            crew.drain(owner)
+            for unit, sums in zip(crew.units, expected[owner], strict=True):
+                space = crew.spaces[owner]
+                found = sum(space.accumulator(owner, unit, source).to(F64) for source in range(space.sources))
+                assert torch.equal(found, torch.cat(sums)), f"owner {owner}, unit {unit.name}"
+
+
+def test_per_source_sums_are_kept_by_the_source() -> None:
+    units = [[Param((6, 2), 0, F32)]]
+    with crew_for(units, 3, settings=Settings(accumulate="per_source")) as crew:
+        for member in range(3):
+            pusher_of(crew, member).push(crew.units[0], [Gradient(0, torch.full((12,), 1.0 + member))])
+        for owner in range(3):
+            for source in range(3):
+                assert crew.spaces[owner].accumulator(owner, crew.units[0], source).tolist() == [1.0 + source] * 4
+
+
+def test_with_hybrid_sharding_pushes_stay_in_the_own_replica() -> None:
+    with crew_for([[Param((4, 2), 0, F32)]], 2, replicas=2) as crew:
+        pusher_of(crew, 3).push(crew.units[0], [Gradient(0, torch.arange(1.0, 9.0))])
+        crew.drain(2)
+        found = [crew.spaces[member].accumulator(member, crew.units[0]).tolist() for member in range(4)]
+        assert found == [[0.0] * 4, [0.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
+
+
+def test_owners_are_visited_from_the_next_shard_on_and_only_when_ready() -> None:
+    with crew_for([[Param((3, 1), 0, F32)]], 3) as crew:
+        asked: list[int] = []
+        pusher = Pusher(crew.spaces[1], asked.append, fails_without_credit, crew._ring)
+        pusher.push(crew.units[0], [Gradient(0, torch.ones(3))])
+        assert asked == [2, 0, 1]
+        assert crew.rung == [2, 0], "the own chunk needs no bell"
+
+        def not_open(owner: int) -> None:
+            raise TimeoutError(owner)
+
+        before = [crew.spaces[m].accumulator(m, crew.units[0]).tolist() for m in range(3)]
+        with pytest.raises(TimeoutError):
+            Pusher(crew.spaces[1], not_open, fails_without_credit, crew._ring).push(
+                crew.units[0], [Gradient(0, torch.ones(3))]
+            )
+        assert [crew.spaces[m].accumulator(m, crew.units[0]).tolist() for m in range(3)] == before
+
+
+def blocks(crew: Crew, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Takes what is posted to `owner` by the member before it: (first element, values)."""
+    from odc.runtime import Inbox
+
+    inbox = Inbox(crew.spaces[owner], (owner - 1) % len(crew.ranks))
+    while (block := inbox.peek()) is not None:
+        yield block[1][0].first, block[1][0].values.clone()
+        inbox.take()
+
+
+def test_parameters_side_by_side_share_a_block() -> None:
+    with crew_for([[Param((2, 3), 0, F32), Param((2, 1), 0, F32), Param((2, 2), 0, F32)]], 2, by_hand=True) as crew:
+        grads = [torch.arange(1.0, 7.0), torch.arange(7.0, 9.0), torch.arange(9.0, 13.0)]
+        pusher_of(crew, 0).push(crew.units[0], [Gradient(i, g) for i, g in enumerate(grads)])
+        ((first, values),) = blocks(crew, 1)
+        assert (first, values.tolist()) == (0, [4.0, 5.0, 6.0, 8.0, 11.0, 12.0])
+
+
+def test_an_unused_parameter_or_another_dtype_ends_a_block() -> None:
+    unit = [Param((2, 2), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, BF16)]
+    with small_slots(8, 64), crew_for([unit], 2, by_hand=True) as crew:
+        grads = [Gradient(i, torch.ones(2 * unit[i].padded(2), dtype=unit[i].dtype)) for i in (0, 2, 3)]
+        pusher_of(crew, 0).push(crew.units[0], grads)
+        assert [(first, values.tolist(), values.dtype) for first, values in blocks(crew, 1)] == [
+            (0, [1.0, 1.0], F32),
+            (3, [1.0], F32),
+            (4, [1.0], BF16),
+        ]
+
+
+def test_padding_ends_a_block_and_is_not_sent() -> None:
+    # Three rows over two shards: the second owns one row and one row of padding.
+    unit = [Param((3, 2), 0, F32), Param((2, 2), 0, F32)]
+    with small_slots(8, 64), crew_for([unit], 2, by_hand=True) as crew:
+        sent = pusher_of(crew, 0).push(crew.units[0], [Gradient(0, torch.arange(6.0)), Gradient(1, torch.arange(4.0))])
+        assert [(first, values.tolist()) for first, values in blocks(crew, 1)] == [(0, [4.0, 5.0]), (4, [2.0, 3.0])]
+        assert sent == 16
+
+
+def test_gradients_travel_in_their_own_dtype_in_blocks_of_whole_slots() -> None:
+    unit = [Param((2, 100), 0, BF16)]
+    with small_slots(16, 64), crew_for([unit], 2, by_hand=True) as crew:
+        pusher_of(crew, 0).push(crew.units[0], [Gradient(0, torch.arange(200.0).to(BF16))])
+        found = list(blocks(crew, 1))
+        assert [(first, values.numel()) for first, values in found] == [(0, 32), (32, 32), (64, 32), (96, 4)]
+        assert all(values.dtype is BF16 for _, values in found)
+        assert torch.equal(torch.cat([values for _, values in found]), torch.arange(100.0, 200.0).to(BF16))
+
+
+def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> None:
+    unit = [Param((2, 100), 0, F32)]
+    with small_slots(2, 64), crew_for([unit], 2, by_hand=True) as crew:
+        credits: list[int] = []
+
+        def await_credit(box: Outbox) -> None:
+            credits.append(box.credit())
+            while not box.credit():
+                crew.services[1].drain()
+
+        Pusher(crew.spaces[0], lambda owner: None, await_credit, crew._ring).push(
+            crew.units[0], [Gradient(0, torch.ones(200))]
+        )
+        assert credits == [2, 1, 0, 0, 0, 0, 0], "seven blocks through two slots"
+
+
+def test_flatten_lays_chunks_side_by_side() -> None:
+    grad = torch.arange(24.0).view(2, 3, 4)
+    assert flatten(grad, 0, 2).tolist() == list(range(24))
+    for dim in (1, 2):
+        shards = grad.shape[dim]
+        expected = torch.cat([chunk.reshape(-1) for chunk in torch.chunk(grad, shards, dim=dim)])
+        assert torch.equal(flatten(grad, dim, shards), expected)
+
+
+def test_flatten_copies_only_what_does_not_lie_so_already() -> None:
+    grad = torch.arange(6.0).view(2, 3)
+    assert flatten(grad, 0, 2).data_ptr() == grad.data_ptr()
+    turned = grad.t()
+    flat = flatten(turned, 0, 3)
+    assert flat.is_contiguous() and flat.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float8_e4m3fn])
+def test_refuses_dtypes_that_cannot_travel(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=str(dtype)):
+        flatten(torch.zeros(4).to(dtype), 0, 2)
+
+
+def test_pieces_follow_the_accumulator_and_skip_empty_chunks() -> None:
+    unit = UnitSpec.build(0, "u", [("a", 2, F32), ("b", 3, F32), ("c", 1, F32)], F32)
+    gradients = [Gradient(0, torch.arange(4.0)), Gradient(2, torch.arange(1.0))]  # c: one row for two shards
+    assert [(p.first, p.values.tolist()) for p in pieces_for(unit, gradients, 0)] == [(0, [0.0, 1.0]), (5, [0.0])]
+    assert [(p.first, p.values.tolist()) for p in pieces_for(unit, gradients, 1)] == [(0, [2.0, 3.0])]

@@ -1,0 +1,316 @@
+"""The queue in every order of events that its waits allow, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.members import F32, Crew
+from support.ranks import RankPool
+
+from odc.errors import OdcError, PeerLostError, UnsupportedError
+from odc.memory import ShmHeap
+from odc.runtime import (
+    Claimed,
+    Daemon,
+    Geometry,
+    Outcome,
+    Queue,
+    Rendezvous,
+    Service,
+    Space,
+    UnitSpec,
+    Verbs,
+    Word,
+    progress,
+    summary,
+)
+from odc.settings import Settings
+
+LAYOUT = [[("w", 4, F32)]]
+ROOM = 64 << 10
+
+
+def made(member: int, epoch: int, number: int) -> dict[str, torch.Tensor]:
+    """A microbatch that says where it comes from, of a length of its own."""
+    return {"from": torch.tensor([member, epoch, number]), "ids": torch.arange(7 * (member + 1) + 31 * number)}
+
+
+def origin(claimed: Claimed) -> tuple[int, int, int]:
+    member, epoch, number = claimed.tensors["from"].tolist()
+    assert torch.equal(claimed.tensors["ids"], made(member, epoch, number)["ids"]), "the copy is not what was offered"
+    assert claimed.member == member
+    return member, epoch, number
+
+
+def crew_of(members: int, **more: Any) -> Crew:
+    return Crew(LAYOUT, members, settings=Settings(timeout_s=0.2, queue_bytes=ROOM), **more)
+
+
+def queue(crew: Crew, member: int) -> Queue:
+    found = crew.verbs[member].queue
+    assert found is not None
+    return found
+
+
+# any interleaving ------------------------------------------------------------------------------------------------
+
+
+def live(crew: Crew, member: int, counts: Sequence[Sequence[int]], found: list[list[Any]]) -> Iterator[None]:
+    """Minibatches of one member as `odc.fsdp` runs them; gives way wherever another rank may overtake it."""
+    verbs, boards = crew.verbs[member], [crew.spaces[member].board(m) for m in range(len(crew.ranks))]
+    for epoch, by_member in enumerate(counts, 1):
+        while any(board.load(Word.DONE) < epoch - 1 for board in boards):  # else it would wait
+            yield
+        crew.publish(member, dirty=False)
+        yield
+        queue(crew, member).offer([made(member, epoch, i) for i in range(by_member[member])])
+        yield
+        while any(board.load(Word.OFFERED) < epoch for board in boards):
+            yield
+        while (claimed := verbs.claim()) is not None:
+            found[epoch - 1].append((claimed.number, origin(claimed)))
+            yield
+        assert not queue(crew, member).left_early
+        yield
+        verbs.done(Outcome.TRAINED)
+        yield
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4),
+    seed=st.integers(0, 1 << 32),
+    replicas=st.booleans(),
+)
+def test_each_microbatch_is_claimed_once_in_any_order_of_events(
+    counts: list[list[int]], seed: int, replicas: bool
+) -> None:
+    draw, found = random.Random(seed), [list[Any]() for _ in counts]
+    with crew_of(1, replicas=3) if replicas else crew_of(3) as crew:
+        ranks = [live(crew, member, counts, found) for member in range(3)]
+        while ranks:
+            rank = draw.choice(ranks)
+            try:
+                next(rank)
+            except StopIteration:
+                ranks.remove(rank)
+    for epoch, (by_member, claims) in enumerate(zip(counts, found, strict=True), 1):
+        offered = {(member, epoch, i) for member in range(3) for i in range(by_member[member])}
+        assert sorted(number for number, _ in claims) == list(range(len(offered)))
+        assert {where for _, where in claims} == offered
+        bytes_of = [made(*where)["ids"].numel() for _, where in sorted(claims)]
+        assert bytes_of == sorted(bytes_of, reverse=True), "the longest first"
+
+
+# real processes --------------------------------------------------------------------------------------------------
+
+
+def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[list[int]]:
+    """Claims of this rank by epoch, with naps in between; heap and server as `odc.fsdp` builds them."""
+    import torch.distributed as dist
+
+    from odc.fsdp._torch_compat import default_store
+
+    chosen = Settings(timeout_s=60.0, queue_bytes=ROOM)
+    units = [UnitSpec.build(0, "u", LAYOUT[0], F32)]
+    geometry = Geometry(tuple(range(world)), world, rank)
+    meet = Rendezvous(default_store(), "queue", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
+    space = Space(ShmHeap("queue", geometry.ranks, rank, meet.connect, 60.0), geometry, units, chosen, "test")
+    verbs = Verbs(space, meet.ring)
+    service, server = Service("queue", space), Daemon(rank)
+    server.serve(service)
+    meet.on_attach = lambda member, pid: server.watch(service, member, pid)
+    meet.announce(server.door_name, service.token, space.heap.digest, summary(units))
+    draw, found = random.Random(rank), list[list[int]]()
+    try:
+        for epoch in range(1, epochs + 1):
+            verbs.await_done(epoch - 1)
+            verbs.publish([[torch.zeros(4)]], [False])
+            assert verbs.queue is not None
+            verbs.queue.offer([made(rank, epoch, i) for i in range(count)])
+            found.append([])
+            while (claimed := verbs.claim()) is not None:
+                member, of, number = origin(claimed)
+                assert of == epoch, "of another minibatch"
+                found[-1].append(member * count + number)
+                if draw.random() < 0.1:
+                    time.sleep(draw.random() / 500)
+            verbs.done(Outcome.TRAINED)
+        verbs.await_done(epochs)
+        dist.barrier()
+        return found
+    finally:
+        space.board(rank).store(Word.LEFT, 1)
+        server.close()
+        meet.close()
+        space.close()
+
+
+def test_racing_processes_claim_each_microbatch_once(ranks: Any) -> None:
+    pool: RankPool = ranks(4)
+    epochs, count = 25, 12
+    for by_rank in zip(*pool.run(live_in_a_process, epochs, count), strict=True):
+        assert sorted(number for claims in by_rank for number in claims) == list(range(4 * count))
+
+
+# waits and refusals ----------------------------------------------------------------------------------------------
+
+
+def test_a_claim_waits_until_all_have_offered() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        queue(crew, 0).offer([made(0, 1, 0)])
+        with crew.late("rank 13 to offer its microbatches of epoch 1"):
+            queue(crew, 0).claim()
+        queue(crew, 1).offer([])
+        found = queue(crew, 0).claim()
+        assert found is not None and origin(found) == (0, 1, 0)
+        assert queue(crew, 1).claim() is None and not queue(crew, 1).left_early, "a rank may get nothing"
+        assert queue(crew, 0).left_early
+        assert queue(crew, 0).claim() is None
+        assert not queue(crew, 0).left_early
+        assert queue(crew, 0).claim() is None, "the end stays the end"
+
+
+def test_a_member_that_is_done_without_an_offer_is_named_at_once() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        queue(crew, 0).offer([])
+        crew.verbs[1].done(Outcome.TRAINED)
+        with pytest.raises(
+            OdcError, match=r"rank 10 \(epoch 1\) .* rank 13 ended that minibatch without an offer"
+        ) as it:
+            queue(crew, 0).claim()
+        assert it.value.culprit == 13
+
+
+def test_who_abandons_before_its_offer_ends_the_queue_of_that_minibatch_only() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        queue(crew, 1).offer([made(1, 1, 0)])
+        crew.verbs[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
+        assert queue(crew, 1).claim() is None
+        assert not queue(crew, 1).left_early
+        crew.verbs[1].done(Outcome.TRAINED)
+        crew.publish_all()
+        for member in (0, 1):
+            queue(crew, member).offer([made(member, 2, 0)])
+        found = [queue(crew, 0).claim() for _ in range(2)]
+        assert sorted(origin(one) for one in found if one) == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_costs_decide_the_order_and_ties_go_by_member() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        queue(crew, 1).offer([made(1, 1, 0), made(1, 1, 1), made(1, 1, 2)], [2.0, 0.25, 2.0])
+        queue(crew, 0).offer([made(0, 1, 0), made(0, 1, 1)], [-1, 2])
+        found = [queue(crew, n % 2).claim() for n in range(5)]
+        assert [origin(one) for one in found if one] == [(0, 1, 1), (1, 1, 0), (1, 1, 2), (1, 1, 1), (0, 1, 0)]
+
+
+def test_what_was_claimed_is_a_copy() -> None:
+    with crew_of(1) as crew:
+        crew.publish_all()
+        queue(crew, 0).offer([made(0, 1, 2)])
+        found = queue(crew, 0).claim()
+        crew.spaces[0].offers(0).zero_()
+        assert found is not None and origin(found) == (0, 1, 2)
+
+
+def test_too_much_is_refused_with_the_bytes_it_takes() -> None:
+    big = [{"ids": torch.zeros(ROOM // 8, dtype=torch.int32)}] * 2
+    with crew_of(1) as crew:
+        crew.publish_all()
+        with pytest.raises(
+            UnsupportedError, match=r"rank 10 .epoch 1. offers 2 microbatches that take (\d+) bytes"
+        ) as it:
+            queue(crew, 0).offer(big)
+        needed = int(str(it.value).split("take ")[1].split()[0])
+        assert f"Set it to {needed} or more" in str(it.value)
+    with Crew(LAYOUT, 1, settings=Settings(queue_bytes=needed)) as crew:
+        crew.publish_all()
+        queue(crew, 0).offer(big)
+        assert [one.nbytes for one in (queue(crew, 0).claim(), queue(crew, 0).claim()) if one] == [ROOM // 2 + 64] * 2
+
+
+@pytest.mark.parametrize("costs", [[1.0], [1.0, math.nan], [1.0, math.inf]])
+def test_costs_must_be_as_many_and_finite(costs: list[float]) -> None:
+    with crew_of(1) as crew:
+        crew.publish_all()
+        with pytest.raises(ValueError, match="2 microbatches need as many finite costs"):
+            queue(crew, 0).offer([made(0, 1, 0), made(0, 1, 1)], costs)
+
+
+def test_one_offer_an_epoch_and_none_without_one() -> None:
+    with crew_of(1) as crew:
+        crew.publish_all()
+        with pytest.raises(OdcError, match="claims from the queue of a minibatch in which it has offered nothing"):
+            queue(crew, 0).claim()
+        queue(crew, 0).offer([])
+        with pytest.raises(OdcError, match="offers a second time in one minibatch"):
+            queue(crew, 0).offer([])
+        assert crew.verbs[0].claim() is None
+        crew.verbs[0].done(Outcome.TRAINED)
+        crew.publish(0)
+        queue(crew, 0).offer([made(0, 2, 0)])
+        found = crew.verbs[0].claim()
+        assert found is not None and origin(found) == (0, 2, 0), "the count begins anew"
+
+
+def test_an_aborted_job_gives_no_more() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        for member in (0, 1):
+            queue(crew, member).offer([made(member, 1, 0)])
+        crew.attach()
+        crew.verbs[1].abort("out of memory", 13)
+        with pytest.raises(PeerLostError, match="claiming a microbatch: .* by rank 13: out of memory"):
+            crew.verbs[0].claim()
+
+
+def test_status_tells_how_far_the_queue_is_and_who_has_claimed_what() -> None:
+    with crew_of(3) as crew:
+        assert [progress(space) for space in crew.spaces] == [None] * 3, "nothing is offered"
+        for epoch in (1, 2):
+            crew.publish_all()
+            for member, count in enumerate((3, 0, 2)):
+                assert progress(crew.spaces[member]) is None, "an offer of the last minibatch"
+                queue(crew, member).offer([made(member, epoch, i) for i in range(count)])
+                waiting = {"offered": count, "claimed": 0, "handed_out": None, "total": None}
+                assert progress(crew.spaces[member]) == waiting
+            for member in (0, 2, 2, 0, 2, 0, 1, 2):
+                crew.verbs[member].claim()
+            found = [progress(space) for space in crew.spaces]
+            for member, (offered, claimed) in enumerate([(3, 2), (0, 0), (2, 3)]):
+                assert found[member] == {"offered": offered, "claimed": claimed, "handed_out": 5, "total": 5}
+            for verbs in crew.verbs:
+                verbs.done(Outcome.TRAINED)
+
+
+def test_status_of_a_queue_that_is_half_handed_out() -> None:
+    with crew_of(2) as crew:
+        crew.publish_all()
+        for member in (0, 1):
+            queue(crew, member).offer([made(member, 1, i) for i in range(4)])
+        for member in (1, 0, 1):
+            crew.verbs[member].claim()
+        assert [crew.services[member].status()["queue"] for member in (0, 1)] == [
+            {"offered": 4, "claimed": 1, "handed_out": 3, "total": 8},
+            {"offered": 4, "claimed": 2, "handed_out": 3, "total": 8},
+        ]
+
+
+def test_no_queue_takes_no_memory() -> None:
+    with Crew(LAYOUT, 2) as crew:
+        assert crew.verbs[0].queue is None
+        assert crew.spaces[0].ledger()["queue"] == 0 and progress(crew.spaces[0]) is None
+    with crew_of(2) as crew:
+        assert crew.spaces[0].ledger()["queue"] == ROOM

@@ -1,0 +1,139 @@
+"""Twin of odc/runtime/store.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import ProcessHandle
+from odc.runtime import JobStore
+
+_HOST = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+class Silent:
+    """A store whose server has stopped: every call waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.answer = threading.Event(), threading.Event()
+        self.made: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.set()
+        self.answer.wait(60.0)
+        self.made += keys
+        return True
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    store = Silent()
+    yield store
+    store.answer.set()
+
+
+def test_calls_reach_the_store_under_the_prefix() -> None:
+    raw = dist.HashStore()
+    store = JobStore(raw, 20.0, 3, "mine/")
+    store.set("a", "1")
+    assert raw.get("mine/a") == b"1" == store.get("a")
+    assert store.check(["a"]) and not store.check(["a", "b"])
+    assert [store.add("n", 2), store.add("n", 3)] == [2, 5]
+    store.delete_key("a")
+    assert not store.check(["a"])
+
+
+def test_a_call_ends_at_the_deadline(silent: Silent) -> None:
+    with pytest.raises(WaitTimeoutError, match=r"^rank 3: the job's key-value store has not answered for 0\.3 s"):
+        JobStore(silent, 0.3, 3).check(["a"])
+    assert silent.asked.is_set()
+
+
+def test_a_call_that_was_given_up_before_it_began_is_not_made(silent: Silent) -> None:
+    store = JobStore(silent, 0.2)
+    for key in ("begun", "waiting"):
+        with pytest.raises(WaitTimeoutError):
+            store.check([key])
+    silent.answer.set()
+    assert store.within(20.0).check(["last"])
+    assert silent.made == ["begun", "last"]
+
+
+def test_the_watch_ends_a_call(silent: Silent) -> None:
+    def watch() -> None:
+        raise PeerLostError("the job was aborted")
+
+    with pytest.raises(PeerLostError, match="the job was aborted"):
+        JobStore(silent, 600.0, watch=watch).check(["a"])
+
+
+def test_a_connection_ends_with_its_last_user() -> None:
+    raw = dist.HashStore()
+    store = JobStore(raw, 20.0)
+    assert not JobStore(raw, 20.0).check(["a"])
+    connection = weakref.ref(store._connection)
+    assert JobStore(raw, 1.0)._connection is connection(), "users of one store share a connection"
+    threads = [thread for thread in threading.enumerate() if thread.name == "odc-store"]
+    del store
+    gc.collect()
+    assert connection() is None
+    assert any(not thread.is_alive() for thread in threads for _ in [thread.join(5.0)])
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A process that hosts a store, and the store."""
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        try:
+            yield process, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
+        finally:
+            process.kill()
+
+
+def test_a_store_whose_host_was_stopped_or_killed(host: tuple[subprocess.Popen[str], Any]) -> None:
+    """A stopped one is silent: torch's own `check` would wait for as long as it is."""
+    process, raw = host
+    store = JobStore(dist.PrefixStore("job", raw), 1.0, 5)
+    assert not store.within(60.0).check(["a"])
+    os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    with pytest.raises(
+        WaitTimeoutError, match=rf"^rank 5: .* store at 127\.0\.0\.1:{raw.port} has not answered for 1 s"
+    ):
+        store.check(["a"])
+    os.kill(process.pid, signal.SIGCONT)
+    assert not store.within(60.0).check(["a"])
+    process.kill()
+    process.wait()
+    for _ in range(2):
+        with pytest.raises(
+            PeerLostError, match=r"^rank 5: .* is gone .*: the process that hosts it .* has ended"
+        ) as lost:
+            store.within(60.0).check(["a"])
+        assert lost.value.culprit == 0
+    store.processes[2] = ProcessHandle(process.pid)
+    with pytest.raises(PeerLostError, match="the process of rank 2 has ended") as lost:
+        store.within(60.0).check(["a"])
+    assert lost.value.culprit == 2

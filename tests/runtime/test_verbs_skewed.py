@@ -1,0 +1,131 @@
+"""Whole minibatches of ranks that run ahead of each other, on threads and on processes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.members import BF16, F32, Crew
+from support.ranks import RankPool
+
+from odc.memory import ShmHeap
+from odc.runtime import Daemon, Geometry, Gradient, Outcome, Rendezvous, Service, Space, UnitSpec, Verbs, Word, summary
+from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
+
+WIDE = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]
+
+
+def room(unit: UnitSpec, shards: int) -> list[torch.Tensor]:
+    return [torch.full((shards * spec.numel,), -1.0, dtype=spec.dtype) for spec in unit.params]
+
+
+def minibatches(verbs: Verbs, epochs: int, seed: int, nap: Callable[[float], None]) -> int:
+    """`epochs` minibatches as `odc.fsdp` runs them, with unequal work; checks all it sees. Returns microbatches.
+
+    In epoch e every shard holds e, and each microbatch of member m pushes m + 1 everywhere.
+    """
+    draw = random.Random(seed + verbs.geometry.me)
+    me, shards, space = verbs.geometry.me, verbs.geometry.shards, verbs.space
+    dirty, total, last = False, 0, [0] * shards
+    for epoch in range(1, epochs + 1):
+        verbs.touch("beginning")
+        verbs.await_done(epoch - 1)
+        verbs.publish([[torch.full((p.numel,), float(epoch)) for p in u.params] for u in space.units], [dirty] * 2)
+        for _ in range(count := draw.choice([0, 0, 1, 2, 3])):
+            for unit in space.units:
+                nap(draw.random())
+                into = room(unit, shards)
+                verbs.fetch(unit, into)
+                seen = {value for tensor in into for value in tensor.tolist()}
+                assert seen == {float(epoch)}, f"member {me} fetched {seen} in epoch {epoch}"
+            for unit in space.units:
+                verbs.push(
+                    unit,
+                    [
+                        Gradient(i, torch.full((shards * p.numel,), me + 1.0, dtype=p.dtype))
+                        for i, p in enumerate(unit.params)
+                    ],
+                )
+        nap(draw.random())
+        verbs.done(Outcome.TRAINED)
+        verbs.await_done(epoch)
+        verbs.await_accumulated()
+        counts = [int(space.pushes(me, source)[0]) for source in range(shards)]
+        expected = sum((source + 1.0) * (counts[source] - last[source]) for source in range(shards))
+        for unit in space.units:
+            found = sum(space.accumulator(me, unit, source) for source in range(space.sources))
+            sums = set(found.tolist())
+            assert sums == {expected}, f"member {me}, epoch {epoch}: {sums} instead of {expected}"
+        dirty, last, total = counts != last, counts, total + count
+    assert last[me] == total, "every push was counted"
+    return total
+
+
+def sometimes(chance: float) -> None:
+    if chance < 0.2:
+        time.sleep(chance / 100)
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
+def test_skewed_minibatches_on_threads(accumulate: Accumulate) -> None:
+    with Crew(WIDE, 3, settings=Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)) as crew:
+        crew.by_hand = True  # each member has a server of its own
+        crew.attach()
+        daemons = [Daemon(rank) for rank in crew.ranks]
+        for server, service in zip(daemons, crew.services, strict=True):
+            server.serve(service)
+        errors: list[BaseException] = []
+
+        def live(member: int) -> None:
+            try:
+                minibatches(crew.verbs[member], 25, seed=7, nap=sometimes)
+            except BaseException as error:
+                errors.append(error)
+                crew.verbs[member].abort(f"{error}", crew.ranks[member])
+
+        for verbs in crew.verbs:
+            verbs._pusher._ring_bell = lambda member: daemons[member].ring()
+        threads = [threading.Thread(target=live, args=(member,)) for member in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        for server in daemons:
+            server.close()
+        assert not errors, errors
+
+
+def live_in_a_process(rank: int, world: int, accumulate: Accumulate) -> int:
+    """A root's communication as `odc.fsdp` builds it, without a model."""
+    import torch.distributed as dist
+
+    from odc.fsdp._torch_compat import default_store
+
+    settings = Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)
+    units = [UnitSpec.build(i, f"u{i}", params, F32) for i, params in enumerate(WIDE)]
+    geometry = Geometry(tuple(range(world)), world, rank)
+    meet = Rendezvous(default_store(), f"verbs-{accumulate}", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
+    space = Space(ShmHeap("verbs", geometry.ranks, rank, meet.connect, 60.0), geometry, units, settings, "test")
+    verbs = Verbs(space, meet.ring)
+    service, server = Service(f"verbs-{accumulate}", space), Daemon(rank)
+    server.serve(service)
+    meet.on_attach = lambda member, pid: server.watch(service, member, pid)
+    meet.announce(server.door_name, service.token, space.heap.digest, summary(units))
+    try:
+        return minibatches(verbs, 15, seed=3, nap=sometimes)
+    finally:
+        verbs.board.store(Word.LEFT, 1)
+        dist.barrier()  # nobody goes before everybody is through
+        server.close()
+        meet.close()
+        space.close()
+
+
+@pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
+def test_skewed_minibatches_on_processes(ranks: Callable[[int], RankPool], accumulate: Accumulate) -> None:
+    counts = ranks(3).run(live_in_a_process, accumulate)
+    assert len(set(counts)) > 1, "the ranks did not run unequal numbers of microbatches"

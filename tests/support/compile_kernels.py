@@ -1,0 +1,161 @@
+"""Compiles every kernel, for every GPU generation, without a GPU; prints what the tests want to know as JSON.
+
+Run as a script by `test_compile`, in a process where nothing is interpreted:
+`python compile_kernels.py <compute capability>...`; one line a kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from odc.errors import UnsupportedError
+from odc.kernels.accumulate import accumulate_kernel
+from odc.kernels.add import add_kernel
+from odc.kernels.gather import gather_kernel
+from odc.kernels.get import get_kernel
+from odc.kernels.launch import OPTIONS, TILE_BYTES
+from odc.kernels.nvshmem import LIBRARY, device_library
+from odc.kernels.publish import publish_kernel
+from odc.kernels.put import put_kernel
+from odc.kernels.signal import signal_kernel
+from odc.kernels.wait import poll_kernel
+
+#: Types of the kernels' arguments by name; what is not here is an int64.
+TYPES = {
+    **dict.fromkeys(("rows_at", "table", "seen"), "*i64"),
+    **dict.fromkeys(("arrived", "pes"), "*i32"),
+    **dict.fromkeys(("first", "shards"), "i32"),
+}
+
+
+def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(name, kernel, constants) of everything that a launcher may launch."""
+    halves, singles = TILE_BYTES // 2, TILE_BYTES // 4
+    copy = {"TO": tl.int16, "FROM": tl.int16, "BLOCK": halves}
+    cast = {"TO": tl.bfloat16, "FROM": tl.float32, "BLOCK": singles}
+    widen = {"TO": tl.float32, "FROM": tl.bfloat16, "BLOCK": singles}
+    words = {"WORD": tl.int16, "BLOCK": halves}
+    for far in (False, True) if library else (False,):
+        end = "-nvshmem" if far else ""
+        yield f"get{end}", get_kernel, {**copy, "NVSHMEM": far}
+        yield f"gather{end}", gather_kernel, {**copy, "NVSHMEM": far}
+        yield f"put-signal{end}", put_kernel, {**words, "SIGNAL": True, "ONE": far, "NVSHMEM": far}
+        yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
+        yield f"signal-set{end}", signal_kernel, {"ADD": False, "NVSHMEM": far}
+        yield f"signal-add{end}", signal_kernel, {"ADD": True, "NVSHMEM": far}
+        yield f"poll{end}", poll_kernel, {"NVSHMEM": far}
+    yield "get-cast", get_kernel, {**cast, "NVSHMEM": False}
+    yield "gather-cast", gather_kernel, {**cast, "NVSHMEM": False}
+    yield "publish-cast", publish_kernel, cast
+    yield "publish-copy", publish_kernel, copy
+    yield "add-bf16", add_kernel, widen
+    yield "add-fp64", add_kernel, {"TO": tl.float64, "FROM": tl.float32, "BLOCK": TILE_BYTES // 8}
+    yield "accumulate-bf16", accumulate_kernel, widen
+    yield "accumulate-fp32", accumulate_kernel, {**widen, "FROM": tl.float32}
+    yield "accumulate-fp64", accumulate_kernel, {**widen, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
+    for word in (tl.int8, tl.int16, tl.int32, tl.int64):
+        yield f"publish {word}", publish_kernel, tile(word, word)
+    for to, source in product((tl.float64, tl.float32, tl.float16, tl.bfloat16), repeat=2):
+        if to != source:
+            yield f"publish {source} {to}", publish_kernel, tile(to, source)
+        if to in (tl.float64, tl.float32):
+            yield f"add {source} {to}", add_kernel, tile(to, source)
+            yield f"accumulate {source} {to}", accumulate_kernel, tile(to, source)
+
+
+def tile(to: Any, source: Any) -> dict[str, Any]:
+    """Constants of a kernel that reads `source` and writes `to`."""
+    return {"TO": to, "FROM": source, "BLOCK": TILE_BYTES * 8 // max(to.primitive_bitwidth, source.primitive_bitwidth)}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: str | None) -> dict[str, Any]:
+    """What there is to know about one kernel on one target."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i64") for name in names}
+    options = dict(OPTIONS)
+    if constants.get("NVSHMEM"):
+        options["extern_libs"] = {LIBRARY: library}
+    begin = time.perf_counter()
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = found.asm["ptx"]
+    accesses = Counter(re.findall(r"\b((?:ld|st|atom|red)(?:\.\w+)*\.global[.\w:]*)", ptx))
+    return {
+        "seconds": round(time.perf_counter() - begin, 2),
+        "accesses": accesses,
+        "local": ".local" in ptx,
+        "stack": stack(found.asm["cubin"]),
+        "shared": found.metadata.shared,
+        "specialized": [p.name for p in kernel.params if not (p.is_constexpr or unspecialized(p, signature[p.name]))],
+        "by_every_thread": calls_of_every_thread(found.asm["ttir"]),
+        "cubin": len(found.asm["cubin"]),
+        "calls": sorted(set(re.findall(r'symbol = "(nvshmem\w+)"', found.asm["ttir"]))),
+        "linked": "nvshmemi_device_state_d" in ptx,
+        "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
+        "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
+    }
+
+
+def unspecialized(parameter: Any, kind: str) -> bool:
+    """Whether launches compile for any value of it what was compiled here."""
+    return parameter.do_not_specialize and parameter.annotation_type == ("" if kind.startswith("*") else kind)
+
+
+def stack(cubin: bytes) -> int:
+    """Bytes a thread keeps in local memory: spilled registers among them, of which PTX knows nothing."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    return sum(map(int, found))
+
+
+def calls_of_every_thread(ttir: str) -> list[str]:
+    """Functions of NVSHMEM that are called outside of branches of the first thread alone."""
+    threads = re.findall(r'(%\w+) = tt\.elementwise_inline_asm "mov\.u32 \$0, %tid\.x;"', ttir)
+    first = [test for test, of in re.findall(r"(%\w+) = arith\.cmpi eq, (%\w+), %c0_i32\b", ttir) if of in threads]
+    branches: list[str] = []
+    found = []
+    for line in map(str.strip, ttir.splitlines()):
+        if line.startswith("}"):
+            branches.pop()
+        if line.endswith("{"):
+            branches.append((re.findall(r"scf\.if (%\w+)", line) or [""])[0])
+        if not any(branch in first for branch in branches):
+            found += re.findall(r'symbol = "(nvshmem\w+)"', line)
+    return sorted(set(found))
+
+
+def main() -> None:
+    """Print one line for each kernel and target."""
+    try:
+        library = str(device_library())
+    except UnsupportedError as error:
+        library = None
+        print(json.dumps({"no_library": str(error)}))
+    for capability in map(int, sys.argv[1:]):
+        for name, kernel, constants in variants(library):
+            facts = compiled(kernel, constants, capability, library)
+            print(json.dumps({"kernel": name, "target": capability, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What the tests of dying, raising and hanging ranks share.
+
+Times are of one clock (`time.monotonic()` is the system's), taken in the failing rank just before its end and in each
+other as soon as the error has left its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import fully_shard
+from support.models import Case, build, next_token_loss, tokens
+from support.ranks import Outcome, RankProcesses
+
+WORLD = 3
+NOTICED_S = 60.0  # a tenth of the deadline of `job`: what passes was noticed, not waited for, on any machine
+STEPS = 2000  # more than any of these jobs gets to
+
+
+def job(rank: int, world: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = build(fully_shard, Case(counts=((1, 1, 1),)), init_device_mesh("cpu", (world,)), **options)
+    # Not foreach: torch would work out for seconds how DTensors are laid out, and no rank learns of a death meanwhile.
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+
+
+def backward(model: Any, rank: int, step: int, microbatch: int = 0) -> None:
+    x = tokens(rank, step, microbatch)
+    (next_token_loss(model(x), x) / 18).backward()
+
+
+def assert_all_noticed(outcomes: list[Outcome], culprit: int, died: float, within_s: float = NOTICED_S) -> None:
+    """Every other rank has raised `PeerLostError`, in time, naming the culprit and itself."""
+    for outcome in outcomes:
+        if outcome.rank == culprit:
+            continue
+        assert outcome.error == "PeerLostError", outcome.describe()
+        assert outcome.exit_code == 1, outcome.describe()
+        assert f"rank {culprit}" in outcome.message
+        assert f"rank {outcome.rank}" in outcome.message
+        assert outcome.at - died < within_s, f"rank {outcome.rank} took {outcome.at - died:.2f} s"
+
+
+def end(job: RankProcesses, pids: list[int]) -> list[Outcome]:
+    pids += job.pids
+    return job.wait()
+
+
+def until_ended(job: RankProcesses, ranks: Collection[int]) -> None:
+    """Wait until these ranks have returned, raised or died."""
+    while any(not job.outcomes[rank].answered and job.outcomes[rank].exit_code is None for rank in ranks):
+        job.receive(0.05)

@@ -1,0 +1,43 @@
+"""Makes the shared-memory heaps of a group of ranks, each in its own process, connected through real doors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from odc.errors import WaitTimeoutError
+from odc.memory import Attachment, ShmHeap
+from odc.runtime.listener import knock
+from support.doors import served
+
+
+def door_name(identity: str, rank: int) -> str:
+    return f"odc-test.{identity}.{rank}"
+
+
+@contextmanager
+def shm_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[ShmHeap]:
+    """The member's unsealed heap; peers can attach to it from `seal` until the end of the block."""
+
+    def connect(member: int) -> Attachment:
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            try:
+                answer = knock(door_name(identity, ranks[member]), {}, deadline_s)
+            except ConnectionError:  # not open yet
+                time.sleep(0.01)
+                continue
+            if answer.fds:
+                return Attachment(answer.fds[0], answer.reply["nbytes"], answer.reply["digest"])
+            time.sleep(0.01)
+        raise WaitTimeoutError(f"rank {ranks[me]}: rank {ranks[member]} did not seal its heap in {deadline_s:g} s")
+
+    heap = ShmHeap(identity, ranks, me, connect, deadline_s)
+
+    def answer(_request: object, _peer: object) -> tuple[dict[str, object], tuple[int, ...]]:
+        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if heap.sealed else ({}, ())
+
+    with served(door_name(identity, ranks[me]), answer):
+        yield heap
+    heap.close()

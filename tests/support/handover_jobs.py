@@ -1,0 +1,135 @@
+"""Jobs to read from: members in this process behind real doors, and rank processes that publish without pause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.members import BF16, F32, Crew, Layout
+from support.rank_worker import tell
+from torch import nn
+
+from odc import Settings, fully_shard
+from odc.handover import ticket, version
+from odc.handover.ticket import Owner, Parameter, Ticket
+from odc.runtime import Daemon, Word, reading_token
+
+LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
+
+
+class Job:
+    """A crew with a daemon a member, whose ticket stands in `ticket`; every parameter is one row of all shards."""
+
+    def __init__(self, layout: Layout = LAYOUT, shards: int = 2, settings: Settings | None = None) -> None:
+        self.crew = Crew(layout, shards, settings=settings or Settings(timeout_s=60.0))
+        self.daemons = []
+        for service in self.crew.services:
+            self.daemons.append(Daemon(service.rank))
+            self.daemons[-1].serve(service)
+        space = self.crew.spaces[0]
+        offset = space.heap.layout.offset
+        self.parameters = tuple(
+            Parameter(
+                names=(f"{unit.name}.{spec.name}",),
+                shape=(spec.numel * shards - (1 if spec.numel > 1 else 0),),
+                dtype=str(spec.dtype)[6:],
+                shard_dim=0,
+                shard_numel=spec.numel,
+                offset=offset(f"published/{unit.index}") + spec.published_offset,
+                buffer_bytes=space.buffer_offset(unit, 1),
+            )
+            for unit in space.units
+            for spec in unit.params
+        )
+        self.owners = tuple(
+            Owner(service.rank, daemon.door_name, reading_token(service.token))
+            for service, daemon in zip(self.crew.services, self.daemons, strict=True)
+        )
+        self.ticket = Ticket(
+            "crew", self.owners, self.parameters, offset("board"), offset("reason"), space.buffers,
+            space.heap.nbytes, space.heap.digest, ()
+        ).to_json()  # fmt: skip
+
+    def publish(self, values: Sequence[float]) -> None:
+        """Open every member's next epoch, each with its own value in every element."""
+        for member, value in enumerate(values):
+            self.crew.publish(member, value)
+
+    def publishing(self, member: int) -> Iterator[None]:
+        """As `Verbs.publish` with every element the epoch's number, stopping between any two writes."""
+        space, board = self.crew.spaces[member], self.crew.spaces[member].board(member)
+        while True:
+            epoch = board.load(Word.PUBLISHED) + 1
+            boards = [self.crew.spaces[m].board(m) for m in range(len(self.crew.spaces))]
+            while any(other.load(Word.PUBLISHED) < epoch - 1 for other in boards):
+                yield
+            board.store(Word.PUBLISHING, epoch)
+            yield
+            for unit in space.units:
+                for i, spec in enumerate(unit.params):
+                    place = space.published(member, unit, i, epoch)
+                    place[: spec.numel // 2].fill_(epoch)
+                    yield
+                    place[spec.numel // 2 :].fill_(epoch)
+                    yield
+            board.store(Word.PUBLISHED, epoch)
+            yield
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for daemon in self.daemons:
+            daemon.close()
+        self.crew.close()
+
+
+class Numbered(nn.Module):
+    """Parameters of awkward shapes; `fill` sets every element to one number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 3 * width + 1)
+        self.second = nn.Linear(3 * width + 1, width, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+    @torch.no_grad()
+    def fill(self, number: int) -> None:
+        for parameter in self.parameters():
+            parameter.fill_(number)
+
+
+def publish_without_pause(rank: int, world: int, stop: str, width: int, settings: Settings, last: int) -> int:
+    """Publish version after version, each with its number in every element, until the file `stop` is there.
+
+    Rank 0 tells the ticket, then every rank every hundredth version; returns the number of the last. `last` ends the
+    job there, whatever is in the file system.
+    """
+    model = Numbered(width)
+    for layer in (model.first, model.second):
+        fully_shard(layer, settings=settings)
+    sharded: Any = fully_shard(model, settings=settings)
+    model.fill(1)
+    with sharded.minibatch():
+        pass
+    if rank == 0:
+        tell(ticket(sharded))
+    number = version(sharded)
+    going = torch.ones(1)
+    while going:
+        number += 1
+        model.fill(number)
+        sharded.publish()
+        assert version(sharded) == number, "a version is a call of publish()"
+        if number % 100 == 0 and rank == 0:
+            tell(number)
+        going[0] = 0.0 if Path(stop).exists() or number == last else 1.0
+        dist.broadcast(going, 0)
+    return number

@@ -1,0 +1,113 @@
+"""All members of one heap group in one process, so that a test decides in which order things happen.
+
+Chose several real `ShmHeap`s in one process, each mapping the others' memory for itself, over processes: what the heap,
+the lock and the words do between ranks they also do here, and a test can stop every member where it wants to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from odc.errors import WaitTimeoutError
+from odc.memory import Attachment, ShmHeap
+from odc.runtime import Geometry, Service, Space, UnitSpec, Verbs, Word, accumulator_dtype
+from odc.settings import Settings
+
+Layout = Sequence[Sequence[tuple[str, int, torch.dtype]]]
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def units_of(layout: Layout, settings: Settings, frozen: Collection[str] = ()) -> list[UnitSpec]:
+    """Units u0, u1, ... of (parameter, elements of a padded shard, compute dtype); `frozen` are parameters' names."""
+    dtype = accumulator_dtype(settings.reproducible)
+    return [UnitSpec.build(i, f"u{i}", params, dtype, frozen) for i, params in enumerate(layout)]
+
+
+class Crew:
+    """Heaps, verbs and services of all members; close it.
+
+    Args:
+        layout: parameters by unit.
+        shards: members that share one copy.
+        replicas: copies.
+        frozen: names of parameters, in whichever unit.
+        by_hand: pushed blocks stay in their slots until `drain`; else the bell has them added at once.
+
+    Global ranks are 10, 13, 16, ...: no test passes by taking a member for a rank.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shards: int,
+        *,
+        replicas: int = 1,
+        settings: Settings | None = None,
+        by_hand: bool = False,
+        frozen: Collection[str] = (),
+    ) -> None:
+        self.settings = settings or Settings(timeout_s=60.0)
+        self.units = units_of(layout, self.settings, frozen)
+        self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
+        self.by_hand, self.rung = by_hand, list[int]()
+        self.spaces: list[Space] = []
+        for me in range(len(self.ranks)):
+            heap = ShmHeap("crew", self.ranks, me, self._connect, 60.0)
+            self.spaces.append(Space(heap, Geometry(self.ranks, shards, me), self.units, self.settings, "test"))
+        self.verbs = [Verbs(space, self._ring) for space in self.spaces]
+        self.services = [Service("crew", space) for space in self.spaces]
+
+    def _connect(self, member: int) -> Attachment:
+        heap = self.spaces[member].heap
+        return Attachment(os.dup(heap.fd), heap.nbytes, heap.digest)
+
+    def _ring(self, member: int) -> None:
+        self.rung.append(member)
+        if not self.by_hand:
+            self.drain(member)
+
+    def attach(self) -> None:
+        """Have everybody map everybody."""
+        for space in self.spaces:
+            space.heap.base_addresses()
+
+    def drain(self, member: int) -> int:
+        """Add all blocks that were posted to `member`; returns the rounds it took."""
+        rounds = 0
+        while self.services[member].drain():
+            rounds += 1
+        return rounds
+
+    def publish(self, member: int, value: float = 0.0, dirty: bool = True) -> None:
+        """Open the member's next epoch with every element set to `value`."""
+        shards = [[torch.full((p.numel,), value) for p in unit.params] for unit in self.units]
+        self.verbs[member].publish(shards, [dirty] * len(self.units))
+
+    def publish_all(self, value: float = 0.0) -> None:
+        """Open the next epoch everywhere."""
+        for member in range(len(self.ranks)):
+            self.publish(member, value)
+
+    @contextmanager
+    def late(self, match: str = "waiting for") -> Iterator[None]:
+        """Expect the block to run into its deadline, and take the abort back, so that the test can go on."""
+        with pytest.raises(WaitTimeoutError, match=match):
+            yield
+        for member, space in enumerate(self.spaces):
+            space.board(member).store(Word.ABORT, 0)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for space in self.spaces:
+            space.close()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()

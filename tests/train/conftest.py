@@ -1,9 +1,0 @@
-"""Makes `_tiny_job` importable, also on rank processes: they get pytest's path."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.insert(0, str(Path(__file__).parent))
