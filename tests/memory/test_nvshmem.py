@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
-from odc.memory import Attachment, ShmHeap, nvshmem
-from odc.memory.lanes import HostLanes
+from odc.memory import Attachment, HostLanes, ShmHeap, nvshmem
 
 
 def library() -> Any:
