@@ -2,7 +2,7 @@
 
 from odc.trace.breakdown import Breakdown, EpochBreakdown, Stat, breakdown
 from odc.trace.collective_waits import SplitWaits, split_waits
-from odc.trace.perfetto import read_trace, write_trace
+from odc.trace.perfetto import write_trace
 from odc.trace.recorder import CAPACITY, Mark, Recorder, recorder
 from odc.trace.spans import (
     CATEGORIES,
@@ -49,7 +49,6 @@ __all__ = [
     "breakdown",
     "draw",
     "load_spans",
-    "read_trace",
     "recorder",
     "save_spans",
     "split_waits",
