@@ -19,6 +19,14 @@ from odc.eval import Peers, run_requests
 
 Cost = Callable[[Any], float]
 
+#: Options of both harnesses that cannot work on several ranks, and why.
+CACHES = {
+    "use_cache": "ranks would ask for different requests",
+    "cache_requests": "ranks would write one file",
+    "rewrite_requests_cache": "ranks would write one file",
+    "delete_requests_cache": "ranks would delete one folder",
+}
+
 
 class RequestsDone(BaseException):
     """Unwinds a harness on a rank that has answered all its requests; the first rank does the rest."""

@@ -11,15 +11,9 @@ from typing import Any
 
 from odc.errors import ConfigError
 from odc.eval import Peers
-from odc.integrations._evaluation_harness import Cost, RequestsDone, refuse, spread_requests
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-_REFUSED = {
-    "use_cache": "ranks would ask for different requests",
-    "cache_requests": "ranks would write one file",
-    "rewrite_requests_cache": "ranks would write one file",
-    "delete_requests_cache": "ranks would delete one folder",
-}
 
 
 def evaluate(
@@ -50,7 +44,7 @@ def evaluate(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("evaluating with lm-eval needs it: pip install 'odc-fsdp[lm-eval]'") from error
-    refuse("lm-eval", options, _REFUSED)
+    refuse("lm-eval", options, CACHES)
     if lm.world_size != 1:
         raise ConfigError(f"lm spreads requests over {lm.world_size} ranks itself; build it from the sharded model")
     manager = options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata"))

@@ -15,17 +15,11 @@ import torch.distributed as dist
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.eval import Peers
-from odc.integrations._evaluation_harness import Cost, RequestsDone, refuse, spread_requests
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "generate_until", "generate_until_multi_round", "generate_visual_cot")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-_REFUSED = {
-    "use_cache": "ranks would ask for different requests",
-    "cache_requests": "ranks would write one file",
-    "rewrite_requests_cache": "ranks would write one file",
-    "delete_requests_cache": "ranks would delete one folder",
-    "max_tokens": "only one rank would see the budget end",
-}
+_REFUSED = CACHES | {"max_tokens": "only one rank would see the budget end"}
 
 
 def evaluate(

@@ -53,32 +53,32 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-def map_peers(own: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
+def map_peers(local: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
     Args:
-        own: a tensor from `allocate`, equally large on every rank.
+        local: a tensor from `allocate`, equally large on every rank.
         group: the ranks that call this.
         me: this rank's index in the group.
 
     Raises:
         RuntimeError: torch cannot map a peer's memory.
     """
-    handle = _module().rendezvous(own, group.group_name)
-    return [own if peer == me else _view(handle, peer, own) for peer in range(group.size())]
+    handle = _module().rendezvous(local, group.group_name)
+    return [local if peer == me else _view(handle, peer, local) for peer in range(group.size())]
 
 
-def _view(handle: Any, peer: int, own: torch.Tensor) -> torch.Tensor:
+def _view(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
     """A peer's memory as a tensor that keeps the mapping alive, which torch's own view of it does not."""
     address = int(handle.buffer_ptrs[peer])
     if not address:
         raise RuntimeError(f"rank {peer} of the group has no pointer here: it is on another host")
     # Try one byte first: torch copies what it takes for another device's memory.
-    if torch.as_tensor(_DeviceRange(handle, address, 1), device=own.device).data_ptr() == address:
-        return torch.as_tensor(_DeviceRange(handle, address, own.numel()), device=own.device)
+    if torch.as_tensor(_DeviceRange(handle, address, 1), device=local.device).data_ptr() == address:
+        return torch.as_tensor(_DeviceRange(handle, address, local.numel()), device=local.device)
     # torch's own view copies nothing, but it dies with the handle.
     _kept.append(handle)
-    seen: torch.Tensor = handle.get_buffer(peer, (own.numel(),), torch.uint8)
+    seen: torch.Tensor = handle.get_buffer(peer, (local.numel(),), torch.uint8)
     return seen
 
 

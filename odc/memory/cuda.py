@@ -89,43 +89,40 @@ class CudaHeap:
         self._words: set[str] = set()
         self._order: list[Request] = []
         self._layout: Layout | None = None
-        self._own: torch.Tensor | None = None
+        self._local: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []  # by member, once mapped; empty before
         self._mapping = threading.Lock()
 
     # before seal -------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
-        if words:
-            if name in self._requests:
-                raise ValueError(f"region {name!r} was allocated twice")
-            self._host.allocate(name, nbytes)
-            self._words.add(name)
-            self._order.append(Request(name, int(nbytes)))
-            return
         request = Request(name, int(nbytes))
         check(request)
-        if self.sealed or self._host.sealed:
-            raise OdcError(f"{self._who()}: region {name!r} was allocated after the heap was sealed")
         if name in self._requests or name in self._words:
             raise ValueError(f"region {name!r} was allocated twice")
-        self._requests[name] = request
+        if words:
+            self._host.allocate(name, nbytes)
+            self._words.add(name)
+        elif self.sealed or self._host.sealed:
+            raise OdcError(f"{self._who()}: region {name!r} was allocated after the heap was sealed")
+        else:
+            self._requests[name] = request
         self._order.append(request)
 
     def seal(self, fingerprint: str = "") -> None:
         if self.sealed:
             raise OdcError(f"{self._who()}: a heap can be sealed only once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
-        own = self._create(layout.nbytes)  # zeroed before peers can attach to the words, which announce it
+        local = self._create(layout.nbytes)  # zeroed before peers can attach to the words, which announce it
         # Peers compare their layouts when they attach to the words, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         self._host.seal(f"{fingerprint!r}; words and data: {listed}")
-        self._own, self._layout = own, layout
+        self._local, self._layout = local, layout
 
     def _create(self, nbytes: int) -> torch.Tensor:
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
-            own = symmetric.allocate(nbytes, self.device)
+            local = symmetric.allocate(nbytes, self.device)
         except UnsupportedError:
             raise
         except RuntimeError as error:
@@ -139,9 +136,9 @@ class CudaHeap:
                 f"{self._who()}: the heap needs {nbytes / _MIB:.1f} MiB of {self.device}, which had {free / _MIB:.1f} "
                 f"MiB free: {said}; use more ranks, a smaller model or smaller staging blocks"
             ) from error
-        own.zero_()
+        local.zero_()
         torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
-        return own
+        return local
 
     # views -------------------------------------------------------------------------------------------------------
 
@@ -177,22 +174,22 @@ class CudaHeap:
         """uint8 [nbytes]: the member's data. The first use of a peer's data maps all members'."""
         if not 0 <= member < len(self.ranks):
             raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}")
-        own = self._own
-        if own is None:
+        local = self._local
+        if local is None:
             raise OdcError(f"{self._who()}: the heap is {'closed' if self.sealed else 'not sealed yet'}")
         if member == self.me:
-            return own
+            return local
         with self._mapping:
             if not self._bases:
-                self._bases = self._map(own)
+                self._bases = self._map(local)
             return self._bases[member]
 
-    def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
         for member in range(len(self.ranks)):
             self._host.address(member, LAYOUT_REGION)  # proves that the member is up and laid out alike
         self._meet()
         try:
-            return symmetric.map_peers(own, self._group, self.me)
+            return symmetric.map_peers(local, self._group, self.me)
         except RuntimeError as error:
             raise OdcError(
                 f"{self._who()}: the ranks' devices cannot map each other's memory: {str(error).splitlines()[0]}; "
@@ -230,7 +227,7 @@ class CudaHeap:
 
     def close(self) -> None:
         """As in the protocol; device memory is released with the last view of it."""
-        self._own, self._bases = None, []
+        self._local, self._bases = None, []
         self._host.close()
 
     def _who(self) -> str:

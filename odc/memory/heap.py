@@ -29,19 +29,15 @@ class Lanes(Protocol):
 
     def lane(self, name: str) -> AbstractContextManager[object]:
         """Inside the block this thread's device work goes to lane `name`: "fetch", "push" or "server"."""
-        ...
 
     def mark(self) -> object:
         """A point in this thread's current lane: everything asked for so far."""
-        ...
 
     def follow(self, mark: object) -> None:
         """Make the work that this thread asks for from now on wait, on the device, for a mark. Returns at once."""
-        ...
 
     def settle(self) -> None:
         """Return once everything in this thread's current lane is done and visible to every peer."""
-        ...
 
 
 class HostLanes:
@@ -104,7 +100,6 @@ class SymmetricHeap(Protocol):
             words: processors load and store the region (flags, counters, locks), so it lies in CPU memory whatever
                 `device` is. Only such a region has `words`.
         """
-        ...
 
     def seal(self, fingerprint: str = "") -> None:
         """Create the memory, zeroed and present; waits for nobody.
@@ -112,7 +107,6 @@ class SymmetricHeap(Protocol):
         Raises:
             HeapMemoryError: the heap does not fit; the message says what is needed and what is free.
         """
-        ...
 
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
@@ -127,34 +121,27 @@ class SymmetricHeap(Protocol):
             LayoutMismatchError: the member laid its heap out differently.
             WaitTimeoutError, PeerLostError: the member could not be attached within the deadline.
         """
-        ...
 
     def address(self, member: int, name: str) -> int:
         """Address of region `name` of `member` in this process, valid until `close`. Raises as `tensor` does."""
-        ...
 
     def base_addresses(self) -> torch.Tensor:
         """int64 [len(ranks)]: where each member's memory on `device` starts in this process; attaches to all members.
 
         A data region lies at base + `layout.offset(name)` in each of them. Raises as `tensor` does.
         """
-        ...
 
     def words(self, member: int, name: str) -> Words:
         """Region `name` (allocated with `words`) of `member` as 64-bit words, valid after `close`.
 
         Raises as `tensor` does.
         """
-        ...
 
     def attached(self, member: int) -> bool:
         """Whether the member's memory can be reached without waiting. Always true of this rank's, once sealed."""
-        ...
 
     def bytes_by_name(self) -> dict[str, int]:
         """Bytes of each region as asked for; `nbytes` is their sum and padding."""
-        ...
 
     def close(self) -> None:
         """Let go of all memory; nothing can be reached through the heap afterwards. Idempotent."""
-        ...

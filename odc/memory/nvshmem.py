@@ -186,19 +186,19 @@ class NvshmemHeap(CudaHeap):
     def _create(self, nbytes: int) -> torch.Tensor:
         self._meet()
         try:
-            own: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
+            local: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
         except Exception as error:  # nvshmem4py has error types of its own
             raise HeapMemoryError(
                 f"{self._who()}: NVSHMEM does not have {nbytes} bytes left of its reserved memory: {error}"
             ) from error
-        _kept.append(own)
-        own.zero_()
+        _kept.append(local)
+        local.zero_()
         torch.cuda.current_stream(self.device).synchronize()
-        return own
+        return local
 
-    def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
-        empty = own[:0]
-        return [own if member == self.me else _peer(own, rank, empty) for member, rank in enumerate(self.ranks)]
+    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
+        empty = local[:0]
+        return [local if member == self.me else _peer(local, rank, empty) for member, rank in enumerate(self.ranks)]
 
     def _base(self, member: int) -> torch.Tensor:
         base = super()._base(member)
@@ -215,16 +215,16 @@ class NvshmemHeap(CudaHeap):
         return torch.tensor([base.data_ptr() if base.numel() else 0 for base in bases], dtype=torch.int64)
 
     def symmetric(self, make: Callable[[int, torch.Tensor], Any]) -> Any:
-        """`make(own address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
-        own = super()._base(self.me)
-        return make(own.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=own.device))
+        """`make(local address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
+        local = super()._base(self.me)
+        return make(local.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=local.device))
 
 
-def _peer(own: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
-    """A peer's copy of `own`, or `empty` where no pointer reaches it."""
+def _peer(local: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
+    """A peer's copy of `local`, or `empty` where no pointer reaches it."""
     from nvshmem import bindings
 
-    if not bindings.ptr(own.data_ptr(), rank):
+    if not bindings.ptr(local.data_ptr(), rank):
         return empty
-    view: torch.Tensor = core().get_peer_tensor(own, rank)
+    view: torch.Tensor = core().get_peer_tensor(local, rank)
     return view
