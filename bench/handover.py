@@ -53,10 +53,10 @@ class Layer(nn.Module):
 
 
 def build(units: int, seconds: float, second_buffer: bool) -> str:
-    """On every rank: the model, with a first version published; returns the ticket."""
+    """On every rank: the model, with a first version published; returns the weight handle."""
     from odc import Settings, fully_shard
     from odc.fsdp import live_roots
-    from odc.handover import ticket
+    from odc.handover import weight_handle
 
     for root in live_roots():
         root.leave()()
@@ -68,7 +68,7 @@ def build(units: int, seconds: float, second_buffer: bool) -> str:
     held.model = fully_shard(model, settings=settings)
     held.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     held.model.publish()
-    return ticket(held.model)
+    return weight_handle(held.model)
 
 
 def steps(count: int) -> list[float]:
@@ -87,14 +87,14 @@ def steps(count: int) -> list[float]:
 # the process that reads ----------------------------------------------------------------------------------------------
 
 
-def follow(pipe: Connection, ticket: str) -> None:
+def follow(pipe: Connection, handle: str) -> None:
     """Do what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
     from odc.errors import StaleVersionError
     from odc.handover import Reader
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    with Reader(ticket) as reader:
+    with Reader(handle) as reader:
         into = reader.read().tensors
         while (order := pipe.recv()) != "end":
             if order != "start":
@@ -152,10 +152,10 @@ def _seconds(work: Any) -> float:
 class Outsider:
     """The reading process."""
 
-    def __init__(self, ticket: str) -> None:
+    def __init__(self, handle: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=follow, args=(theirs, ticket), daemon=True)
+        self.process = context.Process(target=follow, args=(theirs, handle), daemon=True)
         self.process.start()
         theirs.close()
 

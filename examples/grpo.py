@@ -20,7 +20,7 @@ from odc.experiments.grpo.rollout import Rollout
 from odc.experiments.grpo.samples import batch_of, token_log_probs
 from odc.experiments.text.model import build_model, config_of, shipped_config
 from odc.fsdp.blocks import blocks_of
-from odc.handover import ticket, version
+from odc.handover import version, weight_handle
 
 
 class Even:
@@ -55,7 +55,7 @@ def main() -> None:
 
     model.publish()  # every rank: the first weights can be read
     with contextlib.ExitStack() as ending:
-        rollout = ending.enter_context(Rollout(config, task.stop_ids, ticket(model))) if rank == 0 else None
+        rollout = ending.enter_context(Rollout(config, task.stop_ids, weight_handle(model))) if rank == 0 else None
         for step in range(steps):
             model.publish()  # every rank: the newest weights can be read
             found: list[list[Sample] | None] = [None]

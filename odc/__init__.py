@@ -1,9 +1,6 @@
-"""odc: on-demand communication for sharded training.
+"""odc: on-demand communication for sharded training. Import `fully_shard` from here instead of from torch.
 
-`from odc import fully_shard` in place of torch's; see the README.
-
-Chose names that load on first use over plain imports, so that `odc --help` and `import odc.balance` do not wait seconds
-for torch. The price is that a torch odc cannot run on is found when `fully_shard` is first named, not at `import odc`.
+Names that need torch load on first use, so that `odc --help` and `import odc.balance` do not wait seconds for it.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +11,7 @@ from odc.settings import Settings
 if TYPE_CHECKING:
     from odc.fsdp import fully_shard, minibatch, shutdown
 else:
-    # Hidden from type checkers, to whom a module with __getattr__ has every name.
+    # Hidden from type checkers, which would think that a module with __getattr__ has every name.
     def __getattr__(name: str) -> object:
         """The public names that need torch (PEP 562); AttributeError for any other."""
         if name not in __all__:
@@ -29,5 +26,5 @@ __all__ = ["AbandonedMinibatchError", "OdcError", "Settings", "fully_shard", "mi
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not, and what the module holds."""
+    """The public names, loaded or not, and everything else in the module."""
     return sorted({*globals(), *__all__})

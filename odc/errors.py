@@ -1,10 +1,7 @@
 """Every error that odc raises on purpose.
 
-Chose one small tree under `OdcError` over bare RuntimeErrors, so that a training loop can tell "a peer is gone,
-restart from the checkpoint" from "you called this at the wrong time". The price is that callers who catch
-RuntimeError must know that `OdcError` derives from it.
-
-Every message names the *global* rank that raises, its epoch, and what it waited for or refused.
+Every message names the *global* rank that raises, its epoch, and what it waited for or refused. All errors derive from
+`OdcError`, and that from RuntimeError.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ class OdcError(RuntimeError):
     """Base of every public odc error.
 
     Args:
-        message: names the rank that raises, its epoch and what it waited for or refused.
-        culprit: global rank that is to blame, where that is another one.
+        message: see above.
+        culprit: global rank that is to blame, if it is another one.
     """
 
     def __init__(self, message: str = "", *, culprit: int | None = None) -> None:
@@ -24,7 +21,7 @@ class OdcError(RuntimeError):
 
 
 class PeerLostError(OdcError):
-    """A peer process is gone, left the job early, or aborted the minibatch. Restart from the last checkpoint."""
+    """A peer process died, exited early, or aborted the minibatch. Restart from the last checkpoint."""
 
 
 class WaitTimeoutError(OdcError):
@@ -32,11 +29,11 @@ class WaitTimeoutError(OdcError):
 
 
 class LayoutMismatchError(OdcError):
-    """Two ranks allocated different heaps: another model, dtype, mesh or order of `fully_shard` calls."""
+    """Two ranks allocated different heaps: their model, dtype, mesh or order of `fully_shard` calls differs."""
 
 
 class HeapMemoryError(OdcError):
-    """The heap does not fit into the memory that is left; the message says how much is needed and how much is free."""
+    """The heap does not fit into free memory; the message says how much is needed and how much is free."""
 
 
 class StaleParametersError(OdcError):
@@ -48,19 +45,14 @@ class StaleVersionError(OdcError):
 
 
 class UnfinishedMinibatchError(OdcError):
-    """An optimizer step, load or publish while pushed gradients have not been collected by a finish."""
+    """An optimizer step, load or publish was attempted before a finish collected the pushed gradients."""
 
 
 class AbandonedMinibatchError(OdcError):
-    """A rank gave the minibatch up: no rank has a gradient of it, weights are untouched, and the next one may begin.
+    """A rank gave up the minibatch: no rank has gradients of it, weights are untouched, and the next one may begin.
 
-    Raised on every rank at the end of the minibatch. `culprit` is the global rank that gave it up (the lowest of
-    several).
-
-    Args:
-        message: as for `OdcError`.
-        reason: what that rank said.
-        culprit: as for `OdcError`.
+    Raised on every rank at the end of the minibatch. `culprit` is the global rank that gave up (the lowest of several),
+    `reason` is what it said.
     """
 
     def __init__(self, message: str = "", *, reason: str = "", culprit: int | None = None) -> None:
@@ -69,15 +61,15 @@ class AbandonedMinibatchError(OdcError):
 
 
 class UnsupportedError(OdcError):
-    """A feature of FSDP2 that odc refuses, said before any work starts."""
+    """odc refuses a feature or an environment; raised before any work starts."""
 
 
 class PlanError(OdcError, ValueError):
-    """A plan cannot be made or is not valid: empty data, a sample over the cap, a sample listed twice."""
+    """A plan cannot be made or is invalid: empty data, a sample over the cap, a sample listed twice."""
 
 
 class ResultsError(OdcError, ValueError):
-    """Results of an evaluation do not make one whole: doubled, missing, or not one to each request."""
+    """Results of an evaluation are doubled or missing, or there is not one for each request."""
 
 
 class DataError(OdcError, ValueError):
@@ -85,7 +77,7 @@ class DataError(OdcError, ValueError):
 
 
 class ConfigError(OdcError, ValueError):
-    """A job cannot run as it was told; the message names the option and what it may be."""
+    """A job cannot run with its options; the message names the option and its valid values."""
 
 
 class NonFiniteLossError(OdcError):
@@ -93,4 +85,4 @@ class NonFiniteLossError(OdcError):
 
 
 class TraceError(OdcError, ValueError):
-    """Recorded spans cannot be read or summed up: no minibatch was recorded whole, or a file is not a trace of odc."""
+    """Recorded spans cannot be read or summed up: no minibatch was recorded completely, or a file is not odc's."""

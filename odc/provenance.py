@@ -1,6 +1,6 @@
-"""Where a stored figure comes from: the commit that was run, the date, and how busy the machine was.
+"""Where a stored figure comes from: the commit, the date, and how busy the machine was.
 
-Every writer of figures calls `begin()` before it measures and stores what `Measurement.facts()` returns at the end.
+Call `begin()` before measuring, and store what `Measurement.facts()` returns at the end.
 """
 
 from __future__ import annotations
@@ -14,42 +14,36 @@ from typing import Any
 
 _REPOSITORY = Path(__file__).parent.parent
 _DEADLINE_S = 30.0
-#: Stored figures are not code: rewriting one of them does not make the tree that is measured another tree.
+#: Stored figures are not code: a rewritten one does not make the measured tree dirty.
 _CODE = (".", ":(exclude)bench/results")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was true when a measurement began.
-
-    Args:
-        commit: as of `commit`.
-        date: UTC, YYYY-MM-DD.
-        load: the 1-minute load average.
-    """
+    """The state when a measurement began: commit (see `commit`), UTC date (YYYY-MM-DD), 1-minute load average."""
 
     commit: str | None
     date: str
     load: float
 
     def facts(self) -> dict[str, Any]:
-        """JSON-able facts of the measurement that ends now; `load_1min` is the load average at its begin and its end.
+        """JSON-able facts of the measurement that ends now; `load_1min` is the load average at its begin and end.
 
-        A load above the number of ranks and threads that were measured means that other work ran beside them.
+        A load above the number of measured ranks and threads means that other work ran at the same time.
         """
         load = {"begin": round(self.load, 2), "end": round(os.getloadavg()[0], 2)}
         return {"commit": self.commit, "date": self.date, "load_1min": load}
 
 
 def begin() -> Measurement:
-    """Call this before anything is measured; it runs git, which takes milliseconds."""
+    """Facts from before a measurement; runs git, which takes milliseconds."""
     return Measurement(commit(), datetime.now(UTC).strftime("%Y-%m-%d"), os.getloadavg()[0])
 
 
 def commit(repository: Path = _REPOSITORY) -> str | None:
-    """The commit of a checkout, with "+dirty" appended if its code differs from that commit or has untracked files.
+    """The commit of a checkout, with "+dirty" if its code differs from that commit or has untracked files.
 
-    Returns None where `repository` is not the root of a git work tree (an installed package) or git cannot be run.
+    None if `repository` is not the root of a git work tree (an installed package) or git cannot be run.
     """
     root = _git(repository, "rev-parse", "--show-toplevel")
     if root is None or Path(root).resolve() != repository.resolve():

@@ -1,8 +1,4 @@
-"""All settings of the runtime, in one frozen dataclass.
-
-Chose one validated object, handed down from the root's `fully_shard`, over environment variables: what a run was set to
-can be printed, compared between ranks and stored beside its results. Nothing here is read from the environment.
-"""
+"""All settings of the runtime, in one frozen, validated dataclass. Nothing is read from the environment."""
 
 from __future__ import annotations
 
@@ -18,26 +14,26 @@ LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers over
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one root, the same on every rank (checked when ranks attach to each other's heaps).
+    """Settings of one root, the same on every rank, which is checked when ranks attach to each other's heaps.
 
     Args:
         reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit
             (about 2^-29 per element); doubles the accumulator's memory.
-        accumulate: who adds a pushed gradient. "server": the owner's daemon, out of bounded staging slots; "direct":
-            the pushing rank, under a robust lock in the owner's heap; "per_source": one accumulator per rank, summed in
-            rank order (W times the memory; for tests and small models).
+        accumulate: who adds a pushed gradient. "server": the owner's daemon, from bounded staging slots; "direct": the
+            pushing rank, under a robust lock in the owner's heap; "per_source": one accumulator for each rank, summed
+            in rank order (W times the memory; for tests and small models).
         timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
-        push_overlap: push on a sender thread during backward (False: push before backward goes on).
+        push_overlap: push on a sender thread during backward (False: push before backward continues).
         staging_block_bytes: largest block of one staged push, in bytes.
-        queue_bytes: room on each rank for the microbatches it offers in one minibatch (`model.claim`), in bytes of its
-            heap; 0 has no queue. Needs libatomic.
-        second_buffer: keep the version before the newest published one, for readers outside the job (`odc.handover`),
-            who then have a whole step for a fetch whenever they begin. Doubles the memory of the published shard.
-        stale_check: before each root forward in an open minibatch compare the own shards with what was published.
-        trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
-        kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, on CPU
-            memory in triton's interpreter alone (for tests; see docs/kernels.md).
+        queue_bytes: bytes of each rank's heap for the microbatches it offers in one minibatch (`model.claim`); 0 means
+            that there is no queue. Needs libatomic.
+        second_buffer: also keep the version before the newest published one, so that readers outside the job
+            (`odc.handover`) always have a whole step to fetch it. Doubles the memory of the published shard.
+        stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
+        trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
+        kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, which run on
+            CPU memory only in triton's interpreter (for tests; see docs/kernels.md).
     """
 
     reproducible: bool = False
@@ -72,7 +68,7 @@ class Settings:
             raise ValueError(f"queue_bytes must be a whole number of bytes, 0 or more, not {self.queue_bytes!r}")
 
     def fingerprint(self) -> str:
-        """What every rank must agree on, as one line of text; part of the heap's layout hash."""
+        """The settings that every rank must agree on, as one line of text; part of the heap's layout hash."""
         agreed = {key: value for key, value in asdict(self).items() if key in _AGREED}
         return ",".join(f"{key}={value}" for key, value in sorted(agreed.items()))
 

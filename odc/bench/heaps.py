@@ -52,8 +52,7 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
 
 
 def _on_device(host: ShmHeap) -> SymmetricHeap:
-    from odc.memory.cuda import CudaHeap
-    from odc.memory.cuda_lanes import CudaLanes
+    from odc.memory.cuda import CudaHeap, CudaLanes
 
     here = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD

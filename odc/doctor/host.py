@@ -96,7 +96,7 @@ def atomics() -> list[Finding]:
         require_add(chosen)
     except UnsupportedError as error:
         return [*found, absent("libatomic", "not found; odc runs without it", str(error), "queue")]
-    return [*found, ok("libatomic", "atomic add and compare-exchange", "queue")]
+    return [*found, ok("libatomic", "atomic addition", "queue")]
 
 
 def mutex() -> list[Finding]:

@@ -1,15 +1,13 @@
-"""Evaluation on many ranks: unequal requests, padded only where a model needs it; results gathered in order."""
+"""Evaluation on many ranks: unequal requests, padded only for models that need it, and results gathered in order."""
 
 from odc.eval.gather import gather_metrics, gather_results
-from odc.eval.pad import Padded, pad_requests
 from odc.eval.peers import Peers
-from odc.eval.plan import RequestPlan, plan_requests
-from odc.eval.run import run_requests
+from odc.eval.requests import PaddedRequests, RequestPlan, pad_requests, plan_requests, run_requests
 from odc.eval.session import session, unsynced
 from odc.eval.stability import SampleStability, Stability, sample_stability, stability
 
 __all__ = [
-    "Padded",
+    "PaddedRequests",
     "Peers",
     "RequestPlan",
     "SampleStability",

@@ -1,9 +1,8 @@
 """`gather_results` and `gather_metrics`: every rank's results on the first rank, in their original order.
 
-Chose a merge of sorted streams over collecting everything and sorting: each rank sends its rows sorted, in chunks, and
-the first rank holds one chunk of each while it hands rows on in order, so its memory is bounded by ranks x chunk beyond
-what the caller keeps, and doubled or missing results turn up where they belong. `dist.gather_object` moves one pickle a
-rank, all at once, and gives rows rank by rank: 7 samples dealt to 3 ranks arrive as 0, 3, 6, 1, 4, 2, 5.
+Each rank sends its rows sorted, in chunks, and the first rank merges the streams. It holds one chunk of each rank
+beyond what the caller keeps, and notices doubled or missing results where they belong. (`dist.gather_object` moves one
+pickle for each rank, all at once, and returns rows rank by rank.)
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, TypeVar
 
 from odc.errors import ResultsError
-from odc.eval import plain
+from odc.eval import plain_json
 from odc.eval.peers import Peers
 
 T = TypeVar("T")
@@ -32,28 +31,28 @@ def gather_results(
     chunk_bytes: int = 256 << 10,
     what: str = "results",
 ) -> list[T] | None:
-    """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; returns on all together.
+    """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; it returns on all together.
 
     Args:
-        rows: this rank's, any number, of plain values: None, bool, int, float, complex, str, bytes, lists, tuples, sets
-            and dicts of such, NumPy arrays and scalars, dense CPU tensors.
-        index: of each row; numbers, strings or tuples of them that compare with each other. To tell apart what belongs
-            to one document use tuples: (task, doc_id, filter, repeat).
-        expected: all indices there should be; n stands for 0 to n - 1. None checks for doubled ones only. Counts on the
+        rows: any number of rows of this rank, made of plain values: None, bool, int, float, complex, str, bytes, lists,
+            tuples, sets and dicts of such, NumPy arrays and scalars, dense CPU tensors.
+        index: index of each row: numbers, strings or tuples of them that compare with each other. Tuples such as
+            (task, doc_id, filter, repeat) tell apart the rows of one document.
+        expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
             first rank.
-        allow_missing: what is expected may be missing (a budget ran out).
+        allow_missing: accept that expected rows are missing (a budget ran out).
         into: takes the rows one by one, in order, on the first rank (a file's writer, say); then no list is made and
-            None is returned. With an error at the end it has been given the rows that are right.
+            None is returned. If an error follows, it has received the rows that are right.
         chunk_bytes: rows are sent in messages of about this size, at least one row each.
-        what: for messages.
+        what: names the rows in messages.
 
     Returns:
         The rows in order on the first rank (None with `into`), None on the others.
 
     Raises:
-        ResultsError: a row is not of plain values (names the type), or indices are doubled, missing or not expected;
-            the message names the first of them and, where doubled, the ranks they came from. Inside a session it
-            reaches the other ranks as a PeerLostError.
+        ResultsError: a row holds something else than plain values, or indices are doubled, missing or not expected. The
+            message names the type, or the first such indices and the ranks they came from. Inside a session it reaches
+            the other ranks as a PeerLostError.
     """
     if len(rows) != len(index):
         raise ResultsError(f"rank {peers.rank}: {len(rows)} {what}, but {len(index)} indices")
@@ -77,11 +76,11 @@ def gather_results(
 def gather_metrics(
     scores: Mapping[Hashable, Iterable[tuple[Any, Any]]], peers: Peers, *, what: str = "scores"
 ) -> dict[Any, list[tuple[Any, Any]]] | None:
-    """Scores by metric, from ranks that may have other metrics and other numbers of scores. Every rank calls it.
+    """Scores by metric, from ranks that may have different metrics and numbers of scores. Every rank calls it.
 
     Args:
-        scores: by metric (a string, or a tuple such as (task, metric, filter)): (index, score) of each document.
-        what: for messages.
+        scores: (index, score) of each document, by metric (a string, or a tuple such as (task, metric, filter)).
+        what: names the scores in messages.
 
     Returns:
         On the first rank every metric that any rank has, sorted by its `repr`, with all its (index, score) in order of
@@ -100,10 +99,10 @@ def gather_metrics(
 
 
 def _send(entries: Iterable[tuple[Any, int, Any]], peers: Peers, chunk_bytes: int, what: str) -> None:
-    """Entries as lines of JSON, in messages of about `chunk_bytes`; an empty message ends them."""
+    """Send entries as lines of JSON, in messages of about `chunk_bytes`; an empty message ends them."""
     chunk, size = list[bytes](), 0
     for at, _, row in entries:
-        chunk.append(plain.dumps([at, row], f"rank {peers.rank}: one of the {what}"))
+        chunk.append(plain_json.dumps([at, row], f"rank {peers.rank}: one of the {what}"))
         size += len(chunk[-1]) + 1
         if size >= chunk_bytes:
             peers.send(0, b"\n".join(chunk), what)
@@ -119,14 +118,14 @@ def _received(peers: Peers, member: int, what: str) -> Iterator[tuple[Any, int, 
     while message := peers.receive(member, sender):
         peers.tick()
         for line in message.split(b"\n"):
-            entry = plain.loads(line, sender)
+            entry = plain_json.loads(line, sender)
             if type(entry) is not list or len(entry) != 2:
                 raise ResultsError(f"{sender} cannot be read: a line is not an index and a row")
             yield entry[0], member, entry[1]
 
 
 class _Report:
-    """Counts what is wrong with a sorted stream of entries, and remembers the first of each kind."""
+    """Counts the mistakes in a sorted stream of entries, and remembers the first of each kind."""
 
     def __init__(self, what: str, ranks: Sequence[int]) -> None:
         self._what, self._ranks = what, ranks
@@ -136,7 +135,7 @@ class _Report:
     def checked(
         self, entries: Iterable[tuple[Any, int, Any]], wanted: Iterator[Any] | None
     ) -> Iterator[tuple[Any, int, Any]]:
-        """The entries that are right, against the sorted indices that are wanted, if any."""
+        """The correct entries, checked against the sorted indices that are wanted, if any."""
         last, want = _END, _END if wanted is None else next(wanted, _END)
         source = -1
         for entry in entries:

@@ -1,10 +1,9 @@
-"""The ranks of one evaluation and what they tell each other, through the job's key-value store.
+"""The ranks of one evaluation, and the messages they exchange through the job's key-value store.
 
-Chose the store the process group was made with over a gloo side group: it needs no further group (making one is a
-collective of the whole job), works beside any backend, and can be polled, so one rank's failure ends every wait of the
-others within a fraction of a second; a gloo wait that runs out closes every connection of its group. The price is that
-results pass through the store's server in pieces of 256 KiB, a few hundred MB/s on one host: right for scores and
-texts, not for images. Nothing grows: each piece is deleted when it is read, and the rest when the session ends.
+The store of the process group needs no further group (making one is a collective of the whole job), works beside any
+backend, and can be polled, so one rank's failure ends every wait of the others within a fraction of a second. Results
+pass through the store's server in pieces of 256 KiB, at a few hundred MB/s on one host: right for scores and texts, but
+not for images. Each piece is deleted when it is read, and everything else when the session ends.
 
 Within a session ranks are *members*: indices into the group's ranks; member 0 coordinates. Messages name global ranks.
 """
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from odc.errors import PeerLostError, ResultsError, WaitTimeoutError
-from odc.eval import plain
+from odc.eval import plain_json
 from odc.runtime import JobStore
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
@@ -29,14 +28,14 @@ _LOOKS = 20  # at a peer's progress, in one timeout
 
 
 class Peers:
-    """What a session hands out. Use it from one thread; its rank's other waits go on meanwhile.
+    """The members of a session, as one of them sees the others. Use it from one thread.
 
     Args:
-        store: of the job.
+        store: key-value store of the job.
         ranks: global ranks of the members.
-        me: own index in `ranks`.
-        timeout_s: seconds a member may be waited for while it makes no progress.
-        prefix: of this session's keys.
+        me: this rank's index in `ranks`.
+        timeout_s: how many seconds to wait for a member that makes no progress.
+        prefix: prefix of this session's keys.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float, prefix: str = "") -> None:
@@ -49,7 +48,7 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """Own global rank."""
+        """Global rank of this process."""
         return self.ranks[self.me]
 
     @property
@@ -58,7 +57,7 @@ class Peers:
         return len(self.ranks)
 
     def tick(self) -> None:
-        """Say that this rank makes progress, and raise if another has failed. Cheap: looks five times a second at most.
+        """Report progress of this rank, and raise if another has failed. Cheap: looks at most five times a second.
 
         A session calls it before each forward of its modules; call it in a long computation without forwards.
 
@@ -72,7 +71,7 @@ class Peers:
             self.check("computing")
 
     def check(self, doing: str) -> None:
-        """Raise PeerLostError if a rank has failed; `doing` says what this one was about."""
+        """Raise PeerLostError if a rank has failed; `doing` says what this rank was doing."""
         failed = self.failed()
         if failed is not None:
             culprit, reason = failed
@@ -88,14 +87,14 @@ class Peers:
         return int(culprit), str(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Let every wait of the other ranks end, and name this rank. Of several failures the first stays."""
+        """End every wait of the other ranks and blame this rank. Of several failures the first counts."""
         if self._store.add("failures", 1) == 1:
             culprit = getattr(error, "culprit", None)
             whom = self.rank if culprit is None else culprit
             self._store.set("failed", json.dumps([whom, f"{type(error).__name__}: {error}"]))
 
     def meet(self, what: str) -> None:
-        """Wait until every member is here; `what` says where, for messages. Called by every member."""
+        """Wait until every member has called it; `what` says where they meet, for messages."""
         self._met += 1
         met = self._met
         self._store.add(f"met/{self.me}", 1)
@@ -107,13 +106,13 @@ class Peers:
         self._store.add("released", 1)
 
     def leave(self, what: str) -> None:
-        """The last meeting. Afterwards the store holds nothing of this session. Called by every member."""
+        """The last meeting, called by every member. Afterwards the store holds nothing of this session."""
         self.meet(what)
         self._met += 1
         self._store.add(f"met/{self.me}", 1)
         if self.me:
             return
-        # The store's server may live in this very process: stay until nobody asks it any more.
+        # The store's server may live in this very process, so stay until nobody needs it any more.
         for member in range(1, self.world):
             self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
         names = [f"{kind}/{member}" for kind in ("met", "steps", "waits") for member in range(self.world)]
@@ -121,7 +120,7 @@ class Peers:
             self._store.delete_key(name)
 
     def send(self, member: int, message: bytes, what: str) -> None:
-        """Give `member` a message; waits while it has not read the last megabyte before it."""
+        """Send `member` a message; waits while it has not read the last megabyte before it."""
         for at in range(0, max(len(message), 1), _PIECE):
             number, more = self._sent[member], at + _PIECE < len(message)
             if number >= _AHEAD:
@@ -132,7 +131,7 @@ class Peers:
             self._sent[member] += 1
 
     def receive(self, member: int, what: str) -> bytes:
-        """The next message of `member`, waited for; `what` says what it holds, for messages."""
+        """Wait for the next message of `member`; `what` says what it holds, for error messages."""
         message = bytearray()
         while True:
             key = f"data/{member}-{self.me}/{self._received[member]}"
@@ -145,17 +144,17 @@ class Peers:
                 return bytes(message)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every member's `value`, by member. For small plain values (see `gather_results`). Called by every member."""
-        own = plain.dumps(value, f"rank {self.rank}: {what}")
+        """Every member's `value`, by member, called by every member. For small plain values (see `gather_results`)."""
+        own = plain_json.dumps(value, f"rank {self.rank}: {what}")
         if self.me:
             self.send(0, own, what)
-            everyone: list[Any] = plain.loads(self.receive(0, what), what)
+            everyone: list[Any] = plain_json.loads(self.receive(0, what), what)
             if type(everyone) is not list or len(everyone) != self.world:
                 raise ResultsError(f"rank {self.rank}: {what} cannot be read: not one value of each rank")
             return everyone
-        others = [plain.loads(self.receive(member, what), what) for member in range(1, self.world)]
-        everyone = [plain.loads(own, what), *others]  # the same values as on the other ranks
-        message = plain.dumps(everyone, what)
+        others = [plain_json.loads(self.receive(member, what), what) for member in range(1, self.world)]
+        everyone = [plain_json.loads(own, what), *others]  # decoded, so that the values equal those of the other ranks
+        message = plain_json.dumps(everyone, what)
         for member in range(1, self.world):
             self.send(member, message, what)
         return everyone

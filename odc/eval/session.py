@@ -1,7 +1,7 @@
-"""`session`: the span of an evaluation, in which any rank's failure reaches all, and which all leave together.
+"""`session`: the span of an evaluation, in which a failing rank ends all others, and which all ranks leave together.
 
-Chose one barrier, at the exit, over one after each kind of request: ranks may have any number of requests of any kind,
-also none, and a rank that is done early goes on serving the shards its peers still fetch (odc) until all are done.
+The only barrier is at the exit: ranks may have any number of requests of any kind, including zero, and under odc a rank
+that is done early keeps serving the shards its peers still fetch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from odc.settings import LONGEST_TIMEOUT_S
 def session(
     group: dist.ProcessGroup | None = None, *, modules: Iterable[nn.Module] = (), timeout_s: float = 600.0
 ) -> Iterator[Peers]:
-    """Evaluate inside: `with odc.eval.session(modules=[model]) as peers: ...`. On every rank of the group.
+    """Evaluate inside it, on every rank of the group: `with odc.eval.session(modules=[model]) as peers: ...`.
 
     Calls no collective. An exception that leaves the block ends every wait of the other ranks in this session, and
     their next forward of one of `modules`, with a PeerLostError that names the first rank that failed and why. Without
-    one, the block ends for all ranks together.
+    an exception, the block ends for all ranks together.
 
     Args:
-        group: the ranks that evaluate together; None takes the world, or just this process where there is none.
-        modules: the models that are evaluated. Those with a `publish()` (sharded by odc: pass the root) publish their
-            shards first, so that a rank without requests serves its peers, too, and generate `unsynced`. Each forward
-            counts as progress.
-        timeout_s: seconds a rank may be waited for while it makes no progress: no forward of `modules`, nothing sent,
+        group: the ranks that evaluate together; None takes the world, or just this process without torch.distributed.
+        modules: the models to evaluate. Those with a `publish()` (roots sharded by odc) publish their shards first, so
+            that even a rank without requests serves its peers, and generate `unsynced`. Each forward counts as
+            progress.
+        timeout_s: how many seconds to wait for a rank that makes no progress: no forward of `modules`, nothing sent,
             no `peers.tick()`.
 
     Raises:
         PeerLostError: another rank failed.
-        WaitTimeoutError: another rank did not come to the end, a gathering or an exchange in time; names it.
+        WaitTimeoutError: another rank did not reach the end, a gathering or an exchange in time; names it.
         OdcError: this process is not in the group.
     """
     peers = _join(group, timeout_s)
@@ -55,12 +55,12 @@ def session(
                 if publish is not None:
                     publish()
                     hooks.enter_context(unsynced(module))
-                tick = torch.compiler.disable(lambda *_: peers.tick())  # of a compiled module too it runs as it is
+                tick = torch.compiler.disable(lambda *_: peers.tick())  # not compiled, even in a compiled module
                 hooks.callback(module.register_forward_pre_hook(tick).remove)
             yield peers
             peers.leave("the end of the evaluation")
         except BaseException as error:
-            with contextlib.suppress(OdcError):  # the store is gone, and so are the others
+            with contextlib.suppress(OdcError):  # the store is gone, and with it the job
                 peers.fail(error)
             if isinstance(error, Exception) and not isinstance(error, PeerLostError):
                 _blame(peers, error)
@@ -71,8 +71,8 @@ def session(
 def unsynced(module: nn.Module) -> Iterator[None]:
     """Inside, `module.generate` of transformers does not keep ranks in step; no-op for modules without one.
 
-    By default it all-reduces a flag for each token of every FSDP2 model, so that all ranks run as many forwards. Under
-    odc they need not, and a rank with no text left to generate would hang the others. A session does it by itself.
+    By default it all-reduces a flag for each token of an FSDP2 model, so that all ranks run equally many forwards.
+    Under odc they need not, and a rank with no text left to generate would hang the others. A session includes this.
     """
     generate = getattr(module, "generate", None)
     if generate is None or "synced_gpus" not in inspect.signature(generate).parameters or "generate" in vars(module):
@@ -94,18 +94,18 @@ def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
         return Peers(dist.HashStore(), (0,), 0, timeout_s)  # type: ignore[attr-defined]
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
-        raise OdcError(f"rank {dist.get_rank()} evaluates in a group of other ranks: {ranks}")
+        raise OdcError(f"rank {dist.get_rank()} evaluates in a group that it does not belong to: {ranks}")
     me = ranks.index(dist.get_rank())
     owner: Any = dist.group.WORLD if group is None else group
     store = JobStore(owner.get_group_store(), timeout_s, dist.get_rank())
-    number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: sessions of a group come in one order
+    number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: all run their sessions in one order
     return Peers(store, ranks, me, timeout_s, f"odc.eval/{number}/")
 
 
 def _blame(peers: Peers, error: Exception) -> None:
-    """Raise PeerLostError from `error` if another rank failed first: a collective broken off is no cause."""
+    """Raise PeerLostError from `error` if another rank failed first: an interrupted collective is not the cause."""
     failed = None
-    with contextlib.suppress(OdcError):  # the store is gone: nobody else can be blamed
+    with contextlib.suppress(OdcError):  # without the store nobody else can be blamed
         failed = peers.failed()
     if failed is not None and failed[0] not in (peers.rank, getattr(error, "culprit", None)):
         ended = f"rank {peers.rank}, ended by {type(error).__name__}"

@@ -1,8 +1,8 @@
-"""`stability`: how much the scores of one sample vary over repeated runs of it (k-samples mode).
+"""`stability`: how much the scores of one sample vary over repeated runs (k-samples mode).
 
-Chose to compute each sample's figures on the rank that ran it and gather those over gathering all scores: three numbers
-a sample, whatever k is. Repeats of one sample therefore belong on one rank; where they are spread, gather them first
-(`gather_metrics` with (sample, repeat) as index) and call `sample_stability` on the first rank.
+Each sample's figures are computed on the rank that ran it, so only a few numbers for each sample are gathered. Repeats
+of one sample must therefore be on one rank; if they are spread, gather them first (`gather_metrics` with
+(sample, repeat) as index) and call `sample_stability` on the first rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from odc.eval.peers import Peers
 
 @dataclass(frozen=True)
 class SampleStability:
-    """Of one sample over its runs.
+    """Scores of one sample over its runs.
 
     Attributes:
-        runs: how many, at least 2.
-        mean: score.
-        variance: unbiased (divided by runs - 1).
+        runs: number of runs, at least 2.
+        mean: mean score.
+        variance: unbiased variance (divided by runs - 1).
         consistency: share of the runs that have the most frequent score; 1 when all agree.
     """
 
@@ -36,10 +36,10 @@ class SampleStability:
 
 @dataclass(frozen=True)
 class Stability:
-    """Of all samples, each weighing the same but in `mean`, where each run does.
+    """Scores of all samples. Every sample weighs the same, except in `mean`, where every run does.
 
     Attributes:
-        samples: by index, in order.
+        samples: stability of each sample by index, in order.
         mean: over all runs (expected accuracy, for scores of 0 and 1).
         consensus: share of samples whose mean is over one half (right by majority vote, for scores of 0 and 1).
         variance: mean of the samples' variances.
@@ -54,7 +54,7 @@ class Stability:
 
 
 def sample_stability(scores: Sequence[float]) -> SampleStability:
-    """Of one sample's scores, one a run. Raises ValueError for fewer than 2, or one that is not finite."""
+    """Stability of one sample from the scores of its runs. Raises ValueError unless they are 2 or more and finite."""
     if len(scores) < 2 or not all(math.isfinite(score) for score in scores):
         raise ValueError(f"stability needs 2 or more finite scores of a sample, not {list(scores)!r}")
     runs, mean = len(scores), math.fsum(scores) / len(scores)
@@ -66,10 +66,10 @@ def stability(scores: Mapping[Any, Sequence[float]], peers: Peers) -> Stability 
     """Stability of all ranks' samples, on the group's first rank; None on the others. Every rank calls it.
 
     Args:
-        scores: by index of the sample: its scores, one a run. Each sample on one rank; none at all is fine.
+        scores: scores of each run, by index of the sample. Each sample is on one rank; a rank may have none.
 
     Raises:
-        ValueError: see `sample_stability`, or no rank has a sample.
+        ValueError: as in `sample_stability`, or no rank has a sample.
         ResultsError: two ranks have the same sample.
     """
     own = {at: sample_stability(runs) for at, runs in scores.items()}

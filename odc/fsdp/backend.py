@@ -49,8 +49,7 @@ def open_heap(
             f"no process group has exactly the ranks {geometry.ranks} of the mesh, in this order: on CUDA a mesh is "
             "1-D, or 2-D over the whole world"
         )
-    from odc.memory.cuda import CudaHeap
-    from odc.memory.cuda_lanes import CudaLanes
+    from odc.memory.cuda import CudaHeap, CudaLanes
 
     lanes = CudaLanes(device, compat.lane_streams(state))
     return CudaHeap(host, device, lanes, process_group, rendezvous.meet)

@@ -1,6 +1,6 @@
-"""Weights for processes outside the job (rollouts, evaluators), read from the ranks' memory while training goes on."""
+"""Weight export: processes outside the job (rollouts, evaluators) read the weights from the memory of its ranks."""
 
-from odc.handover.issue import ticket, version
+from odc.handover.export import version, weight_handle
 from odc.handover.reader import Reader, Weights
 
-__all__ = ["Reader", "Weights", "ticket", "version"]
+__all__ = ["Reader", "Weights", "version", "weight_handle"]

@@ -1,13 +1,10 @@
-"""Reading a consistent version of all weights from outside the job, while training goes on.
+"""Reading one consistent version of all weights from outside the job, while training goes on.
 
-Chose a sequence lock over any agreement between reader and job: a rank notes which version it begins to publish, copies
-its shards, and notes that the version is there; a reader copies, and throws its copy away if a rank has begun a version
-that overwrites what was being read. So training never waits for a reader and does not know of it, and a reader that
-dies is nobody's loss. The price: a reader that is slower than the job's steps gets nothing. It tries a bounded number
-of times and says so (`StaleVersionError`); `Settings(second_buffer=True)` gives it a whole step, whenever it begins,
-for a second published shard of memory.
-
-The reader maps the ranks' memory without the right to write.
+A sequence lock keeps job and reader independent. A rank notes which version it begins to publish, copies its shards,
+and notes that the version is there. A reader copies, and discards its copy if a rank has begun to overwrite it. So
+training never waits for a reader. A reader that is slower than the job's steps raises `StaleVersionError` after a
+bounded number of tries; `Settings(second_buffer=True)` gives it a whole step, for a second published shard of memory.
+The reader maps the ranks' memory read-only.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError, StaleVersionError, WaitTimeoutError
-from odc.handover.ticket import Owner, Parameter, Ticket
+from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.runtime.layout import REASON_BYTES
@@ -46,30 +43,30 @@ class Reader:
     """Attached to one job; used by one thread at a time. Close it, or use it as a context manager.
 
     Args:
-        ticket: what `odc.handover.ticket(model)` returned on a rank of the job.
-        timeout_s: seconds to wait for a rank that makes no progress: to answer, or to publish what is asked for.
-        tries: copies that may be overtaken by the job before `read` gives up.
+        handle: the text that `odc.handover.weight_handle(model)` returned on a rank of the job.
+        timeout_s: seconds to wait for a rank that makes no progress: to answer, or to publish the requested version.
+        tries: copies that the job may overtake before `read` gives up.
 
     Attributes:
-        overtaken: copies thrown away so far because a newer version was published over them.
-        left_out: names in the model's state dict that are not handed over: buffers, and parameters not sharded.
+        overtaken: copies discarded so far because a newer version was published over them.
+        left_out: names in the model's state dict that are not exported: buffers, and parameters not sharded.
 
     Raises:
         PeerLostError: a rank of the job is gone.
         WaitTimeoutError: a rank's server does not answer.
-        LayoutMismatchError: the ticket is of another run.
+        LayoutMismatchError: the handle belongs to another run.
     """
 
-    def __init__(self, ticket: str, *, timeout_s: float = 60.0, tries: int = 8) -> None:
+    def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8) -> None:
         if tries < 1 or not timeout_s > 0:
             raise ValueError(f"tries must be 1 or more and timeout_s above 0, not {tries!r} and {timeout_s!r}")
-        self._ticket, self._timeout_s, self._tries = Ticket.from_json(ticket), timeout_s, tries
-        self.overtaken, self.left_out = 0, self._ticket.left_out
-        self._by_name = {name: one for one in self._ticket.parameters for name in one.names}
+        self._handle, self._timeout_s, self._tries = WeightHandle.from_json(handle), timeout_s, tries
+        self.overtaken, self.left_out = 0, self._handle.left_out
+        self._by_name = {name: one for one in self._handle.parameters for name in one.names}
         self._sources: list[_Source] = []
         try:
-            for owner in self._ticket.owners:
-                self._sources.append(_Source(owner, self._ticket, timeout_s))
+            for owner in self._handle.owners:
+                self._sources.append(_Source(owner, self._handle, timeout_s))
         except BaseException:
             self.close()
             raise
@@ -85,21 +82,21 @@ class Reader:
 
     @torch.no_grad()
     def read(self, into: Mapping[str, torch.Tensor] | None = None, *, at_least: int = 1) -> Weights:
-        """All parameters, whole, of one version: every byte of it and none of any other.
+        """All parameters, whole, of one version: every byte is of that version.
 
         Args:
-            into: tensors to fill, by name, of the right shapes; only these are read. Other dtypes and devices are
-                converted to. After an error they hold a mixture. None makes new ones, in the published (compute) dtype
-                on the CPU; tied names share one.
-            at_least: oldest version that will do; waits until every rank has published it.
+            into: tensors to fill, by name, of the right shapes; only these are read, and converted to their dtype and
+                device. After an error they hold a mixture. None makes new CPU tensors in the published (compute) dtype,
+                of which tied names share one.
+            at_least: the oldest acceptable version; waits until every rank has published it.
 
-        Waits for the job, never the job for it.
+        It waits for the job; the job never waits for it.
 
         Raises:
             StaleVersionError: `tries` copies were overtaken by newer versions.
-            WaitTimeoutError: a rank has neither published what is waited for nor called into odc for `timeout_s`.
-            PeerLostError: a rank died, left or aborted.
-            ValueError: `into` names what is not handed over, or has another shape.
+            WaitTimeoutError: a rank has neither published the version nor called into odc for `timeout_s`.
+            PeerLostError: a rank died, exited or aborted.
+            ValueError: `into` names a tensor that is not exported, or has another shape.
         """
         wanted = self._destinations(into)
         for _ in range(self._tries):
@@ -107,16 +104,16 @@ class Reader:
             if self._copy(version, wanted):
                 return Weights(version, {name: tensor for one, tensors in wanted for name, tensor in tensors})
             self.overtaken += 1
-        more = "" if self._ticket.buffers > 1 else "; Settings(second_buffer=True) in the job gives it more"
+        more = "" if self._handle.buffers > 1 else "; Settings(second_buffer=True) in the job gives it more"
         raise StaleVersionError(
-            f"{self._tries} copies of the weights of root {self._ticket.root} were each overtaken by a newer version "
+            f"{self._tries} copies of the weights of root {self._handle.root} were each overtaken by a newer version "
             f"(now {self.version}): a fetch takes longer than the job's steps{more}, or raise `tries`"
         )
 
     def _destinations(self, into: Mapping[str, torch.Tensor] | None) -> list[_Wanted]:
         if into is None:
             made = []
-            for one in self._ticket.parameters:
+            for one in self._handle.parameters:
                 tensor = torch.empty(one.shape, dtype=_dtype(one))
                 made.append((one, [(name, tensor) for name in one.names]))
             return made
@@ -124,7 +121,7 @@ class Reader:
         for name, tensor in into.items():
             known = self._by_name.get(name)
             if known is None:
-                raise ValueError(f"{name!r} is not handed over; leave it out of `into`")
+                raise ValueError(f"{name!r} is not exported; leave it out of `into`")
             if tuple(tensor.shape) != known.shape:
                 raise ValueError(f"{name!r} has shape {known.shape}, not {tuple(tensor.shape)}")
             by_parameter.setdefault(id(known), (known, []))[1].append((name, tensor))
@@ -133,7 +130,7 @@ class Reader:
     # the sequence lock -------------------------------------------------------------------------------------------
 
     def _await_version(self, at_least: int) -> int:
-        """The newest version that all have published and nobody has begun to overwrite."""
+        """The newest version that all ranks have published and none has begun to overwrite."""
         self._refuse_if_gone(f"reading version {at_least} or newer")
         begin, progress = time.monotonic(), -1
         while True:
@@ -156,8 +153,8 @@ class Reader:
             time.sleep(_POLL_S)
 
     def _overtaken(self, version: int) -> bool:
-        """Whether a rank has begun to publish a version that goes where this one lies."""
-        over = version + self._ticket.buffers
+        """Whether a rank has begun to publish a version over this one."""
+        over = version + self._handle.buffers
         return any(source.board.load(Word.PUBLISHING) >= over for source in self._sources)
 
     def _copy(self, version: int, wanted: Sequence[_Wanted]) -> bool:
@@ -170,12 +167,12 @@ class Reader:
                 unlooked = 0
                 if self._overtaken(version):
                     return False
-        # Whoever has copied a byte of a later version sees the word that its writer stored, and fenced, before it.
+        # If a byte of a later version was copied, the word that its writer stored and fenced before it is visible.
         self._sources[0].board.fence()
         return not self._overtaken(version)
 
-    def _assemble(self, one: Parameter, version: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Put the ranks' shards together in each of `tensors`."""
+    def _assemble(self, one: PublishedParameter, version: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Assemble the ranks' shards in each of `tensors`."""
         dtype, first = _dtype(one), tensors[0]
         direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
         whole = first if direct else torch.empty(one.shape, dtype=dtype)
@@ -191,8 +188,8 @@ class Reader:
             if tensor.data_ptr() != whole.data_ptr():
                 tensor.copy_(whole)
 
-    def _lay_end_to_end(self, one: Parameter, version: int, whole: torch.Tensor) -> None:
-        """Sharded along the first dimension, shards are consecutive bytes; only the end of the last is padding."""
+    def _lay_end_to_end(self, one: PublishedParameter, version: int, whole: torch.Tensor) -> None:
+        """Shards of the first dimension are consecutive bytes; only the end of the last is padding."""
         at, place, memmove = whole.data_ptr(), self._place(one, version), ctypes.memmove
         left, shard = whole.nbytes, one.shard_numel * whole.itemsize
         for source in self._sources:
@@ -201,8 +198,8 @@ class Reader:
             if not left:
                 return
 
-    def _place(self, one: Parameter, version: int) -> int:
-        return one.offset + version % self._ticket.buffers * one.buffer_bytes
+    def _place(self, one: PublishedParameter, version: int) -> int:
+        return one.offset + version % self._handle.buffers * one.buffer_bytes
 
     # the end of the job, and of the reader -----------------------------------------------------------------------
 
@@ -211,7 +208,7 @@ class Reader:
             source.refuse_if_gone(doing)
 
     def close(self) -> None:
-        """Let go of the ranks' memory; nobody notices. Idempotent."""
+        """Unmap the ranks' memory. Idempotent."""
         for source in self._sources:
             source.process.close()
         self._sources = []
@@ -225,36 +222,36 @@ class Reader:
         self.close()
 
 
-_Wanted = tuple[Parameter, list[tuple[str, torch.Tensor]]]
+_Wanted = tuple[PublishedParameter, list[tuple[str, torch.Tensor]]]
 
 
-def _dtype(one: Parameter) -> torch.dtype:
+def _dtype(one: PublishedParameter) -> torch.dtype:
     found = getattr(torch, one.dtype)
     assert isinstance(found, torch.dtype)
     return found
 
 
 class _Source:
-    """One rank's memory, mapped to read, and its process."""
+    """One rank's memory, mapped read-only, and its process."""
 
-    def __init__(self, owner: Owner, ticket: Ticket, timeout_s: float) -> None:
-        self.owner, self._reason = owner, ticket.reason
-        answer = _ask(owner, ticket.root, timeout_s)
+    def __init__(self, owner: ShardOwner, handle: WeightHandle, timeout_s: float) -> None:
+        self.owner, self._reason = owner, handle.reason
+        answer = _ask(owner, handle.root, timeout_s)
         with _owned(answer.fds):
             if "error" in answer.reply:
                 raise PeerLostError(
                     f"reader, attaching to rank {owner.rank}: {answer.reply['error']}", culprit=owner.rank
                 )
             size = os.fstat(answer.fds[0]).st_size
-            if answer.reply["digest"] != ticket.digest or not answer.reply["nbytes"] == ticket.nbytes == size:
+            if answer.reply["digest"] != handle.digest or not answer.reply["nbytes"] == handle.nbytes == size:
                 raise LayoutMismatchError(
-                    f"reader, attaching to rank {owner.rank}: its heap is laid out otherwise than the ticket says; "
+                    f"reader, attaching to rank {owner.rank}: its heap is not laid out as the weight handle says; "
                     "ask the job for a new one",
                     culprit=owner.rank,
                 )
-            self.memory = SharedMemory(answer.fds[0], ticket.nbytes, writable=False)
+            self.memory = SharedMemory(answer.fds[0], handle.nbytes, writable=False)
         self.memory.prefault(fresh=False)
-        self.board = Words(self.memory.address + ticket.board, BOARD_WORDS, self.memory)
+        self.board = Words(self.memory.address + handle.board, BOARD_WORDS, self.memory)
         self.process = ProcessHandle(answer.pid)
 
     def refuse_if_gone(self, doing: str) -> None:
@@ -271,12 +268,12 @@ class _Source:
             raise PeerLostError(f"reader, {doing}: rank {rank} died", culprit=rank)
 
 
-def _ask(owner: Owner, root: str, timeout_s: float) -> Answer:
+def _ask(owner: ShardOwner, root: str, timeout_s: float) -> Answer:
     request = {"op": "read", "root": root, "token": owner.token}
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return knock(owner.door, request, min(_KNOCK_S, timeout_s))
+            return knock(owner.socket, request, min(_KNOCK_S, timeout_s))
         except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
@@ -286,14 +283,14 @@ def _ask(owner: Owner, root: str, timeout_s: float) -> Answer:
         except OSError as error:
             raise PeerLostError(
                 f"reader, attaching to rank {owner.rank}: its server does not answer ({error}); the job has ended, or "
-                "the ticket is of another run",
+                "the weight handle belongs to another run",
                 culprit=owner.rank,
             ) from error
 
 
 @contextlib.contextmanager
 def _owned(fds: Sequence[int]) -> Iterator[None]:
-    """Descriptors that are closed at the end."""
+    """Close the descriptors at the end of the block."""
     try:
         yield
     finally:

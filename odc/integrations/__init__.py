@@ -1,1 +1,1 @@
-"""Seams into other libraries, each optional: nothing in odc but the command line imports them."""
+"""Adapters to other libraries. Each is optional, and nothing in odc but the command line imports them."""

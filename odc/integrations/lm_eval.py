@@ -1,8 +1,7 @@
-"""lm-eval-harness on the ranks of a sharded model: `lm_eval.simple_evaluate`, its requests shared out.
+"""lm-eval-harness on the ranks of a sharded model: `lm_eval.simple_evaluate` with its requests spread over the ranks.
 
-Chose one call on every rank over a subclass of lm-eval's models: any `LM` works as it is. Nothing is padded unless
-asked for, results and logged samples are those of one process, in its order, and documents may be fewer than ranks,
-which lm-eval's own way does not survive. See `odc.integrations._harness` for what that costs.
+Any `LM` works as it is. Nothing is padded unless asked for, results and logged samples are those of one process, in its
+order, and there may be fewer documents than ranks, which lm-eval's own way does not survive.
 """
 
 from __future__ import annotations
@@ -12,15 +11,9 @@ from typing import Any
 
 from odc.errors import ConfigError
 from odc.eval import Peers
-from odc.integrations._harness import Cost, Done, refuse, shared_out
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-_REFUSED = {
-    "use_cache": "ranks would ask for different requests",
-    "cache_requests": "ranks would write one file",
-    "rewrite_requests_cache": "ranks would write one file",
-    "delete_requests_cache": "ranks would delete one folder",
-}
 
 
 def evaluate(
@@ -28,38 +21,38 @@ def evaluate(
 ) -> Any:
     """`lm_eval.simple_evaluate(model=lm, tasks=tasks, **options)` with each request run by one rank.
 
-    Every rank calls it alike, inside `odc.eval.session(modules=[model])`; waits for all at each kind of request.
+    Every rank calls it alike, inside `odc.eval.session(modules=[model])`; it waits for all at each kind of request.
 
     Args:
-        lm: an `lm_eval.api.model.LM` that takes itself for alone (rank 0 of 1), as `HFLM(pretrained=model)` does.
+        lm: an `lm_eval.api.model.LM` that believes it runs alone (rank 0 of 1), as `HFLM(pretrained=model)` does.
         tasks: names, configs or task objects, the same on every rank.
-        pad: for a model with collectives in its forward (FSDP2): as many requests on every rank. Not a whole remedy:
-            see docs/evaluation.md.
-        cost: of a request; work is made even by it. None takes the characters of its texts.
-        options: of `simple_evaluate`. Those that keep a cache are refused.
+        pad: run equally many requests on every rank, for a model with collectives in its forward (FSDP2). This is not a
+            complete remedy: see docs/evaluation.md.
+        cost: cost of a request, for spreading work evenly. None takes the characters of its texts.
+        options: options of `simple_evaluate`, except those that keep a cache.
 
     Returns:
         What `simple_evaluate` returns, on the session's first rank; None on the others.
 
     Raises:
-        ConfigError: lm-eval is not installed, or `lm` deals requests out itself.
+        ConfigError: lm-eval is not installed, or `lm` spreads requests itself.
         UnsupportedError: an option that cannot work on several ranks.
-        PlanError: ranks have built different requests.
+        PlanError: ranks built different requests.
     """
     try:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("evaluating with lm-eval needs it: pip install 'odc-fsdp[lm-eval]'") from error
-    refuse("lm-eval", options, _REFUSED)
+    refuse("lm-eval", options, CACHES)
     if lm.world_size != 1:
-        raise ConfigError(f"lm: it shares requests over {lm.world_size} ranks itself; build it from the sharded model")
+        raise ConfigError(f"lm spreads requests over {lm.world_size} ranks itself; build it from the sharded model")
     manager = options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata"))
     loaded = manager.load(tasks)
     manager = copy.copy(manager)
-    manager.load = lambda _: loaded  # so that the tasks are at hand below; their requests are built by simple_evaluate
+    manager.load = lambda _: loaded  # `after` needs the tasks, whose requests simple_evaluate builds
     if peers.me:
-        options["evaluation_tracker"] = None  # writes files
+        options["evaluation_tracker"] = None  # only the first rank writes files
     left = None
 
     def after(kind: str) -> None:
@@ -68,11 +61,11 @@ def evaluate(
             left = {request.request_type for task in loaded["tasks"].values() for request in task.instances}
         left.discard(kind)
         if not left:
-            raise Done
+            raise RequestsDone
 
     try:
-        with shared_out(lm, _KINDS, peers, pad=pad, cost=cost, after=after):
+        with spread_requests(lm, _KINDS, peers, pad=pad, cost=cost, after=after):
             results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, **options)
-    except Done:
+    except RequestsDone:
         return None
     return None if peers.me else results

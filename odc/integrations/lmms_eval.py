@@ -1,8 +1,7 @@
-"""lmms-eval on the ranks of a sharded model: `lmms_eval.evaluator.simple_evaluate`, its requests shared out.
+"""lmms-eval on the ranks of a sharded model: its `simple_evaluate` with the requests spread over the ranks.
 
-Chose to hide the ranks from lmms-eval (it learns of them from RANK and WORLD_SIZE alone, so these are taken out of the
-environment while it runs) over a shim of its accelerator: its padding, its barriers and its gathering through one
-pickle are then all out of the way. See `odc.integrations._harness` for what that costs.
+lmms-eval learns of ranks only from RANK and WORLD_SIZE, so these are removed from the environment while it runs. That
+avoids its padding, its barriers and its gathering through one pickle.
 """
 
 from __future__ import annotations
@@ -16,17 +15,11 @@ import torch.distributed as dist
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.eval import Peers
-from odc.integrations._harness import Cost, Done, refuse, shared_out
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "generate_until", "generate_until_multi_round", "generate_visual_cot")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-_REFUSED = {
-    "use_cache": "ranks would ask for different requests",
-    "cache_requests": "ranks would write one file",
-    "rewrite_requests_cache": "ranks would write one file",
-    "delete_requests_cache": "ranks would delete one folder",
-    "max_tokens": "only one rank would see the budget end",
-}
+_REFUSED = CACHES | {"max_tokens": "only one rank would see the budget end"}
 
 
 def evaluate(
@@ -34,25 +27,25 @@ def evaluate(
 ) -> Any:
     """`lmms_eval.evaluator.simple_evaluate(model=lm, tasks=tasks, **options)` with each request run by one rank.
 
-    Every rank of the world calls it alike, inside `odc.eval.session(modules=[model])`; waits for all at each kind of
+    Every rank of the world calls it alike, inside `odc.eval.session(modules=[model])`; it waits for all at each kind of
     request. lmms-eval itself has one barrier of the world, where it loads the data.
 
     Args:
-        lm: an `lmms_eval.api.model.lmms` around the sharded model. Unlike lmms-eval's own way it still holds the model
-            afterwards.
+        lm: an `lmms_eval.api.model.lmms` around the sharded model. It still holds the model afterwards, unlike in
+            lmms-eval's own way.
         tasks: names, configs or task objects, the same on every rank.
-        pad: for a model with collectives in its forward (FSDP2): as many requests on every rank. Not a whole remedy:
-            see docs/evaluation.md.
-        cost: of a request; work is made even by it. None takes the characters of its texts: pass one where images are.
-        options: of `simple_evaluate`. Caches and budgets are refused.
+        pad: run equally many requests on every rank, for a model with collectives in its forward (FSDP2). This is not a
+            complete remedy: see docs/evaluation.md.
+        cost: cost of a request, for spreading work evenly. None takes the characters of its texts and ignores images.
+        options: options of `simple_evaluate`, except caches and budgets.
 
     Returns:
         What `simple_evaluate` returns, on rank 0; None on the others.
 
     Raises:
         ConfigError: lmms-eval is not installed.
-        UnsupportedError: an option or a kind of task that cannot work on several ranks, or a session of some ranks.
-        PlanError: ranks have built different requests.
+        UnsupportedError: an option or a kind of task needs one rank, or the session does not hold all ranks.
+        PlanError: ranks built different requests.
     """
     try:
         from lmms_eval.evaluator import simple_evaluate
@@ -60,15 +53,15 @@ def evaluate(
         raise ConfigError("evaluating with lmms-eval needs it: pip install 'odc-fsdp[lmms-eval]'") from error
     refuse("lmms-eval", options, _REFUSED)
     if dist.is_initialized() and peers.world != dist.get_world_size():
-        raise UnsupportedError("lmms-eval loads its data between barriers of the world: evaluate on all ranks")
+        raise UnsupportedError("lmms-eval loads its data between barriers of the world, so evaluate on all ranks")
     if peers.me:
-        options["evaluation_tracker"] = None  # writes files
+        options["evaluation_tracker"] = None  # only the first rank writes files
     kinds = [kind for kind in _KINDS if hasattr(lm, kind)]
-    lm.clean = _stop if peers.me else lambda: None  # called when all is answered; lmms-eval's own drops the model
+    lm.clean = _stop if peers.me else lambda: None  # called at the end; lmms-eval's own drops the model
     try:
-        with _alone(), shared_out(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None):
+        with _alone(), spread_requests(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None):
             results = simple_evaluate(model=lm, tasks=tasks, distributed_executor_backend="torchrun", **options)
-    except Done:
+    except RequestsDone:
         return None
     finally:
         del lm.clean
@@ -85,4 +78,4 @@ def _alone() -> Iterator[None]:
 
 
 def _stop() -> NoReturn:
-    raise Done
+    raise RequestsDone

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer on `odc.fully_shard`: `OdcTrainer` in place of `Trainer`, nothing else changes.
+"""Hugging Face's Trainer on `odc.fully_shard`: `OdcTrainer` in place of `Trainer`, and nothing else changes.
 
-The model is sharded here and marked as prepared, so that accelerate uses it as it is; ranks meet once an
+The model is sharded here and marked as prepared, so that accelerate uses it as it is; ranks meet once for each
 optimizer step. `odc.integrations.transformers_arguments` says which of a Trainer's arguments are applied.
 """
 
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 from odc.errors import ConfigError
 from odc.fsdp import fully_shard
 from odc.fsdp.blocks import blocks_of
-from odc.integrations.transformers_arguments import Wishes, refuse_arguments, settings_for
+from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
 from odc.settings import Settings
 
 try:
-    import accelerate  # noqa: F401  (a Trainer cannot be without it)
+    import accelerate  # noqa: F401  (a Trainer needs it)
     from transformers import PreTrainedModel, Trainer
 except ImportError as error:
     raise ImportError("OdcTrainer needs transformers and accelerate: pip install 'odc-fsdp[transformers]'") from error
@@ -39,31 +39,32 @@ _PART = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options: Any) -> Any:
     """Shard a Hugging Face model in place so that accelerate takes it as it is; for a loop of your own.
 
-    Call it after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, before
-    `accelerator.prepare(model, optimizer, ...)`, and before the optimizer is made, on every rank.
+    Call it on every rank after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, and
+    before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called.
 
     Args:
-        model: a `PreTrainedModel` or a `PeftModel`, the same weights on every rank. Each block becomes a unit;
+        model: a `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit;
             embedding and head stay in the root, because some libraries read their weights outside of their forward.
-        blocks: class names of its blocks, where the model does not say (`_no_split_modules`).
-        options: of `fully_shard`, for every unit. A `mp_policy` takes the place of the Accelerator's.
+        blocks: class names of its blocks, if the model does not name them (`_no_split_modules`).
+        options: options of `fully_shard` for every unit. A `mp_policy` replaces the Accelerator's.
 
     Raises:
-        ConfigError: the Accelerator asks for what odc cannot do, or was made after this call (at the first forward).
+        ConfigError: the Accelerator asks for something odc cannot do, or (at the first forward) was made after this
+            call.
     """
-    wishes = Wishes.of_accelerator()
+    wanted = AcceleratorOptions.current()
     own = options.pop("mp_policy", None)
-    if own is not None and wishes.precision == "bf16" and own.param_dtype is not torch.bfloat16:
+    if own is not None and wanted.precision == "bf16" and own.param_dtype is not torch.bfloat16:
         raise ConfigError(f"the Accelerator says mixed_precision='bf16' and mp_policy says {own.param_dtype}")
     name = type(model).__name__
     for block in blocks_of(model, blocks):
-        wishes.compile(block)
-        fully_shard(block, mp_policy=own or wishes.policy(root=False), **options)
-    fully_shard(model, mp_policy=own or wishes.policy(root=True), **options)
-    model._is_accelerate_prepared = True  # accelerate's own mark: not to be wrapped in DDP
-    model.no_sync = lambda: _no_sync(model)  # what `accelerator.no_sync(model)` looks for
-    model._get_name = lambda: name  # a Trainer looks up by it how labels are shifted
-    if not Wishes.known():
+        wanted.compile(block)
+        fully_shard(block, mp_policy=own or wanted.policy(root=False), **options)
+    fully_shard(model, mp_policy=own or wanted.policy(root=True), **options)
+    model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
+    model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` looks for it
+    model._get_name = lambda: name  # a Trainer looks up by this name how labels are shifted
+    if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
     return model
 
@@ -78,12 +79,13 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 def _refuse_late_accelerator(model: Any) -> None:
-    """At the first forward: an Accelerator made since then must not ask for what was not applied."""
+    """Raise at the first forward if an Accelerator was made in the meantime and asks for what was not applied."""
 
     def check(*unused: Any) -> None:
         handle.remove()
-        if Wishes.of_accelerator() != Wishes():
-            raise ConfigError(f"prepare(model) did not know of {Wishes.of_accelerator()}: make the Accelerator first")
+        found = AcceleratorOptions.current()
+        if found != AcceleratorOptions():
+            raise ConfigError(f"prepare(model) did not know of {found}: make the Accelerator first")
 
     handle = model.register_forward_pre_hook(check)
 
@@ -91,18 +93,18 @@ def _refuse_late_accelerator(model: Any) -> None:
 class OdcTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose model is sharded over the world with on-demand communication.
 
-    Also for Trainers of other libraries: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. Runs on every rank, in a
-    process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway; a saved
-    model and optimizer state are whole ones, written by one rank.
+    It works with Trainers of other libraries too: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. It runs on every
+    rank of a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway;
+    one rank writes the whole model and the whole optimizer state.
 
     Args:
-        model, args: as of a Trainer. The model is sharded in place.
-        blocks: class names of the model's blocks, where it does not name them itself.
-        settings: of the runtime.
-        options: as of a Trainer, without `model_init` and `optimizers`.
+        model, args: as for a Trainer. The model is sharded in place.
+        blocks: class names of the model's blocks, if it does not name them itself.
+        settings: settings of the runtime.
+        options: as for a Trainer, without `model_init` and `optimizers`.
 
     Raises:
-        ConfigError: an argument that odc can neither apply nor ignore; the message says what to use.
+        ConfigError: odc can neither apply nor ignore an argument; the message says what to use instead.
     """
 
     def __init__(
@@ -115,10 +117,10 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if options.get("model_init") is not None:
-            raise ConfigError("odc cannot apply model_init: pass the model, which is sharded once")
+            raise ConfigError("odc cannot apply model_init: pass the model itself, because it is sharded once")
         if any(one is not None for one in options.get("optimizers", ())):
             raise ConfigError(
-                "odc cannot apply optimizers, made before the model is sharded: use optimizer_cls_and_kwargs"
+                "odc cannot apply optimizers made before the model is sharded: use optimizer_cls_and_kwargs"
             )
         if args is not None:
             refuse_arguments(args)
@@ -128,13 +130,13 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         prepare(self.model, blocks=blocks, settings=settings_for(self.args, settings))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, of a PEFT model the adapter, to `output_dir`, by one rank. On every rank."""
+        """Write the whole model (of a PEFT model the adapter) to `output_dir` on one rank. Every rank calls it."""
         weights = get_model_state_dict(self.model, options=_WHOLE)
         if self.args.should_save:
             folder = output_dir or self.args.output_dir
             self._save(folder, state_dict=weights)
             if isinstance(self.model, PreTrainedModel):
-                self.model.config.architectures = [self._kind.__name__]  # not the class that sharding has made of it
+                self.model.config.architectures = [self._kind.__name__]  # its class before sharding changed it
                 self.model.config.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -168,7 +170,7 @@ def _adapter_weights(model: Any, checkpoint: str) -> dict[str, Any]:
     """The saved adapter of a `PeftModel`, under the names that its parameters have in `model`."""
     from peft import get_peft_model_state_dict, load_peft_weights
 
-    # Asked for names in place of weights, PEFT says which parameter it saves under which name.
+    # Given names in place of weights, PEFT returns which parameter it saves under which name.
     names = {name: name for name, _ in model.named_parameters()}
     saved_as = get_peft_model_state_dict(model, names, save_embedding_layers=False)
     saved = load_peft_weights(checkpoint, device="cpu")

@@ -1,7 +1,7 @@
 """What a Trainer's arguments and an Accelerator's settings mean under odc: applied, irrelevant or refused.
 
-Every field of `transformers.TrainingArguments` stands in exactly one of the three tables. A field that stands in none,
-because the installed transformers is newer, is refused as soon as it differs from its default.
+Every field of `transformers.TrainingArguments` is in exactly one of the three tables. A field in none of them, because
+the installed transformers is newer, is refused as soon as it differs from its default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Fields that change what is computed and take effect, by the Trainer's own code or by `OdcTrainer`'s.
+#: Fields that change what is computed, which the Trainer or `OdcTrainer` applies.
 APPLIED = _names(
     """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
@@ -70,7 +70,7 @@ REFUSED = {
     "use_liger_kernel": "apply Liger's kernels to the model before you pass it",
 }
 
-#: Values of `optim` whose update of an element needs that element alone, so that a shard can be updated by itself.
+#: Values of `optim` that update every element by itself, so that each rank can update its shard.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
@@ -78,7 +78,7 @@ def refuse_arguments(args: Any) -> None:
     """Raise ConfigError naming the first of a Trainer's arguments that odc can neither apply nor ignore.
 
     Args:
-        args: a `transformers.TrainingArguments`, or one of a subclass, whose further fields are not looked at.
+        args: a `transformers.TrainingArguments`, or an instance of a subclass, whose further fields are ignored.
     """
     from transformers import TrainingArguments
 
@@ -97,7 +97,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def settings_for(args: Any, settings: Settings | None) -> Settings | None:
-    """The runtime's settings: `full_determinism` asks for reproducible sums. ConfigError where `settings` has none."""
+    """The runtime's settings, reproducible for `full_determinism`. Raises ConfigError if `settings` contradict it."""
     if not args.full_determinism:
         return settings
     if settings is None:
@@ -108,12 +108,12 @@ def settings_for(args: Any, settings: Settings | None) -> Settings | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
-    """What an Accelerator would do to a model, and `odc.integrations.transformers.prepare` does in its place.
+class AcceleratorOptions:
+    """What an Accelerator would do to a model; `odc.integrations.transformers.prepare` does it instead.
 
     Args:
         precision: "no" or "bf16".
-        compiled: keyword arguments of `torch.compile`, None without compilation.
+        compiled: keyword arguments of `torch.compile`, or None without compilation.
     """
 
     precision: str = "no"
@@ -127,10 +127,10 @@ class Wishes:
         return bool(is_initialized())
 
     @classmethod
-    def of_accelerator(cls) -> Wishes:
-        """Those of the Accelerator that this process has made, none if it has not made one.
+    def current(cls) -> AcceleratorOptions:
+        """The options of the Accelerator that this process has made; the defaults if it has made none.
 
-        Raises ConfigError for what odc cannot do: fp16, fp8, or another library's sharding.
+        Raises ConfigError for fp16, fp8 and another library's sharding.
         """
         from accelerate.state import AcceleratorState
 
@@ -148,13 +148,13 @@ class Wishes:
         return cls(state.mixed_precision, plugin.to_kwargs())
 
     def policy(self, *, root: bool) -> MixedPrecisionPolicy | None:
-        """Of a unit; None for that of the parameters. In bf16 the root returns fp32, as under an Accelerator."""
+        """Mixed precision of a unit, if any. In bf16 the root returns fp32, as under an Accelerator."""
         if self.precision == "no":
             return None
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32 if root else None)
 
     def compile(self, block: nn.Module) -> None:
-        """Compile a block in place, where that is wished. Call it before the block is sharded."""
+        """Compile a block in place, if the Accelerator would. Call it before the block is sharded."""
         if self.compiled is not None:
             block.compile(**self.compiled)
 

@@ -1,14 +1,12 @@
 """Memory that the ranks of a job share: heaps, words, locks, and whether a peer is alive."""
 
 from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plain_x86_64, require_add
-from odc.memory.forks import close_after_fork
-from odc.memory.heap import SymmetricHeap
-from odc.memory.hugepages import advise_huge
-from odc.memory.lanes import HostLanes, Lanes
+from odc.memory.available_memory import FreeMemory, free_memory
+from odc.memory.heap import HostLanes, Lanes, SymmetricHeap
 from odc.memory.layout import Layout, Request
-from odc.memory.liveness import ProcessHandle
+from odc.memory.mapping import advise_huge
 from odc.memory.mutex import MUTEX_BYTES, RobustMutex
-from odc.memory.probe import FreeMemory, free_memory
+from odc.memory.processes import ProcessHandle, close_after_fork
 from odc.memory.shm import Attachment, ShmHeap
 from odc.memory.words import Words
 

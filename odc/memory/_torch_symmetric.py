@@ -1,8 +1,7 @@
 """Every private name of torch's symmetric memory that odc touches.
 
-Chose one file, as `odc.fsdp._torch_compat` is for FSDP2: torch keeps its symmetric memory in a private module, and a
-release that moves it is met here, with a message that names what is missing, and nowhere else. Nothing of torch is
-loaded before it is used: there is no CUDA on most machines that import odc.
+torch keeps its symmetric memory in a private module; a release that moves it is noticed here, with a message that names
+what is missing. Nothing is loaded before it is used, because most machines that import odc have no CUDA.
 """
 
 from __future__ import annotations
@@ -40,54 +39,54 @@ def require_nvml(library: str = "libnvidia-ml.so.1") -> None:
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] on `device` that peers can map; unfilled. Local: waits for nobody.
+    """uint8 [nbytes] on `device` that peers can map; not filled. Local: waits for nobody.
 
     Raises:
         UnsupportedError: torch or the driver lacks a part that this needs.
-        RuntimeError: as torch does.
+        RuntimeError: torch cannot allocate it.
     """
     _module()
     require_nvml()
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    # Not `empty()` of the module, which takes from a pool: a heap is given back whole.
+    # The module's `empty()` allocates from a pool, but a heap is released whole.
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-def map_peers(own: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
+def map_peers(local: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
     Args:
-        own: as of `allocate`, equally large on every rank.
-        group: whose ranks call this.
-        me: own rank in it.
+        local: a tensor from `allocate`, equally large on every rank.
+        group: the ranks that call this.
+        me: this rank's index in the group.
 
     Raises:
-        RuntimeError: as torch does.
+        RuntimeError: torch cannot map a peer's memory.
     """
-    handle = _module().rendezvous(own, group.group_name)
-    return [own if peer == me else _view(handle, peer, own) for peer in range(group.size())]
+    handle = _module().rendezvous(local, group.group_name)
+    return [local if peer == me else _view(handle, peer, local) for peer in range(group.size())]
 
 
-def _view(handle: Any, peer: int, own: torch.Tensor) -> torch.Tensor:
+def _view(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
     """A peer's memory as a tensor that keeps the mapping alive, which torch's own view of it does not."""
     address = int(handle.buffer_ptrs[peer])
     if not address:
         raise RuntimeError(f"rank {peer} of the group has no pointer here: it is on another host")
-    # Tried on one byte: what torch takes for another device's memory it copies.
-    if torch.as_tensor(_Range(handle, address, 1), device=own.device).data_ptr() == address:
-        return torch.as_tensor(_Range(handle, address, own.numel()), device=own.device)
-    # torch's own view copies nothing, but ends with the handle.
+    # Try one byte first: torch copies what it takes for another device's memory.
+    if torch.as_tensor(_DeviceRange(handle, address, 1), device=local.device).data_ptr() == address:
+        return torch.as_tensor(_DeviceRange(handle, address, local.numel()), device=local.device)
+    # torch's own view copies nothing, but it dies with the handle.
     _kept.append(handle)
-    seen: torch.Tensor = handle.get_buffer(peer, (own.numel(),), torch.uint8)
+    seen: torch.Tensor = handle.get_buffer(peer, (local.numel(),), torch.uint8)
     return seen
 
 
 _kept: list[Any] = []  # mappings that last as long as the process
 
 
-class _Range:
-    """Device memory as torch takes it in without copying; the tensor holds this object, and it the mapping."""
+class _DeviceRange:
+    """Device memory that torch wraps without copying; the tensor holds this object, and this object the mapping."""
 
     def __init__(self, handle: Any, address: int, nbytes: int) -> None:
         self._handle = handle
@@ -101,7 +100,7 @@ class _Range:
 
 
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:
-    """One of torch's low-contention collectives over the world, with a workspace of `nbytes`; calls a collective."""
+    """One of torch's low-contention collectives over the world, with a workspace of `nbytes`; itself a collective."""
     symmetric = _module()  # registers the operators
     world: Any = dist.group.WORLD
     symmetric.get_symm_mem_workspace(world.group_name, nbytes)

@@ -1,9 +1,8 @@
 """Atomic 64-bit operations on plain addresses: where they come from on this machine.
 
-Chose gcc's libatomic, called through `ctypes.PyDLL` (the GIL stays held: handing it over would cost more than the
-operation), over an extension module of our own: nothing to compile, and it is right on every processor. The price is
-one small system package, `libatomic.so.1`, which slim images may lack; x86-64 can do without it as long as nobody needs
-read-modify-write.
+They are gcc's libatomic, called through `ctypes.PyDLL`: the GIL stays held, because handing it over would cost more
+than the operation. There is nothing to compile, and libatomic is right on every processor. Slim images may lack
+`libatomic.so.1`; x86-64 does without it as long as nobody needs an atomic add.
 """
 
 from __future__ import annotations
@@ -25,24 +24,19 @@ _INSTALL = "install libatomic: `apt-get install libatomic1`, `dnf install libato
 class Atomics:
     """Operations on an 8-byte aligned address that holds a signed 64-bit word.
 
-    `load` acquires, `store` releases, `add` (returns the old value) and `compare_exchange` do both. `fence` lets no
-    access before it, of any kind or size, change places with one after it.
+    `load` acquires, `store` releases, `add` (which returns the previous value) does both. `fence` orders all accesses
+    before it, of any kind or size, before all accesses after it.
     """
 
     name: str
     load: Callable[[int], int]
     store: Callable[[int, int], None]
     add: Callable[[int, int], int]
-    compare_exchange: Callable[[int, int, int], bool]
     fence: Callable[[], None]
 
 
 def libatomic(library: str = "libatomic.so.1") -> Atomics:
-    """Atomics of gcc's runtime.
-
-    Raises:
-        OSError: the library cannot be loaded.
-    """
+    """The atomics of gcc's runtime. Raises OSError or AttributeError where they cannot be loaded."""
     loaded = ctypes.PyDLL(library)
     word, address, order = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     raw_load = loaded["__atomic_load_8"]
@@ -51,28 +45,19 @@ def libatomic(library: str = "libatomic.so.1") -> Atomics:
     raw_store.argtypes, raw_store.restype = [address, word, order], None
     raw_add = loaded["__atomic_fetch_add_8"]
     raw_add.argtypes, raw_add.restype = [address, word, order], word
-    raw_exchange = loaded["__atomic_compare_exchange_8"]
-    raw_exchange.argtypes = [address, ctypes.c_void_p, word, order, order]
-    raw_exchange.restype = ctypes.c_bool
     raw_fence = loaded["atomic_thread_fence"]
     raw_fence.argtypes, raw_fence.restype = [order], None
-
-    def compare_exchange(where: int, expected: int, desired: int) -> bool:
-        seen = word(expected)
-        return bool(raw_exchange(where, ctypes.addressof(seen), desired, _ACQ_REL, _ACQUIRE))
-
     return Atomics(
         "libatomic",
         lambda where: raw_load(where, _ACQUIRE),
         lambda where, value: raw_store(where, value, _RELEASE),
         lambda where, delta: raw_add(where, delta, _ACQ_REL),
-        compare_exchange,
         lambda: raw_fence(_SEQ_CST),
     )
 
 
 def plain_x86_64() -> Atomics:
-    """Plain accesses; enough on x86-64 for load and store, refused for the rest.
+    """Plain accesses, which suffice on x86-64 for load and store; `add` is refused.
 
     x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, loads are not reordered with loads,
     stores not with stores, and no store moves before an earlier load. So each load acquires and each store releases
@@ -84,11 +69,8 @@ def plain_x86_64() -> Atomics:
     def store(where: int, value: int) -> None:
         word.from_address(where).value = value
 
-    def refuse(*_: int) -> int:
-        raise UnsupportedError(f"atomic add and compare-exchange need libatomic.so.1 on this machine; {_INSTALL}")
-
-    def refuse_exchange(where: int, expected: int, desired: int) -> bool:
-        return bool(refuse(where, expected, desired))
+    def refuse(where: int, delta: int) -> int:
+        raise UnsupportedError(f"atomic addition needs libatomic.so.1 on this machine; {_INSTALL}")
 
     lock = threading.Lock()
 
@@ -96,11 +78,11 @@ def plain_x86_64() -> Atomics:
         with lock:
             pass
 
-    return Atomics("plain x86-64", lambda where: word.from_address(where).value, store, refuse, refuse_exchange, fence)
+    return Atomics("plain x86-64", lambda where: word.from_address(where).value, store, refuse, fence)
 
 
 def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomics:
-    """The best there is: libatomic, else plain accesses on x86-64.
+    """The best atomics there are: libatomic's, else plain accesses on x86-64.
 
     Raises:
         UnsupportedError: neither works here; names the package to install.

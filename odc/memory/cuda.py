@@ -1,26 +1,27 @@
-"""A symmetric heap on CUDA devices of one host: torch's symmetric memory for data, shared memory for words.
+"""A symmetric heap on CUDA devices of one host, and the lanes (streams and events) of its device.
 
-Chose two memories behind one heap. Data (published shards, accumulators, staging) lies on the device, allocated and
-mapped by torch's symmetric memory, whose pointer table is the one kernels take. Words (status board, counters, locks)
-lie in a `ShmHeap`: a waiting rank polls them from the processor without touching the device, the daemon needs no
-context to answer for them, and a dead rank's board can still be read. The price is that a rank must wait for its
-device (`lanes.settle`) before a word may speak of what the device did.
+Data (published shards, accumulators, staging) lies on the device, allocated and mapped by torch's symmetric memory,
+whose pointer table is the one kernels take. Words (status board, counters, locks) lie in a `ShmHeap`: a waiting rank
+polls them without touching the device, the daemon needs no CUDA context to answer for them, and a dead rank's board can
+still be read. In return, a rank must wait for its device (`lanes.settle`) before a word may announce what it did.
 
-Mapping is a collective of the heap's ranks: torch exchanges handles among all of them at once. So the first use of a
-peer's data is a meeting, the only one beside a minibatch's end; `meet` makes sure that everyone is there before torch's
-exchange begins, with the deadlines and blame of every other wait.
+Mapping is a collective of the heap's ranks, because torch exchanges handles among all of them at once. The first use of
+a peer's data is therefore a meeting; `meet` makes sure that every rank is there before torch's exchange begins, with
+the deadlines and the blame of every other wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
-from odc.memory.lanes import Lanes
+from odc.memory.heap import Lanes
 from odc.memory.layout import Layout, Request, check
 from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
@@ -28,13 +29,46 @@ from odc.memory.words import Words
 _MIB = 1 << 20
 
 
-class CudaHeap:
-    """A `SymmetricHeap` on one device a rank; see there for the methods.
+class CudaLanes:
+    """`Lanes` of a CUDA device: each lane is a stream, each mark an event.
 
     Args:
-        host: for words, unsealed; it says who is who.
-        device: own CUDA device.
-        lanes: of the device.
+        device: device of the heap.
+        streams: streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own streams
+            keep their priorities, and what already waits for them keeps its order.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device, streams: Mapping[str, torch.cuda.Stream] | None = None) -> None:
+        self._device, self._streams, self._making = device, dict(streams or {}), threading.Lock()
+
+    def lane(self, name: str) -> AbstractContextManager[object]:
+        with self._making:
+            stream = self._streams.get(name)
+            if stream is None:
+                stream = self._streams[name] = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(stream)  # also makes the device current, which differs between threads
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def follow(self, mark: object) -> None:
+        torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+class CudaHeap:
+    """A `SymmetricHeap` with one device for each rank; the protocol describes the methods.
+
+    Args:
+        host: unsealed heap for words; it also supplies identity, ranks and member index.
+        device: this rank's CUDA device.
+        lanes: lanes of the device.
         group: process group of exactly the heap's ranks, in their order; torch finds the peers through it.
         meet: returns once every rank of the heap has called it, or raises. Called at most once.
     """
@@ -55,59 +89,56 @@ class CudaHeap:
         self._words: set[str] = set()
         self._order: list[Request] = []
         self._layout: Layout | None = None
-        self._own: torch.Tensor | None = None
+        self._local: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []  # by member, once mapped; empty before
         self._mapping = threading.Lock()
 
     # before seal -------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
-        if words:
-            if name in self._requests:
-                raise ValueError(f"region {name!r} was allocated twice")
-            self._host.allocate(name, nbytes)
-            self._words.add(name)
-            self._order.append(Request(name, int(nbytes)))
-            return
         request = Request(name, int(nbytes))
         check(request)
-        if self.sealed or self._host.sealed:
-            raise OdcError(f"{self._who()}: region {name!r} was asked for after the heap was sealed")
         if name in self._requests or name in self._words:
             raise ValueError(f"region {name!r} was allocated twice")
-        self._requests[name] = request
+        if words:
+            self._host.allocate(name, nbytes)
+            self._words.add(name)
+        elif self.sealed or self._host.sealed:
+            raise OdcError(f"{self._who()}: region {name!r} was allocated after the heap was sealed")
+        else:
+            self._requests[name] = request
         self._order.append(request)
 
     def seal(self, fingerprint: str = "") -> None:
         if self.sealed:
-            raise OdcError(f"{self._who()}: a heap can be sealed once")
+            raise OdcError(f"{self._who()}: a heap can be sealed only once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
-        own = self._create(layout.nbytes)  # zeroed before the words can be attached, which says that it is there
-        # What peers must agree on is compared when words are attached, before anything is mapped.
+        local = self._create(layout.nbytes)  # zeroed before peers can attach to the words, which announce it
+        # Peers compare their layouts when they attach to the words, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         self._host.seal(f"{fingerprint!r}; words and data: {listed}")
-        self._own, self._layout = own, layout
+        self._local, self._layout = local, layout
 
     def _create(self, nbytes: int) -> torch.Tensor:
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
-            own = symmetric.allocate(nbytes, self.device)
+            local = symmetric.allocate(nbytes, self.device)
         except UnsupportedError:
             raise
-        except RuntimeError as error:  # of the driver, or of torch
+        except RuntimeError as error:
             said = str(error).splitlines()[0]
             if nbytes <= free and "out of memory" not in said:
                 raise OdcError(
-                    f"{self._who()}: {self.device} gives no memory that peers can map: {said}; see "
+                    f"{self._who()}: {self.device} provides no memory that peers can map: {said}; see "
                     "`odc doctor --need cuda`"
                 ) from error
             raise HeapMemoryError(
                 f"{self._who()}: the heap needs {nbytes / _MIB:.1f} MiB of {self.device}, which had {free / _MIB:.1f} "
                 f"MiB free: {said}; use more ranks, a smaller model or smaller staging blocks"
             ) from error
-        own.zero_()
-        torch.cuda.current_stream(self.device).synchronize()  # before any peer can look
-        return own
+        local.zero_()
+        torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
+        return local
 
     # views -------------------------------------------------------------------------------------------------------
 
@@ -116,14 +147,8 @@ class CudaHeap:
     ) -> torch.Tensor:
         if name in self._words:
             return self._host.tensor(member, name, dtype, offset=offset, numel=numel)
-        base, layout = self._base(member), self.layout
-        room = layout.size(name) // dtype.itemsize
-        count = room - offset if numel is None else numel
-        if offset < 0 or count < 0 or offset + count > room:
-            raise ValueError(
-                f"elements {offset} to {offset + count} of region {name!r}: it holds {room} elements of {dtype}"
-            )
-        first = layout.offset(name) + offset * dtype.itemsize
+        base = self._base(member)
+        first, count = self.layout.extent(name, dtype, offset, numel)
         return base[first : first + count * dtype.itemsize].view(dtype)
 
     def address(self, member: int, name: str) -> int:
@@ -146,25 +171,25 @@ class CudaHeap:
         return self._host.attached(member) and (member == self.me or bool(self._bases))
 
     def _base(self, member: int) -> torch.Tensor:
-        """uint8 [nbytes]: the member's data; maps everyone's on first need of a peer's."""
+        """uint8 [nbytes]: the member's data. The first use of a peer's data maps all members'."""
         if not 0 <= member < len(self.ranks):
             raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}")
-        own = self._own
-        if own is None:
+        local = self._local
+        if local is None:
             raise OdcError(f"{self._who()}: the heap is {'closed' if self.sealed else 'not sealed yet'}")
         if member == self.me:
-            return own
+            return local
         with self._mapping:
             if not self._bases:
-                self._bases = self._map(own)
+                self._bases = self._map(local)
             return self._bases[member]
 
-    def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
         for member in range(len(self.ranks)):
-            self._host.address(member, LAYOUT_REGION)  # each is up, and laid out alike
+            self._host.address(member, LAYOUT_REGION)  # proves that the member is up and laid out alike
         self._meet()
         try:
-            return symmetric.map_peers(own, self._group, self.me)
+            return symmetric.map_peers(local, self._group, self.me)
         except RuntimeError as error:
             raise OdcError(
                 f"{self._who()}: the ranks' devices cannot map each other's memory: {str(error).splitlines()[0]}; "
@@ -180,7 +205,7 @@ class CudaHeap:
 
     @property
     def layout(self) -> Layout:
-        """Of the data on the device; words have their own."""
+        """Layout of the data on the device; words have their own."""
         if self._layout is None:
             raise OdcError(f"{self._who()}: the heap is not sealed yet")
         return self._layout
@@ -201,8 +226,8 @@ class CudaHeap:
         return self._host.bytes_by_name() | {name: request.nbytes for name, request in self._requests.items()}
 
     def close(self) -> None:
-        """As the protocol says; device memory goes when the last view of it does."""
-        self._own, self._bases = None, []
+        """As in the protocol; device memory is released with the last view of it."""
+        self._local, self._bases = None, []
         self._host.close()
 
     def _who(self) -> str:

@@ -1,34 +1,74 @@
-"""A symmetric heap: memory laid out the same on every rank, which every rank can reach.
+"""What every memory backend offers: a symmetric heap, and lanes that order the work of its device.
 
-Chose one small protocol over a base class: a backend (shared memory here; CUDA, NVSHMEM and NIXL later) brings its own
-memory and its own way to reach a peer's, and passes the same conformance suite. Regions have names and are asked for
-before `seal`, in the same order on every rank; nothing is allocated later. What that costs: sizes must be known when a
-model is sharded.
-
-"Member" is an index into `ranks`, the global ranks that share the heap.
+A symmetric heap is memory laid out the same on every rank, which every rank can reach. Regions have names and are
+allocated before `seal`, in the same order on every rank; nothing is allocated later. Each backend (shared memory, CUDA,
+NVSHMEM) passes one conformance suite. "Member" is an index into `ranks`, the global ranks that share the heap.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from odc.memory.lanes import Lanes
 from odc.memory.layout import Layout
 from odc.memory.words import Words
 
 
+class Lanes(Protocol):
+    """The order of work that a device finishes later than it is asked to; usable from any thread.
+
+    One rule holds everywhere: no word may be stored, and no lock released, that announces work which has not settled.
+
+    Attributes:
+        asynchronous: whether work may still be in progress when the call that asked for it has returned.
+    """
+
+    asynchronous: bool
+
+    def lane(self, name: str) -> AbstractContextManager[object]:
+        """Inside the block this thread's device work goes to lane `name`: "fetch", "push" or "server"."""
+
+    def mark(self) -> object:
+        """A point in this thread's current lane: everything asked for so far."""
+
+    def follow(self, mark: object) -> None:
+        """Make the work that this thread asks for from now on wait, on the device, for a mark. Returns at once."""
+
+    def settle(self) -> None:
+        """Return once everything in this thread's current lane is done and visible to every peer."""
+
+
+class HostLanes:
+    """Lanes of CPU memory, where every copy is complete when it returns."""
+
+    asynchronous = False
+    _here: AbstractContextManager[object] = nullcontext()
+
+    def lane(self, name: str) -> AbstractContextManager[object]:
+        return self._here
+
+    def mark(self) -> None:
+        return None
+
+    def follow(self, mark: object) -> None:
+        return None
+
+    def settle(self) -> None:
+        return None
+
+
 class SymmetricHeap(Protocol):
-    """What every backend offers. Methods that reach a peer attach to it on demand; they may be called from any thread.
+    """A heap of one rank. Methods that reach a peer attach to it on demand, and may be called from any thread.
 
     Attributes:
         identity: names the heap, the same on every rank.
         ranks: global ranks by member index.
-        me: own member index.
+        me: this rank's member index.
         sealed: whether the memory exists.
-        nbytes: of the own memory, 0 before `seal`.
-        digest: of the layout, in hex.
+        nbytes: size of this rank's memory, 0 before `seal`.
+        digest: hash of the layout, in hex.
         fd: descriptor to hand to peers, where the backend has one.
         device: where data regions lie.
         lanes: the order of work on that device.
@@ -52,23 +92,21 @@ class SymmetricHeap(Protocol):
     def layout(self) -> Layout: ...
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
-        """Ask for region `name` of `nbytes`; before `seal`, in the same order on every rank. Waits for nobody.
+        """Ask for region `name` before `seal`, in the same order on every rank. Waits for nobody.
 
         Args:
-            name: of the region.
-            nbytes: its size.
-            words: processors load and store it (flags, counters, locks), so it lies in their memory, whatever `device`
-                is; only such a region has `words`, and its tensors are on the CPU.
+            name: unique in the heap.
+            nbytes: size of the region.
+            words: processors load and store the region (flags, counters, locks), so it lies in CPU memory whatever
+                `device` is. Only such a region has `words`.
         """
-        ...
 
     def seal(self, fingerprint: str = "") -> None:
         """Create the memory, zeroed and present; waits for nobody.
 
         Raises:
-            HeapMemoryError: it does not fit; says what is needed and what is free.
+            HeapMemoryError: the heap does not fit; the message says what is needed and what is free.
         """
-        ...
 
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
@@ -76,44 +114,34 @@ class SymmetricHeap(Protocol):
         """1-D view [numel] into region `name` of `member`; it stays valid after `close`.
 
         Args:
-            member: whose memory.
-            name: of the region.
-            dtype: of the view.
             offset: first element, in elements of `dtype`.
-            numel: elements; by default as many as fit.
+            numel: number of elements; by default as many as fit.
 
         Raises:
-            LayoutMismatchError: the member laid its heap out otherwise.
+            LayoutMismatchError: the member laid its heap out differently.
             WaitTimeoutError, PeerLostError: the member could not be attached within the deadline.
         """
-        ...
 
     def address(self, member: int, name: str) -> int:
-        """Address of region `name` of `member` in this process; valid until `close`. Raises as `tensor` does."""
-        ...
+        """Address of region `name` of `member` in this process, valid until `close`. Raises as `tensor` does."""
 
     def base_addresses(self) -> torch.Tensor:
-        """int64 [len(ranks)]: where each member's memory on `device` starts in this process; attaches all.
+        """int64 [len(ranks)]: where each member's memory on `device` starts in this process; attaches to all members.
 
-        A region of data lies at base + `layout.offset(name)` in each of them. Raises as `tensor` does.
+        A data region lies at base + `layout.offset(name)` in each of them. Raises as `tensor` does.
         """
-        ...
 
     def words(self, member: int, name: str) -> Words:
-        """Region `name` (allocated with `words`) of `member` as 64-bit words; they stay valid after `close`.
+        """Region `name` (allocated with `words`) of `member` as 64-bit words, valid after `close`.
 
         Raises as `tensor` does.
         """
-        ...
 
     def attached(self, member: int) -> bool:
-        """Whether the member's memory can be reached without waiting. Always true of the own, once sealed."""
-        ...
+        """Whether the member's memory can be reached without waiting. Always true of this rank's, once sealed."""
 
     def bytes_by_name(self) -> dict[str, int]:
-        """Bytes of each region as asked for, for accounting; `nbytes` is their sum and padding."""
-        ...
+        """Bytes of each region as asked for; `nbytes` is their sum and padding."""
 
     def close(self) -> None:
-        """Let go of all memory, own and peers'; nothing can be reached through the heap afterwards. Idempotent."""
-        ...
+        """Let go of all memory; nothing can be reached through the heap afterwards. Idempotent."""

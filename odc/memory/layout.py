@@ -1,8 +1,8 @@
-"""What lies where in a heap: named regions in the order they were asked for.
+"""Where each named region of a heap lies.
 
-Chose one deterministic rule over negotiation: ranks that ask for the same regions in the same order get the same
-offsets, and a digest over what was asked shows at attach time whether they did. Regions start on cache lines, large
-ones on pages, so that neither false sharing nor a page's first touch crosses regions; that pads at most a page each.
+Ranks that ask for the same regions in the same order get the same offsets, without negotiating; a digest over what they
+asked for is compared when they attach. Regions start on cache lines and large ones on pages, so neither false sharing
+nor a page's first touch crosses regions; that pads each region by at most a page.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 LINE = 64
 LARGE = 64 << 10
@@ -29,9 +31,9 @@ class Layout:
     """Offsets and sizes in bytes of all regions of a heap; make it with `build`.
 
     Args:
-        requests: as asked for.
+        requests: the regions, in order.
         fingerprint: text that ranks must agree on beyond names and sizes.
-        nbytes: of the whole heap, a multiple of the page size.
+        nbytes: size of the whole heap, a multiple of the page size.
         digest: sha256 in hex over names, sizes and fingerprint.
     """
 
@@ -47,7 +49,7 @@ class Layout:
         """Place `requests` one after the other.
 
         Raises:
-            ValueError: a name is empty, holds a line break or stands twice, or a size is not positive.
+            ValueError: a name is empty, contains a line break or occurs twice, or a size is not positive.
         """
         offsets: dict[str, int] = {}
         end = 0
@@ -70,6 +72,19 @@ class Layout:
         """Bytes of region `name`, as asked for."""
         return self._sizes[self._known(name)]
 
+    def extent(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> tuple[int, int]:
+        """(bytes from the heap's base, elements) of `numel` elements of a region from element `offset` on.
+
+        Raises ValueError where the region does not hold them; None asks for all that are left.
+        """
+        room = self.size(name) // dtype.itemsize
+        count = room - offset if numel is None else numel
+        if offset < 0 or count < 0 or offset + count > room:
+            raise ValueError(
+                f"elements {offset} to {offset + count} of region {name!r}: it holds {room} elements of {dtype}"
+            )
+        return self.offset(name) + offset * dtype.itemsize, count
+
     def _known(self, name: str) -> str:
         if name not in self._offsets:
             raise KeyError(f"no region {name!r} in this heap; it has {', '.join(self._offsets) or 'none'}")
@@ -77,7 +92,7 @@ class Layout:
 
 
 def check(request: Request) -> None:
-    """Refuse a request that no layout can hold, with ValueError."""
+    """Raise ValueError for a request that no layout can hold."""
     if not request.name or any(mark in request.name for mark in "\n\r\t\0"):
         raise ValueError(f"a region's name must be text without tabs and line breaks, not {request.name!r}")
     if request.nbytes <= 0:
@@ -85,15 +100,15 @@ def check(request: Request) -> None:
 
 
 def describe(requests: Sequence[Request], fingerprint: str) -> str:
-    """The text that the digest is taken of: one line a region, then the fingerprint."""
+    """The text that the digest is computed from: one line for each region, then the fingerprint."""
     return "".join(f"{request.nbytes}\t{request.name}\n" for request in requests) + f"fingerprint\t{fingerprint}"
 
 
 def difference(mine: str, theirs: str) -> str:
-    """In words, the first thing in which two descriptions differ ("mine" first)."""
-    for number, (own, other) in enumerate(zip(mine.splitlines(), theirs.splitlines(), strict=False)):
-        if own != other:
-            return f"region {number}: {_line(own)} against {_line(other)}"
+    """The first difference between two descriptions, in words ("mine" first)."""
+    for number, (one, other) in enumerate(zip(mine.splitlines(), theirs.splitlines(), strict=False)):
+        if one != other:
+            return f"region {number}: {_line(one)} against {_line(other)}"
     return f"{mine.count(chr(10))} regions against {theirs.count(chr(10))}" if mine != theirs else "nothing"
 
 

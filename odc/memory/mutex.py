@@ -1,9 +1,8 @@
 """A lock in shared memory that survives the death of its holder.
 
-Chose the robust process-shared pthread mutex over a spin lock or semaphore: when its holder is killed, the next rank
-that asks is told so instead of waiting for ever. What the holder left half-done cannot be repaired here, so the mutex
-is not made consistent: it is poisoned for everyone, and the job restarts from its checkpoint. The price is about 2 us
-for an uncontended acquire and release, most of it ctypes.
+It is a robust process-shared pthread mutex: when its holder is killed, the next rank that asks is told so instead of
+waiting for ever. What the holder left half-done cannot be repaired here, so the mutex is not made consistent: it stays
+poisoned for everyone, and the job restarts from its checkpoint. An uncontended acquire and release takes about 2 us.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 class _Pthread(NamedTuple):
-    """try_lock and unlock keep the GIL (they never wait); lock_for waits some seconds at most, without the GIL."""
+    """`try_lock` and `unlock` never wait and keep the GIL; `lock_for` waits for some seconds without the GIL."""
 
     try_lock: Callable[[int], int]
     unlock: Callable[[int], int]
@@ -42,7 +41,7 @@ def _pthread() -> _Pthread:
     unlock = quick.pthread_mutex_unlock
     unlock.argtypes = [ctypes.c_void_p]
     # A timed lock whose time is long past, not pthread_mutex_trylock: glibc's (2.36) takes a poisoned mutex for good
-    # while it reports ENOTRECOVERABLE, so whoever asks next would wait for the one that was told.
+    # while it reports ENOTRECOVERABLE, so the next caller would wait for the one that was told.
     timed, past = quick.pthread_mutex_timedlock, ctypes.byref(_Timespec(0, 0))
     timed.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
     return _Pthread(lambda address: int(timed(address, past)), unlock, _waiter(ctypes.CDLL(None)))
@@ -76,7 +75,7 @@ class RobustMutex:
 
     @staticmethod
     def initialize(address: int) -> None:
-        """Make a free mutex of the memory at `address`, before any other process can see it."""
+        """Create a free mutex in the memory at `address`, before any other process can see it."""
         if address % 8:
             raise ValueError(f"a mutex needs an 8-byte aligned address, not {address:#x}")
         libc = ctypes.PyDLL(None)
@@ -130,7 +129,7 @@ class RobustMutex:
         raise OSError(code, f"cannot take {self._what}: {os.strerror(code)}")
 
     def release(self) -> None:
-        """Give the lock back.
+        """Release the lock.
 
         Raises:
             RuntimeError: this thread does not hold it.
@@ -140,12 +139,12 @@ class RobustMutex:
             raise RuntimeError(f"this thread does not hold {self._what} ({os.strerror(code)})")
 
     def held(self, timeout_s: float) -> _Held:
-        """`with mutex.held(timeout_s):` acquires as `acquire` does, and releases however the block ends."""
+        """`with mutex.held(timeout_s):` acquires as `acquire` does and releases at the end of the block."""
         return _Held(self, timeout_s)
 
 
 class _Held:
-    """A class and not `contextlib.contextmanager`, which would cost as much again as the lock."""
+    """A class, because `contextlib.contextmanager` would cost as much again as the lock."""
 
     __slots__ = ("_mutex", "_timeout_s")
 

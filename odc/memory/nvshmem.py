@@ -1,16 +1,14 @@
-"""NVSHMEM: its start from the job's own store, and a heap in its symmetric memory.
+"""NVSHMEM, started through the job's own store, and a heap in its symmetric memory.
 
-Chose nvshmem4py started with a unique id that travels through the job's key-value store over MPI or a broadcast: no
-launcher of its own, no collective of the process group. NVSHMEM is loaded when it is first used (extra `nvshmem`) and
-started once a process, for the whole job: its numbers of ranks ("PEs") are global ranks.
+NVSHMEM starts with a unique id that travels through the job's key-value store: it needs no launcher and no collective
+of the process group. It is loaded on first use (extra `nvshmem`) and started once in each process for the whole job;
+its rank numbers ("PEs") are global ranks. It reserves its memory at the start, in one piece whose size is computed
+here from the heaps to come (`needed_bytes`). Allocation is a collective of all ranks, and memory is returned only at
+the job's end.
 
-Its memory is reserved at the start, in one piece, so the piece's size is computed here from the heaps that are to come
-(`needed_bytes`) instead of left to an environment variable that somebody has to know of. Allocation is a collective of
-all ranks, and memory is given back at the job's end alone.
-
-A peer whose memory has no pointer here (another host's) has 0 in the pointer table; kernels reach it by NVSHMEM's
-device calls (`NvshmemHeap.symmetric`). Words stay in shared memory, so for now a heap's ranks must share a host: the
-data could leave it, the status board cannot. Nothing here has run on a GPU yet.
+A peer whose memory has no pointer here (on another host) has 0 in the pointer table; kernels reach it by NVSHMEM's
+device calls (`NvshmemHeap.symmetric`). Words stay in shared memory, so for now the ranks of a heap must share a host.
+Nothing here has run on a GPU yet, and no setting of `fully_shard` selects it.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
 from odc.memory.cuda import CudaHeap
 
 _POLL_S = 0.01
-_SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # read by the library when it starts, and the only way to tell it
-_GRANULE = 2 << 20  # a heap's part starts on one of the driver's large pages
-_OWN = 64 << 20  # what NVSHMEM's teams, barriers and device state take for themselves
+_SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # the library reads it when it starts; there is no other way to set the size
+_GRANULE = 2 << 20  # each heap starts on one of the driver's large pages
+_INTERNAL = 64 << 20  # for NVSHMEM's teams, barriers and device state
 _LIBRARY = "nvshmem"
 
 _kept: list[torch.Tensor] = []  # allocations; freeing one is a collective, so they last as long as the job
 _started: tuple[int, int] | None = None  # (rank, ranks)
 
 
-class Store(Protocol):
-    """What is needed of the job's key-value store."""
+class KeyValues(Protocol):
+    """The part of the job's key-value store that is used here."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -61,24 +59,24 @@ def core() -> Any:
 
 def needed_bytes(heaps: Sequence[int]) -> int:
     """What NVSHMEM must reserve on each rank for heaps of these sizes in bytes, and for itself."""
-    return sum(-(-nbytes // _GRANULE) * _GRANULE for nbytes in heaps) + _OWN
+    return sum(-(-nbytes // _GRANULE) * _GRANULE for nbytes in heaps) + _INTERNAL
 
 
-def start(store: Store, rank: int, ranks: int, device: torch.device, nbytes: int, timeout_s: float) -> None:
+def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes: int, timeout_s: float) -> None:
     """Start NVSHMEM in this process; every rank of the job calls it. A second call is a no-op.
 
     Args:
-        store: of the job; rank 0 leaves the unique id there.
-        rank: own global rank.
-        ranks: of the job.
-        device: own CUDA device, current.
-        nbytes: to reserve, as `needed_bytes` says.
-        timeout_s: for rank 0's id. NVSHMEM's own meeting after that has no deadline of ours.
+        store: store of the job, where rank 0 leaves the unique id.
+        rank: this process's global rank.
+        ranks: number of ranks in the job.
+        device: this rank's CUDA device, which must be current.
+        nbytes: memory to reserve, from `needed_bytes`.
+        timeout_s: deadline for rank 0's id. NVSHMEM's own meeting after that has no deadline.
 
     Raises:
         UnsupportedError: NVSHMEM is not installed.
         HeapMemoryError: the environment reserves less than is needed.
-        WaitTimeoutError: rank 0 has left no id in time.
+        WaitTimeoutError: rank 0 did not leave an id in time.
     """
     global _started
     if _started is not None:
@@ -95,10 +93,10 @@ def start(store: Store, rank: int, ranks: int, device: torch.device, nbytes: int
 
 
 def reserve(nbytes: int, rank: int) -> None:
-    """Have NVSHMEM reserve `nbytes`; a larger size that the environment asks for already stays.
+    """Make NVSHMEM reserve `nbytes`, or more if the environment already says so.
 
     Raises:
-        HeapMemoryError: the environment asks for less.
+        HeapMemoryError: the environment sets a smaller size.
     """
     asked = os.environ.get(_SIZE)
     if asked is None:
@@ -110,13 +108,13 @@ def reserve(nbytes: int, rank: int) -> None:
 
 
 def bytes_of(text: str) -> int:
-    """A size as NVSHMEM reads it: a number, and K, M, G or T for powers of 1024 (an "B" may follow)."""
+    """A size as NVSHMEM reads it: a number, and K, M, G or T for powers of 1024 (a "B" may follow)."""
     word = text.strip().upper().removesuffix("B").removesuffix("I")
     scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(word[-1:], 1)
     return int(float(word.rstrip("KMGT")) * scale)
 
 
-def exchange_id(library: Any, store: Store, rank: int, timeout_s: float) -> Any:
+def exchange_id(library: Any, store: KeyValues, rank: int, timeout_s: float) -> Any:
     """NVSHMEM's unique id, made by rank 0 and left in the store under one key."""
     import numpy as np
 
@@ -140,9 +138,9 @@ def exchange_id(library: Any, store: Store, rank: int, timeout_s: float) -> Any:
 
 
 def initialize_kernels() -> None:
-    """Have every Triton kernel that links NVSHMEM told where its state lies, once, when it is first loaded.
+    """Tell every Triton kernel that links NVSHMEM where its state lies, once, when the kernel is first loaded.
 
-    Triton has one hook for the whole process; one that is there already is called first.
+    Triton has one hook for the whole process; a hook that is installed already is called first.
     """
     import triton
 
@@ -171,8 +169,8 @@ def _initialize(function: Any, device: int, key: Any) -> None:
 class NvshmemHeap(CudaHeap):
     """A `CudaHeap` whose data lies in NVSHMEM's symmetric memory; `start` comes first.
 
-    `seal` is a collective of all ranks of the job here, since NVSHMEM's allocation is: its `group` is the world, and
-    `meet` is called before.
+    `seal` is a collective of all ranks of the job, because NVSHMEM's allocation is one: its `group` is the world, and
+    `meet` is called first.
     """
 
     def seal(self, fingerprint: str = "") -> None:
@@ -180,53 +178,53 @@ class NvshmemHeap(CudaHeap):
             raise UnsupportedError(f"{self._who()}: NVSHMEM was not started in this process")
         if self.ranks != tuple(range(_started[1])):
             raise UnsupportedError(
-                f"{self._who()}: NVSHMEM's memory belongs to all {_started[1]} ranks of the job, in their order, and "
-                f"this heap to ranks {self.ranks}"
+                f"{self._who()}: NVSHMEM's memory belongs to all {_started[1]} ranks of the job, in their order, but "
+                f"this heap belongs to ranks {self.ranks}"
             )
         super().seal(fingerprint)
 
     def _create(self, nbytes: int) -> torch.Tensor:
         self._meet()
         try:
-            own: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
-        except Exception as error:  # of nvshmem4py's own kinds
+            local: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
+        except Exception as error:  # nvshmem4py has error types of its own
             raise HeapMemoryError(
-                f"{self._who()}: NVSHMEM has no {nbytes} bytes left of what it reserved: {error}"
+                f"{self._who()}: NVSHMEM does not have {nbytes} bytes left of its reserved memory: {error}"
             ) from error
-        _kept.append(own)
-        own.zero_()
+        _kept.append(local)
+        local.zero_()
         torch.cuda.current_stream(self.device).synchronize()
-        return own
+        return local
 
-    def _map(self, own: torch.Tensor) -> list[torch.Tensor]:
-        empty = own[:0]
-        return [own if member == self.me else _peer(own, rank, empty) for member, rank in enumerate(self.ranks)]
+    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
+        empty = local[:0]
+        return [local if member == self.me else _peer(local, rank, empty) for member, rank in enumerate(self.ranks)]
 
     def _base(self, member: int) -> torch.Tensor:
         base = super()._base(member)
         if not base.numel():
             raise UnsupportedError(
-                f"{self._who()}: rank {self.ranks[member]} is on another host, its memory has no address here; only "
-                "kernels reach it"
+                f"{self._who()}: rank {self.ranks[member]} is on another host, so its memory has no address here; "
+                "only kernels can reach it"
             )
         return base
 
     def base_addresses(self) -> torch.Tensor:
-        """As the protocol says, with 0 for members that no pointer reaches."""
+        """As in the protocol, with 0 for members that no pointer reaches."""
         bases = [super(NvshmemHeap, self)._base(member) for member in range(len(self.ranks))]
         return torch.tensor([base.data_ptr() if base.numel() else 0 for base in bases], dtype=torch.int64)
 
     def symmetric(self, make: Callable[[int, torch.Tensor], Any]) -> Any:
-        """`make(own address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
-        own = super()._base(self.me)
-        return make(own.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=own.device))
+        """`make(local address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
+        local = super()._base(self.me)
+        return make(local.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=local.device))
 
 
-def _peer(own: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
-    """A peer's copy of `own`, or `empty` where no pointer reaches it."""
+def _peer(local: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
+    """A peer's copy of `local`, or `empty` where no pointer reaches it."""
     from nvshmem import bindings
 
-    if not bindings.ptr(own.data_ptr(), rank):
+    if not bindings.ptr(local.data_ptr(), rank):
         return empty
-    view: torch.Tensor = core().get_peer_tensor(own, rank)
+    view: torch.Tensor = core().get_peer_tensor(local, rank)
     return view

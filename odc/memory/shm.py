@@ -1,10 +1,8 @@
-"""The CPU heap: one memfd a rank, mapped by every rank of the host that needs it.
+"""The CPU heap: one memfd for each rank, mapped by every rank of the host that needs it.
 
-Chose an anonymous memory file over a named one and over `multiprocessing.shared_memory`: it has no name that a killed
-rank could leave behind, and no small /dev/shm bounds it. The price is that somebody has to hand the descriptor out (the
-rank's server does). Memory is taken and zeroed at `seal`, so training never meets a first touch or a full machine.
-
-The heap begins with a text that describes its layout, so that two ranks that disagree can be told about what.
+An anonymous memory file has no name that a killed rank could leave behind, and no small /dev/shm bounds it; the rank's
+server hands its descriptor out. Memory is taken and zeroed at `seal`, so training never meets a first touch or a full
+machine. The heap begins with a text that describes its layout, so that ranks that disagree can be told where.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
-from odc.memory.forks import close_after_fork
-from odc.memory.lanes import HostLanes, Lanes
+from odc.memory.available_memory import FreeMemory, free_memory
+from odc.memory.heap import HostLanes, Lanes
 from odc.memory.layout import Layout, Request, check, describe, difference
 from odc.memory.mapping import Mapping
-from odc.memory.probe import FreeMemory, free_memory
+from odc.memory.processes import close_after_fork
 from odc.memory.words import Words
 
 LAYOUT_REGION = "heap/layout"
@@ -35,13 +33,7 @@ _LENGTH = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Attachment:
-    """A peer's heap as its server handed it over. Whoever receives it owns `fd`.
-
-    Args:
-        fd: of the peer's memory.
-        nbytes: of the peer's heap.
-        digest: of the peer's layout.
-    """
+    """A peer's heap as its server handed it over: descriptor, size and digest of its layout. The receiver owns `fd`."""
 
     fd: int
     nbytes: int
@@ -49,16 +41,16 @@ class Attachment:
 
 
 class ShmHeap:
-    """A `SymmetricHeap` in shared memory of one host; see there for the methods.
+    """A `SymmetricHeap` in shared memory of one host; the protocol describes the methods.
 
     Args:
         identity: names the heap in messages and in /proc.
         ranks: global ranks by member index.
-        me: own member index.
-        connect: given a member index, returns its heap, waiting for it to come up; raises odc errors itself. Called at
-            most once at a time for each member, from the thread that needs it.
+        me: this rank's member index.
+        connect: returns the heap of a member, by index; waits for it to come up and raises odc errors itself. Called
+            at most once at a time for each member, from the thread that needs it.
         deadline_s: seconds a thread waits for another one that attaches to the same member.
-        probe: tells how much memory is left.
+        probe: says how much memory is left.
     """
 
     def __init__(
@@ -91,14 +83,14 @@ class ShmHeap:
         request = Request(name, int(nbytes))
         check(request)
         if self.sealed or self._closed:
-            raise OdcError(f"{self._who()}: region {name!r} was asked for after the heap was sealed")
+            raise OdcError(f"{self._who()}: region {name!r} was allocated after the heap was sealed")
         if name in self._requests or name == LAYOUT_REGION:
             raise ValueError(f"region {name!r} was allocated twice")
         self._requests[name] = request
 
     def seal(self, fingerprint: str = "") -> None:
         if self.sealed or self._closed:
-            raise OdcError(f"{self._who()}: a heap can be sealed once")
+            raise OdcError(f"{self._who()}: a heap can be sealed only once")
         text = describe(list(self._requests.values()), fingerprint).encode()
         table = Request(LAYOUT_REGION, _LENGTH.size + len(text))
         layout = Layout.build([table, *self._requests.values()], fingerprint)
@@ -126,7 +118,7 @@ class ShmHeap:
             fd = os.memfd_create(name, flags)
         try:
             os.ftruncate(fd, nbytes)
-            # A peer that maps it can rely on its size: no SIGBUS, whatever happens to this rank.
+            # Peers that map it can rely on its size: they get no SIGBUS, whatever happens to this rank.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(fd)
@@ -160,14 +152,7 @@ class ShmHeap:
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
     ) -> torch.Tensor:
-        mapping, layout = self._attach(member), self.layout
-        room = layout.size(name) // dtype.itemsize
-        count = room - offset if numel is None else numel
-        if offset < 0 or count < 0 or offset + count > room:
-            raise ValueError(
-                f"elements {offset} to {offset + count} of region {name!r}: it holds {room} elements of {dtype}"
-            )
-        return mapping.tensor(dtype, layout.offset(name) + offset * dtype.itemsize, count)
+        return self._attach(member).tensor(dtype, *self.layout.extent(name, dtype, offset, numel))
 
     def address(self, member: int, name: str) -> int:
         return self._attach(member).address + self.layout.offset(name)
@@ -176,7 +161,7 @@ class ShmHeap:
         return torch.tensor([self._attach(member).address for member in range(len(self.ranks))], dtype=torch.int64)
 
     def words(self, member: int, name: str) -> Words:
-        cache = self._words  # `close` puts another in its place
+        cache = self._words  # `close` replaces it
         found = cache.get((member, name))
         if found is None:
             mapping = self._attach(member)
@@ -199,7 +184,7 @@ class ShmHeap:
             raise OdcError(f"{self._who()}: the heap is {'closed' if self._closed else 'not sealed yet'}")
         if not self._locks[member].acquire(timeout=self._deadline_s):
             raise WaitTimeoutError(
-                f"{self._who()}, attaching to rank {self.ranks[member]}: another thread has been at it for "
+                f"{self._who()}, attaching to rank {self.ranks[member]}: another thread has been attaching for "
                 f"{self._deadline_s:g} s"
             )
         try:
@@ -208,7 +193,7 @@ class ShmHeap:
             self._locks[member].release()
 
     def _attach_now(self, member: int) -> Mapping:
-        mappings = self._mappings  # `close` puts another in its place
+        mappings = self._mappings  # `close` replaces it
         attachment = self._connect(member)
         try:
             self._refuse_other_layout(member, attachment)
@@ -225,7 +210,7 @@ class ShmHeap:
             return
         me, rank = self.ranks[self.me], self.ranks[member]
         if theirs.digest == self.digest:
-            what = f"rank {me} has {self.nbytes} bytes, rank {rank} says {theirs.nbytes} and gave {size}"
+            what = f"rank {me} has {self.nbytes} bytes, rank {rank} announced {theirs.nbytes} and provided {size}"
         else:
             mine = describe(list(self._requests.values()), self.layout.fingerprint)
             other = _read_description(theirs.fd, size)
@@ -271,7 +256,7 @@ class ShmHeap:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-        # Views hold their mapping, so the memory goes when the last of them does.
+        # Views hold their mapping, so the memory is released with the last of them.
         self._mappings = [None] * len(self.ranks)
         self._words = {}
 

@@ -1,7 +1,7 @@
 """64-bit words in memory that several processes share: flags, counters, heads and tails of rings.
 
-Chose acquire loads and release stores as the only ordering there is: what a rank wrote before it stored a word is seen
-by whoever loads that word. A load or store costs well under a microsecond (a ctypes call); use `as_tensor` for bulk.
+Loads acquire and stores release; there is no other ordering. Whoever loads a word sees what its writer wrote before
+storing it. A load or store costs well under a microsecond (one ctypes call); use `as_tensor` for bulk access.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _TOP = 1 << 63
 
 
 class Words:
-    """`count` signed 64-bit words from `address` on; may be used from any thread and process.
+    """`count` signed 64-bit words from `address` on; usable from any thread and process.
 
     Args:
-        address: of the first word, 8-byte aligned, mapped for as long as `keepalive` lives.
-        count: words, 0 or more.
-        keepalive: whatever owns the memory; held by this object and by its tensors.
-        atomics: where the operations come from; by default the best this machine has.
+        address: address of the first word, 8-byte aligned, mapped for as long as `keepalive` lives.
+        count: number of words, 0 or more.
+        keepalive: owner of the memory; held by this object and by its tensors.
+        atomics: the operations to use; by default the best this machine has.
     """
 
     __slots__ = ("_address", "_atomics", "_count", "_keepalive")
@@ -52,24 +52,16 @@ class Words:
         self._atomics.store(self._at(i), _fits(value))
 
     def fence(self) -> None:
-        """No access of this thread before it, to words or bulk memory, changes places with one after it."""
+        """Order every access of this thread before it, to words or bulk memory, before every access after it."""
         self._atomics.fence()
 
     def add(self, i: int, delta: int) -> int:
-        """Add to word `i` atomically, wrapping around at 64 bits, and return what it held before.
+        """Add to word `i` atomically, wrapping around at 64 bits, and return its previous value.
 
         Raises:
             UnsupportedError: this machine lacks libatomic.
         """
         return self._atomics.add(self._at(i), _fits(delta))
-
-    def compare_exchange(self, i: int, expected: int, desired: int) -> bool:
-        """Set word `i` to `desired` if it holds `expected`, atomically; whether it did.
-
-        Raises:
-            UnsupportedError: this machine lacks libatomic.
-        """
-        return self._atomics.compare_exchange(self._at(i), _fits(expected), _fits(desired))
 
     def as_tensor(self) -> torch.Tensor:
         """int64 [count] view for bulk reads and writes. These order nothing: load or store a word around them."""

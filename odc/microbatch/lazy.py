@@ -1,11 +1,9 @@
-"""Microbatches pulled and prepared shortly before they are used, not all at the start of a step.
+"""Microbatches pulled and prepared shortly before they are used, instead of all at the start of a step.
 
-Chose one background thread and a bound on how many prepared microbatches may lie in wait over pulling them all at the
-first: with many microbatches a step inputs take a fraction of the memory, and in RL a sample is as young as it can be
-when it is used (Fast-LLM issue 510). The price is a thread that competes for the interpreter, and that nothing about a
-later microbatch is known when an earlier one runs: what a loss is divided by has to wait (see `normalize`).
-
-All of it is recorded in the trace, from which `input_figures` reads memory, ages and waiting.
+With many microbatches a step, inputs take a fraction of the memory, and in RL a sample is as young as it can be when it
+is used (Fast-LLM issue 510). The background thread competes for the interpreter, and nothing is known about a later
+microbatch when an earlier one runs, so what a loss is divided by has to wait (see `normalize`). The trace records every
+input; `input_figures` reads memory, ages and waiting from it.
 """
 
 from __future__ import annotations
@@ -13,12 +11,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from odc.errors import WaitTimeoutError
-from odc.trace import FETCH, MAIN, recorder
+from odc.trace import FETCH, MAIN, Span, recorder
 
 T = TypeVar("T")
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 INPUTS, PREPARE, HELD, AGE = "inputs", "inputs prepared", "inputs held", "input age"
 
 
-class _Prepared(NamedTuple):
-    """A microbatch in wait: when its sample was made and it was ready, and how much memory it takes."""
+class _PreparedInput(NamedTuple):
+    """A prepared microbatch: when its sample was made, when it was ready, and how many bytes its tensors take."""
 
     item: Any
     born_ns: int
@@ -44,18 +44,17 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
 
     Args:
         source: raw microbatches, pulled one at a time, on one thread.
-        prepare: what makes one usable: masks, positions, transfer to the device, a reference model's forward.
-        prefetch: most microbatches prepared and not yet asked for. 0: each when it is asked for. None: all of them
-            before the first, the eager way.
-        background: prepare on a thread of its own. False: on the caller's, which then prepares `prefetch` more before
-            it gets one; needed where `prepare` calls a model sharded by odc or FSDP2, which only the training thread
-            may.
-        born: when the sample of a raw microbatch was made (its oldest, of several), in seconds of `time.monotonic`,
-            which all processes of a host share. Without, its age counts from when it was pulled.
+        prepare: makes one usable: masks, positions, transfer to the device, a reference model's forward.
+        prefetch: the most microbatches prepared and not yet asked for. 0 prepares each when it is asked for; None
+            prepares all of them before the first, the eager way.
+        background: prepare on a thread of its own. False prepares on the caller's thread, `prefetch` more before it
+            gets one; `prepare` needs that if it calls a model sharded by odc or FSDP2.
+        born: when the (oldest) sample of a raw microbatch was made, in seconds of `time.monotonic`, which all processes
+            of a host share. By default its age counts from when it was pulled.
         timeout_s: longest wait for one microbatch.
 
-    An exception of `source` or `prepare` is raised where its microbatch would have come, after those before it.
-    Used on one thread, once; `close` (or leaving a `with`) ends it early. Synchronizes with no other rank. On CUDA the
+    An exception in `source` or `prepare` is raised in place of its microbatch, after the ones before it. Iterate once,
+    on one thread; `close` (or the end of a `with` block) ends it early. It synchronizes with no other rank. On CUDA the
     background thread queues its copies on the default stream, ahead of the compute that follows.
     """
 
@@ -75,8 +74,8 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
             raise ValueError(f"timeout_s must be positive seconds, not {timeout_s!r}")
         self._source, self._prepare, self._born = iter(source), prepare, born
         self._prefetch, self._timeout_s = prefetch, timeout_s
-        self._ready: queue.SimpleQueue[_Prepared | _Failed | None] = queue.SimpleQueue()
-        self._using: _Prepared | None = None
+        self._ready: queue.SimpleQueue[_PreparedInput | _Failed | None] = queue.SimpleQueue()
+        self._using: _PreparedInput | None = None
         self._count, self._pulled_all, self._ended, self._closed = 0, False, False, False
         self._room: threading.Semaphore | None = None
         if background and prefetch:
@@ -90,7 +89,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
             raise StopIteration
         with recorder().span(FETCH, unit=INPUTS):
             found = self._next()
-        if not isinstance(found, _Prepared):
+        if not isinstance(found, _PreparedInput):
             self._ended = True
             if found is None:
                 raise StopIteration
@@ -110,7 +109,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Prepare no more, and drop what is prepared; waits for a preparation under way, `timeout_s` at most."""
+        """Stop preparing and drop what is prepared; waits up to `timeout_s` for a preparation in progress."""
         self._closed = self._ended = True
         self._release()
         if self._room is not None:
@@ -119,7 +118,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
         while not self._ready.empty():
             self._ready.get()
 
-    def _next(self) -> _Prepared | _Failed | None:
+    def _next(self) -> _PreparedInput | _Failed | None:
         if self._room is None:
             while not self._pulled_all and (self._prefetch is None or self._ready.qsize() <= self._prefetch):
                 self._ready.put(self._one(MAIN))
@@ -143,8 +142,8 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
                 return
             self._ready.put(self._one(PREPARE))
 
-    def _one(self, lane: str) -> _Prepared | _Failed | None:
-        """Pull and prepare one. The last call returns None, or what was raised."""
+    def _one(self, lane: str) -> _PreparedInput | _Failed | None:
+        """Pull and prepare one; the last call returns None, or the exception that was raised."""
         begin = recorder().now()
         try:
             raw = next(self._source)
@@ -158,10 +157,10 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
             return _Failed(error)
         nbytes = _nbytes(item)
         recorder().add(FETCH, begin, unit=PREPARE, nbytes=nbytes, lane=lane)
-        return _Prepared(item, born_ns, time.monotonic_ns(), nbytes)
+        return _PreparedInput(item, born_ns, time.monotonic_ns(), nbytes)
 
     def _release(self) -> None:
-        """The microbatch in use has been used: say how long it was held, and hold it no longer."""
+        """Let go of the microbatch in use, and record how long it was held."""
         if self._using is not None:
             recorder().add(FETCH, self._using.ready_ns, unit=HELD, nbytes=self._using.nbytes, lane=HELD)
             self._using = None
@@ -174,3 +173,50 @@ def _nbytes(item: Any) -> int:
     if isinstance(item, list | tuple):
         return sum(_nbytes(value) for value in item)
     return int(getattr(item, "nbytes", 0))
+
+
+@dataclass(frozen=True)
+class InputFigures:
+    """Inputs of one rank, measured.
+
+    Args:
+        microbatches: number of microbatches used.
+        peak_bytes: most bytes of prepared inputs at one time, from ready until the next one was asked for.
+        most_held: most prepared microbatches at one time.
+        mean_age_s, max_age_s: from when a sample was made (or pulled, see `LazyMicrobatches`) to its use.
+        prepare_s: seconds spent pulling and preparing, on whichever thread.
+        waited_s: seconds the training thread had no input.
+    """
+
+    microbatches: int
+    peak_bytes: int
+    most_held: int
+    mean_age_s: float
+    max_age_s: float
+    prepare_s: float
+    waited_s: float
+
+
+def input_figures(spans: Sequence[Span]) -> InputFigures:
+    """Figures of the microbatches that were used and released within `spans`, all of one rank."""
+    ages = [_seconds(span) for span in spans if span.lane == AGE]
+    held = [span for span in spans if span.lane == HELD]
+    # At one moment an end sorts before a start, because the released input makes room for the next one.
+    steps = sorted([(s.start_ns, 1, s.nbytes) for s in held] + [(s.end_ns, -1, -s.nbytes) for s in held])
+    count = nbytes = most = peak = 0
+    for _, one, size in steps:
+        count, nbytes = count + one, nbytes + size
+        most, peak = max(most, count), max(peak, nbytes)
+    return InputFigures(
+        microbatches=len(ages),
+        peak_bytes=peak,
+        most_held=most,
+        mean_age_s=fmean(ages) if ages else 0.0,
+        max_age_s=max(ages, default=0.0),
+        prepare_s=sum(_seconds(span) for span in spans if span.unit == PREPARE),
+        waited_s=sum(_seconds(span) for span in spans if span.unit == INPUTS and span.lane == MAIN),
+    )
+
+
+def _seconds(span: Span) -> float:
+    return (span.end_ns - span.start_ns) * 1e-9

@@ -7,10 +7,10 @@ Let S be the summed loss of one microbatch and n what it counts (label tokens). 
   then the mean over i.
 * "per_rank_microbatch": the mean over all microbatches of all ranks of each one's own S / n.
 
-Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by what is missing to
-1 / N. This is exact for any counts on any rank, because the proxy is the same for all microbatches. (The issue's proxy,
-each microbatch's own number of tokens, weights microbatches against each other.) One factor can serve one divisor only,
-so losses over several divisors need their totals before the first backward: see `announce`.
+Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by the factor that is
+missing to 1 / N. This is exact for any counts on any rank, because the proxy is the same for all microbatches. (The
+issue's proxy, each microbatch's own number of tokens, weights microbatches against each other.) One factor can serve
+only one divisor, so losses over several divisors need their totals before the first backward: see `announce`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Totals:
-    """A minibatch over all ranks, the same on each.
+    """Figures of one minibatch over all ranks, the same on each.
 
     Args:
         divisors: the true divisors by name; unless the normalization is "global", also "microbatches", the number that
             the objective is a mean over.
         metrics: each metric's numerators over its divisor; NaN where that is 0.
-        factor: what gradients were multiplied by; None when the step is to be skipped.
+        factor: the factor that gradients were multiplied by; None if the step is to be skipped.
     """
 
     divisors: dict[str, float]
@@ -53,12 +53,12 @@ class Totals:
 
     @property
     def skip(self) -> bool:
-        """Whether no rank had anything to train on: gradients are None, and no optimizer step should follow."""
+        """Whether no rank had anything to train on; gradients are then None, and no optimizer step should follow."""
         return self.factor is None
 
 
 class LossNormalizer:
-    """Divides the gradients of each minibatch by what its losses count, all ranks and microbatches together.
+    """Divides the gradients of each minibatch by what its losses count on all ranks and microbatches together.
 
         normalizer = LossNormalizer(proxy=token_budget, metrics={"loss": "labels", "reward": "samples"})
         with model.minibatch():
@@ -70,27 +70,24 @@ class LossNormalizer:
         if not totals.skip: ...clip, optimizer.step()
 
     Args:
-        proxy: about the divisor of a minibatch, a whole number, the same on all ranks (checked by `finish`). It cancels
-            and keeps 16-bit gradients in range. Unless the normalization is "global" it stands for the number of
-            microbatches.
-        metrics: name -> the divisor it is a mean over. Names are given here because a rank that has no microbatch must
-            know them too.
-        divisor: what the losses that are trained on are divided by; several names for losses with divisors of their
-            own, whose sum is trained on.
-        normalization: which objective, as the module's text says.
-        grad_scale: of a gradient scaler for fp16; `finish` takes it out again.
-        gradient_divide_factor: what the reduction of gradients has divided by; the number of ranks unless given, as
+        proxy: whole number near the divisor of a minibatch (near the number of microbatches unless the normalization is
+            "global"), the same on all ranks, which `finish` checks. It cancels; it keeps 16-bit gradients in range.
+        metrics: name -> the divisor it is a mean over. A rank without a microbatch must know the names too.
+        divisor: name of the losses' divisor, or several names for losses with different divisors that are added up.
+        normalization: the objective; see the module's text.
+        grad_scale: scale of a gradient scaler for fp16; `finish` removes it again.
+        gradient_divide_factor: what the reduction of gradients divides by; by default the number of ranks, because
             FSDP2 and odc average. 1.0 where gradients are summed.
-        group: ranks that share the minibatch; the default group unless given. Without torch.distributed, one rank.
+        group: ranks that share the minibatch; by default the default group. Without torch.distributed, one rank.
 
-    Used on the training thread. `finish`, `announce` and `microbatches` communicate; nothing else does.
+    Use it on the training thread. Only `finish`, `announce` and `microbatches` communicate.
 
     Raises:
-        ConfigError: a value that cannot be, or several divisors with "per_rank_microbatch", whose microbatches would
-            have to be counted for each divisor apart.
+        ConfigError: a value is out of range, or there are several divisors with "per_rank_microbatch", whose
+            microbatches would have to be counted for each divisor separately.
     """
 
-    # Of the minibatch under way: this rank's sums; all ranks' divisors as announced, and those of the current position.
+    # Of the minibatch in progress: this rank's sums, the divisors of all ranks as announced, and those of the position.
     _counted: dict[str, float | Tensor]
     _numerators: dict[str, float | Tensor]
     _promised: dict[str, float] | None
@@ -109,7 +106,7 @@ class LossNormalizer:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(proxy, int) or isinstance(proxy, bool) or not 0 < proxy < 1 << 40:
-            raise ConfigError(f"proxy must be a whole number below 2^40, about what a minibatch counts, not {proxy!r}")
+            raise ConfigError(f"proxy must be a whole number below 2^40, near what a minibatch counts, not {proxy!r}")
         if not 0 < grad_scale < math.inf:
             raise ConfigError(f"grad_scale must be positive, not {grad_scale!r}")
         if normalization not in _NORMALIZATIONS:
@@ -128,16 +125,16 @@ class LossNormalizer:
         self._start()
 
     def announce(self, counts: Mapping[str, Count]) -> dict[str, float]:
-        """Tell all ranks what this rank's microbatches of the coming minibatch count, and learn the totals.
+        """Tell all ranks what this rank's microbatches of the coming minibatch count, and return the totals.
 
-        Needed with "global" and several divisors: their losses share one backward, so each must have its own true
-        divisor before that backward. It is one all-reduce of a few doubles at the beginning of a minibatch.
+        Needed with "global" and several divisors: their losses share one backward, so each needs its true divisor
+        before that backward. Costs one all-reduce of a few doubles at the beginning of a minibatch.
 
         Args:
-            counts: by divisor, over all microbatches that this rank will run; a divisor that is left out counts 0.
+            counts: by divisor, over all microbatches that this rank will run; a missing divisor counts 0.
 
-        Every rank of the group calls it, once a minibatch, before its first `scaled`; waits for all of them. `finish`
-        raises if what was trained on is not what was announced.
+        Every rank of the group calls it once a minibatch, before its first `scaled`; waits for all of them. `finish`
+        raises if the ranks then train on other counts.
         """
         if self.normalization != "global" or self._promised is not None:
             when = "was announced already" if self.normalization == "global" else f"needs none: {self.normalization}"
@@ -155,15 +152,15 @@ class LossNormalizer:
         """Iterates over this rank's microbatches under "per_microbatch", in step with the other ranks.
 
         Args:
-            source: any number of microbatches, including zero; the next one is taken before one is handed out.
+            source: any number of microbatches, including zero; one is taken before the previous is handed out.
             counts: what a microbatch adds to its divisor, or to each divisor by name.
 
-        The divisor of the i-th microbatches is summed over ranks, so a rank waits for the slowest one to be at most one
-        microbatch behind: this normalization gives up a part of what unequal ranks gain by communication on demand.
-        Every rank must iterate to the end, inside the minibatch. It waits as long as the group's own timeout says.
+        The divisor of the i-th microbatches is summed over ranks, so a rank waits until the slowest one is at most one
+        microbatch behind: this normalization gives up part of what unequal ranks gain by communication on demand.
+        Every rank must iterate to the end, inside the minibatch. Waits have the group's own timeout.
         """
         if self.normalization != "per_microbatch":
-            raise ConfigError(f"microbatches() is not for {self.normalization!r}, which divides without being in step")
+            raise ConfigError(f"microbatches() is not for {self.normalization!r}, which does not keep ranks in step")
         if self._promised is not None:
             raise ConfigError(f"rank {recorder().rank}: microbatches() was called in this minibatch already")
         self._promised = dict.fromkeys(self._trained, 0.0)
@@ -178,17 +175,17 @@ class LossNormalizer:
         self._current = None
 
     def scaled(self, loss_sum: Tensor, count: Count, *, divisor: str | None = None) -> Tensor:
-        """What to call `backward` on: the summed loss of one microbatch, times what keeps gradients in range.
+        """The loss to call `backward` on: the summed loss of one microbatch, scaled to keep gradients in range.
 
         Args:
-            loss_sum: scalar, summed over what `count` counts; of 0 where that is 0. Losses that share a divisor are
-                added up before; those with divisors of their own are scaled apart and then added up.
+            loss_sum: scalar, summed over what `count` counts. Add losses that share a divisor before scaling; scale
+                losses with different divisors separately, then add them.
             count: what this microbatch adds to the divisor: labels it trains on. A tensor is not waited for.
-            divisor: one of the normalizer's; the first one unless given.
+            divisor: one of the normalizer's divisors; by default the first.
 
         Raises:
-            ConfigError: a divisor that the normalizer was not given, or whose value is needed now and not known yet.
-            ValueError: not a scalar, or a negative count.
+            ConfigError: the normalizer does not know the divisor, or needs its total now and does not know it yet.
+            ValueError: `loss_sum` is not a scalar, or `count` is negative.
         """
         name = self._trained[0] if divisor is None else divisor
         if name not in self._trained:
@@ -209,7 +206,7 @@ class LossNormalizer:
         return loss_sum * (self.grad_scale * self._weight(name))
 
     def count(self, divisor: str, count: float | Tensor) -> None:
-        """Add to a divisor that only metrics have. (`scaled` counts the losses' own.)"""
+        """Add to a divisor that only metrics use; `scaled` counts those of losses."""
         self._add(self._counted, divisor, count)
 
     def metric(self, name: str, numerator: float | Tensor) -> None:
@@ -217,18 +214,18 @@ class LossNormalizer:
         self._add(self._numerators, name, numerator)
 
     def finish(self, parameters: Iterable[Tensor]) -> Totals:
-        """Reduce all counts and numerators in one all-reduce, and complete the gradients; begins the next minibatch.
+        """Reduce all counts and numerators in one all-reduce, complete the gradients, and start the next minibatch.
 
         Args:
-            parameters: those that train. Each `.grad` is multiplied in place (a DTensor's own shard), or set to None
-                where nobody had anything to train on.
+            parameters: the trained ones. Each `.grad` (of a DTensor its local shard) is multiplied in place, or set to
+                None if no rank had anything to train on.
 
-        Called by every rank of the group, outside of the minibatch, before gradients are looked at. Waits for the group
-        as long as its own timeout says.
+        Every rank of the group calls it, outside of the minibatch, before it uses gradients. Waits for the group with
+        the group's own timeout.
 
         Raises:
             OdcError: ranks had different proxies, or trained on other counts than they had announced; the gradients
-                cannot be mended.
+                cannot be repaired.
         """
         grown = [parameter for parameter in parameters if parameter.grad is not None]
         ranks, sums = self._reduced(grown)
@@ -257,15 +254,15 @@ class LossNormalizer:
         return Totals(divisors, metrics, factor)
 
     def discard(self) -> None:
-        """Forget the minibatch under way, which was abandoned (`odc.AbandonedMinibatchError`); call it on every rank.
+        """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`.
 
-        Takes the place of `finish` and waits for nobody. Under "per_microbatch" every rank must have iterated to the
-        end of `microbatches` nevertheless.
+        Every rank calls it; it waits for nobody. Under "per_microbatch" every rank must still have iterated to the end
+        of `microbatches`.
         """
         self._start()
 
     def _weight(self, name: str) -> float:
-        """What a summed loss is multiplied by before backward, apart from grad_scale."""
+        """The factor of a summed loss before backward, apart from grad_scale."""
         if self.normalization == "per_microbatch":
             if self._current is None:
                 raise ConfigError("per_microbatch: run the microbatches in `for mb in normalizer.microbatches(...)`")
@@ -281,7 +278,7 @@ class LossNormalizer:
         return 1.0 / self.proxy
 
     def _missing(self, divisors: Mapping[str, float]) -> float | None:
-        """What gradients lack once the averaging over ranks is undone; None where there is nothing to train on."""
+        """The factor that gradients lack once averaging over ranks is undone; None if there is nothing to train on."""
         if not any(divisors[name] for name in self._trained):
             return None
         if self.normalization == "global":
@@ -303,7 +300,7 @@ class LossNormalizer:
         sums[name] = sums[name] + (value.detach().double() if isinstance(value, Tensor) else float(value))
 
     def _reduced(self, grown: Sequence[Tensor]) -> tuple[int, list[float]]:
-        """Number of ranks, and the sums over all of them: of each divisor, then of each metric's numerators."""
+        """Number of ranks, and the sums over all of them: each divisor, then each metric's numerators."""
         digest = zlib.crc32(str(self.proxy).encode()) & 0xFFFFFF
         own = [float(self.proxy), float(digest), *self._counted.values(), *self._numerators.values()]
         if not dist.is_initialized():
@@ -312,17 +309,17 @@ class LossNormalizer:
         packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in own])
         dist.all_reduce(packed, group=self._group)
         (proxies, digests, *sums), ranks = packed.tolist(), dist.get_world_size(self._group)
-        # Sums of whole numbers are exact. The digest is for the rank whose proxy is the mean of unequal ones.
+        # Sums of whole numbers are exact. The digest catches a rank whose proxy is the mean of unequal ones.
         if proxies != ranks * self.proxy or digests != ranks * digest:
             raise OdcError(
-                f"rank {recorder().rank} (epoch {recorder().epoch}) scaled its losses by 1/{self.proxy}, others did "
-                f"not: the mean of their proxies is {proxies / ranks:g}; it must be the same on every rank"
+                f"rank {recorder().rank} (epoch {recorder().epoch}) scaled its losses by 1/{self.proxy}, but others "
+                f"did not: the mean of their proxies is {proxies / ranks:g}; it must be the same on every rank"
             )
         return ranks, sums
 
 
 def _check(promised: Mapping[str, float], divisors: Mapping[str, float]) -> None:
-    """Raise unless the ranks trained on what their losses were divided by."""
+    """Raise unless the ranks trained on the counts that their losses were divided by."""
     for name, total in promised.items():
         if divisors[name] != total:
             raise OdcError(

@@ -1,8 +1,8 @@
-"""Microbatches of all ranks, position by position: how many of each thing the ranks count together at one position.
+"""Microbatches of all ranks, position by position, and what the ranks count together at each position.
 
 Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce of a few doubles,
-which is started when the microbatch before it is handed out, so that its latency hides behind that one's compute. A
-rank that has run out of microbatches goes on to take part until no rank has one left.
+which starts when the microbatch before it is handed out, so that its latency hides behind that one's compute. A rank
+that has run out of microbatches keeps taking part until no rank has one left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Counts = Count | Mapping[str, Count]
 
 
 class Position(NamedTuple, Generic[T]):
-    """One microbatch of this rank, and what all ranks count at its position.
+    """One microbatch of this rank, and the counts of all ranks at its position.
 
     Args:
-        items: the microbatch, or nothing where this rank has run out of them.
-        totals: by name, summed over ranks.
+        items: the microbatch, or nothing if this rank has run out of them.
+        totals: counts by name, summed over ranks.
     """
 
     items: tuple[T, ...]
@@ -35,15 +35,15 @@ class Position(NamedTuple, Generic[T]):
 def positions(
     source: Iterable[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
 ) -> Iterator[Position[T]]:
-    """Yields a `Position` until no rank has a microbatch left, as many on every rank.
+    """Yields a `Position` until no rank has a microbatch left; every rank gets equally many.
 
     Args:
-        source: microbatches of this rank, any number, including zero. The next one is taken before one is yielded.
-        counts: of a microbatch, by name; one number stands for the first of `names`.
-        names: the same on every rank.
+        source: any number of microbatches of this rank, including zero. One is taken before the previous is yielded.
+        counts: counts of a microbatch by name; a single number stands for the first of `names`.
+        names: names of the counts, the same on every rank.
         group: ranks that take part; without torch.distributed, this one alone.
 
-    Every rank must iterate to the end. Waits for the slowest rank to come within one position of this one.
+    Every rank must iterate to the end. Waits until the slowest rank is within one position of this one.
     """
     remaining = iter(source)
     coming = _sent(remaining, counts, names, group)
@@ -61,12 +61,12 @@ def positions(
 def _sent(
     remaining: Iterator[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
 ) -> tuple[tuple[T, ...], Any, Tensor]:
-    """The next microbatch, and the all-reduce of [ranks that have one, counts] that has been started for it."""
+    """The next microbatch and the all-reduce started for it, of [number of ranks that have one, counts]."""
     items = tuple(item for item in (next(remaining, _END),) if item is not _END)
     found = counts(items[0]) if items else 0
     given = found if isinstance(found, Mapping) else {names[0]: found}
     if unknown := given.keys() - set(names):
-        raise ValueError(f"counts of {', '.join(sorted(unknown))}, but the losses are divided by {', '.join(names)}")
+        raise ValueError(f"counts name {', '.join(sorted(unknown))}, but the losses are divided by {', '.join(names)}")
     values = [float(len(items)), *(given.get(name, 0) for name in names)]
     sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device_of(group)) for value in values])
     return items, dist.all_reduce(sums, group=group, async_op=True) if dist.is_initialized() else None, sums

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc.memory.forks import close_after_fork
+from odc.memory import close_after_fork
 
 MAX_REQUEST = 64 << 10
 MAX_REPLY = 16 << 20

@@ -1,11 +1,10 @@
-"""What each rank did when: spans, and what is made of them."""
+"""What each rank did when: recorded spans, and the breakdown, trace file and picture made from them."""
 
 from odc.trace.breakdown import Breakdown, EpochBreakdown, Stat, breakdown
-from odc.trace.collect import load_spans, save_spans
-from odc.trace.collectives import SplitWaits, split_waits
-from odc.trace.perfetto import read_trace, write_trace
+from odc.trace.collective_waits import SplitWaits, split_waits
+from odc.trace.perfetto import write_trace
 from odc.trace.recorder import CAPACITY, Mark, Recorder, recorder
-from odc.trace.span import (
+from odc.trace.spans import (
     CATEGORIES,
     COLLECTIVE,
     COMPUTE,
@@ -20,6 +19,8 @@ from odc.trace.span import (
     WAIT,
     WINDOW,
     Span,
+    load_spans,
+    save_spans,
 )
 from odc.trace.timeline import draw
 
@@ -48,7 +49,6 @@ __all__ = [
     "breakdown",
     "draw",
     "load_spans",
-    "read_trace",
     "recorder",
     "save_spans",
     "split_waits",

@@ -1,20 +1,18 @@
-"""Where the time of each step went, and the measured bubble.
-
-Chose one definition of a step, the same for every arm, over whatever each arm finds natural:
+"""Where the time of each step went, and the measured bubble, by one definition for every arm.
 
 * A rank's own step of an epoch runs from the start of its WINDOW mark to the end of the window, or to the end of its
   OPTIMIZER span of that epoch where that is later (the optimizer may run inside the window or after it).
-* *The* step of the epoch runs from the first rank's start to the last rank's end. Every rank's row adds up to exactly
+* The step of the epoch runs from the first rank's start to the last rank's end. Every rank's row adds up to exactly
   this time; what lies outside a rank's own step, or inside it under no span, is idle.
-* busy = compute + optimizer; bubble = 1 - mean over ranks of busy / step. Fetch, push and wait are not busy, be it
-  waiting or transfer, so an arm gains nothing by how its collectives are split (`odc.trace.collectives`).
+* busy = compute + optimizer; bubble = 1 - mean over ranks of busy / step. Fetch, push and wait are not busy, whether
+  they wait or transfer, so an arm gains nothing by how its collectives are split.
 
-What this costs: time between steps (reading data, logging, evaluation) belongs to no step, and where ranks drift apart
-after finish, one rank may begin its next step while another ends this one; that overlap counts in both steps.
+Time between steps (reading data, logging, evaluation) belongs to no step. Where ranks drift apart after finish, one
+rank may begin its next step while another ends this one; that overlap counts in both steps.
 
-Epochs that some rank lacks (it died, or its recorder pushed out spans of theirs for newer ones) are left out, never
-estimated; those that another rank still has are listed. Figures are medians over epochs with min and max, so medians of
-categories need not add up to the median step; one epoch's do.
+Epochs that some rank lacks (it died, or its recorder dropped their spans for newer ones) are left out and listed, never
+estimated. Figures are medians over epochs with min and max, so the medians of categories need not add up to the median
+step; those of one epoch do.
 """
 
 from __future__ import annotations
@@ -23,14 +21,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
-from odc.errors import OdcError, TraceError
+from odc.errors import TraceError
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.span import CATEGORIES, COMPUTE, IDLE, MAIN, OPTIMIZER, WINDOW, Span
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from odc.trace.spans import CATEGORIES, COMPUTE, IDLE, MAIN, OPTIMIZER, WINDOW, Span
 
 _SECOND = 1e9
 
@@ -45,7 +39,7 @@ class Stat:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Stat:
-        """Of at least one value."""
+        """The figure of one value or more."""
         ordered = sorted(values)
         return cls(float(median(ordered)), float(ordered[0]), float(ordered[-1]))
 
@@ -85,7 +79,7 @@ class EpochBreakdown:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Steps of one run. `left_out`: epochs that not every rank recorded; `skipped`: leading ones not counted."""
+    """All steps of a run. `left_out`: epochs that not every rank recorded; `skipped`: leading epochs not counted."""
 
     steps: tuple[EpochBreakdown, ...]
     ranks: tuple[int, ...]
@@ -94,7 +88,7 @@ class Breakdown:
 
     @property
     def step_s(self) -> Stat:
-        """Seconds a step."""
+        """Seconds of a step."""
         return Stat.of(step.step_s for step in self.steps)
 
     @property
@@ -103,11 +97,11 @@ class Breakdown:
         return Stat.of(step.bubble for step in self.steps)
 
     def mean_s(self, category: str) -> Stat:
-        """Seconds of a category a step, mean over ranks."""
+        """Seconds of a category in a step, mean over ranks."""
         return Stat.of(step.mean_s(category) for step in self.steps)
 
     def rank_s(self, rank: int, category: str) -> Stat:
-        """Seconds of a category a step on one rank."""
+        """Seconds of a category in a step of one rank."""
         return Stat.of(step.nanoseconds[rank][category] / _SECOND for step in self.steps)
 
     def busy(self, rank: int) -> Stat:
@@ -132,35 +126,6 @@ class Breakdown:
             "skipped": list(self.skipped),
         }
 
-    def to_table(self, title: str = "") -> Table:
-        """A rich Table: one row a rank and one for their mean, median milliseconds a step by category, and the bubble.
-
-        Raises:
-            OdcError: rich is not installed.
-        """
-        try:
-            from rich.table import Table
-        except ImportError as error:
-            raise OdcError("printing a breakdown needs rich: pip install 'odc-fsdp[cli]'") from error
-        step, bubble = self.step_s, self.bubble
-        lacking = f"\nleft out, not whole on every rank: {len(self.left_out)} steps" if self.left_out else ""
-        table = Table(
-            title=title or None,
-            caption=f"ms a step, median of {len(self.steps)} steps\nstep {step.median * 1e3:.1f} ms "
-            f"({step.min * 1e3:.1f} to {step.max * 1e3:.1f})\nmeasured bubble {bubble.median:.1%} "
-            f"({bubble.min:.1%} to {bubble.max:.1%}){lacking}",
-        )
-        table.add_column("rank")
-        for category in (*CATEGORIES, "busy"):
-            table.add_column(category, justify="right")
-        for rank in self.ranks:
-            cells = [f"{self.rank_s(rank, category).median * 1e3:.1f}" for category in CATEGORIES]
-            table.add_row(str(rank), *cells, f"{self.busy(rank).median:.1%}")
-        cells = [f"{self.mean_s(category).median * 1e3:.1f}" for category in CATEGORIES]
-        table.add_section()
-        table.add_row("mean", *cells, f"{1.0 - bubble.median:.1%}")
-        return table
-
 
 def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> Breakdown:
     """Seconds by category for every rank and epoch, and the measured bubble.
@@ -170,7 +135,7 @@ def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> 
         skip: leading epochs to leave out (warm-up).
 
     Raises:
-        TraceError: no epoch is left that every rank recorded whole, or a span's category is unknown.
+        TraceError: no epoch is left that every rank recorded completely, or a span's category is unknown.
     """
     if skip < 0:
         raise ValueError(f"skip must be 0 epochs or more, not {skip!r}")
@@ -179,8 +144,8 @@ def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> 
     whole = sorted(epoch for epoch in seen if all(epoch in own for own in bounds.values()))
     if len(whole) <= skip:
         raise TraceError(
-            f"{len(whole)} minibatches were recorded whole on all {len(bounds)} ranks, and {skip} are skipped: nothing "
-            "is left to break down (is tracing on? A recorder keeps its newest spans; does one minibatch have more?)"
+            f"{len(whole)} minibatches were recorded completely on all {len(bounds)} ranks, and {skip} are skipped: "
+            "nothing is left to break down (is tracing on, and does one minibatch fit into the recorder?)"
         )
     marked = marked_epochs(spans_by_rank)
     pieces = {rank: cover(spans, marked) for rank, spans in spans_by_rank.items()}
@@ -219,7 +184,7 @@ def _one_step(
 
 
 def _row(pieces: Sequence[Span], own: tuple[int, int], step: int) -> dict[str, int]:
-    """Nanoseconds by category of the pieces inside a rank's own step; idle is what is left of the whole step."""
+    """Nanoseconds by category of the pieces inside a rank's own step; idle is the rest of the whole step."""
     begin, end = own
     row = dict.fromkeys(CATEGORIES, 0)
     at = bisect_right(pieces, begin, key=lambda piece: piece.end_ns)

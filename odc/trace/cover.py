@@ -1,15 +1,12 @@
-"""What a rank's training thread was doing at each moment: spans that nest, turned into pieces that do not.
+"""What a rank's training thread was doing at each moment: nested spans, cut into pieces that do not overlap.
 
-Chose to derive this when a trace is read, over recording it: the recorder stays one append, and the breakdown, the
-picture and the trace file all rest on one definition, this one. It costs a sort of the spans and some 10 us a span.
-
-The definition:
+The breakdown, the picture and the trace file all rest on this definition:
 * At each moment the innermost main-lane span counts: of those that cover it, the one that started last (then the one
   that ends first, then the one recorded first). So nesting never counts time twice.
 * Compute is derived: time inside a MICROBATCH mark that no other main-lane span covers.
-* Where no rank recorded a MICROBATCH mark in an epoch (a user's own loop), the WINDOW stands for it. Asking all ranks
-  matters: under unequal microbatch counts a rank without any is idle, not computing.
-* What is left is idle.
+* Where no rank recorded a MICROBATCH mark in an epoch (a user's own loop), the WINDOW stands for it. All ranks are
+  asked, because under unequal microbatch counts a rank without microbatches is idle, not computing.
+* Everything else is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from odc.errors import TraceError
-from odc.trace.span import CATEGORIES, COMPUTE, MAIN, MARKS, MICROBATCH, WINDOW, Span
+from odc.trace.spans import CATEGORIES, COMPUTE, MAIN, MARKS, MICROBATCH, WINDOW, Span
 
 _KNOWN = frozenset(CATEGORIES) | frozenset(MARKS)
 _START = attrgetter("start_ns")
@@ -43,16 +40,16 @@ def cover(spans: Iterable[Span], marked: frozenset[int]) -> list[Span]:
         marked: `marked_epochs` of all ranks together.
 
     Returns:
-        Pieces as spans, with their epoch, microbatch, unit and peer; derived compute among them, idle not. `nbytes`
-        is that of the whole span, on each of its pieces: never sum it over pieces.
+        Pieces as spans, with their epoch, microbatch, unit and peer, including derived compute but not idle time. Each
+        piece carries the `nbytes` of its whole span, so never sum them over pieces.
 
     Raises:
-        TraceError: a main-lane span has a category that is none of ours.
+        TraceError: a main-lane span has an unknown category.
     """
     layers = _layers(spans, marked)
     moments = sorted({moment for span in layers for moment in (span.start_ns, span.end_ns)})
     pieces: list[Span] = []
-    active: list[tuple[bool, int, int, int, Span]] = []  # a heap, innermost first; those that ended are dropped late
+    active: list[tuple[bool, int, int, int, Span]] = []  # a heap, innermost first; ended spans are dropped late
     current: Span | None = None
     since = coming = 0
     for moment in moments:
@@ -71,7 +68,7 @@ def cover(spans: Iterable[Span], marked: frozenset[int]) -> list[Span]:
 
 
 def _layers(spans: Iterable[Span], marked: frozenset[int]) -> list[Span]:
-    """Spans that can count, by start. Of the marks, those that stand for compute, which lies beneath all others."""
+    """The spans that can count, by start; of the marks only those that stand for compute, which lies beneath all."""
     layers: list[Span] = []
     for span in spans:
         if span.lane != MAIN or span.end_ns <= span.start_ns:

@@ -1,13 +1,11 @@
-"""A trace file that Perfetto (https://ui.perfetto.dev) and chrome://tracing open, written by hand as JSON.
+"""A trace file that Perfetto (https://ui.perfetto.dev) and chrome://tracing open: Chrome's JSON trace event format.
 
-Chose the Chrome trace event format over Perfetto's protobuf: no dependency, readable, and both viewers take it. It
-costs some 290 bytes a span; a path that ends in ".gz" is compressed, which Perfetto opens as it is.
-
-One process a rank, one thread a lane (more where spans of a lane overlap without nesting). Besides the recorded spans
-and marks the file holds the derived compute, so that what the breakdown counts can be seen; `read_trace` leaves it out
-again (`args.derived`). Times are microseconds after the first span; `otherData.origin_ns` is that span's place on the
-host's monotonic clock, so reading back is exact. A recorder keeps its newest spans only, so a file may begin in the
-middle of a run; a rank that lost older spans says how many beside its name.
+A span takes some 290 bytes; a path that ends in ".gz" is compressed, which Perfetto opens as it is. Each rank is a
+process and each lane a thread (more where spans of a lane overlap without nesting). Besides the recorded spans and
+marks the file holds the derived compute (`args.derived`), so that the breakdown's figures can be seen. Times are
+microseconds after the first span; `otherData.origin_ns` is that span's time on the host's monotonic clock. A recorder
+keeps only its newest spans, so a file may begin in the middle of a run; a rank's name says how many older spans it
+dropped.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from odc.errors import TraceError
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.span import COMPUTE, IDLE, MAIN, MICROBATCH, WAIT, WINDOW, Span
+from odc.trace.spans import COMPUTE, IDLE, MAIN, MICROBATCH, WAIT, WINDOW, Span
 
 _FORMAT = "odc-trace-1"
-_ROWS_A_RANK = 1000  # thread numbers are unique over all ranks, which Perfetto wants
+_ROWS_A_RANK = 1000  # Perfetto wants thread numbers that are unique over all ranks
 
 
 def write_trace(
@@ -33,21 +30,19 @@ def write_trace(
     *,
     dropped: Mapping[int, int] | None = None,
 ) -> None:
-    """Write the spans of all ranks as Chrome `X` events; `path`'s folder must exist.
+    """Write the spans of all ranks, by global rank, as Chrome `X` events; the folder of `path` must exist.
 
-    Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane.
-
-    Args:
-        path: where to write it.
-        spans_by_rank: by global rank.
-        dropped: by global rank, how many older spans its recorder pushed out (`Recorder.dropped`); shown in its name.
+    Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane. `dropped`
+    says how many older spans each rank's recorder has dropped (`Recorder.dropped`).
     """
     lost = {rank: number for rank, number in (dropped or {}).items() if number}
     origin = min((span.start_ns for spans in spans_by_rank.values() for span in spans), default=0)
     other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank), "dropped": lost}
     marked = marked_epochs(spans_by_rank)
     encode = json.JSONEncoder(separators=(",", ":")).encode
-    with _open(Path(path), "wt") as file:
+    target = Path(path)
+    opener: Any = gzip.open if target.suffix == ".gz" else open
+    with opener(target, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n')
         separator = ""
         for rank in sorted(spans_by_rank):
@@ -55,33 +50,6 @@ def write_trace(
                 file.write(separator + encode(event))
                 separator = ",\n"
         file.write("\n]}\n")
-
-
-def read_trace(path: str | os.PathLike[str]) -> dict[int, list[Span]]:
-    """Read what `write_trace` wrote: spans by rank, ordered by start, the outer of two that start together first.
-
-    Raises:
-        TraceError: the file is not a trace that odc wrote.
-        OSError: it cannot be read.
-    """
-    try:
-        with _open(Path(path), "rt") as file:
-            trace = json.load(file)
-        other = trace["otherData"]
-        if other["format"] != _FORMAT:
-            raise KeyError(other["format"])
-        spans: dict[int, list[Span]] = {rank: [] for rank in other["ranks"]}
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X" and not event["args"].get("derived"):
-                spans[event["args"]["rank"]].append(_span(event, other["origin_ns"]))
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path} is not a trace that odc wrote ({_FORMAT}): {error!r}") from error
-    return spans
-
-
-def _open(path: Path, mode: str) -> IO[str]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    return cast("IO[str]", opener(path, mode, encoding="utf-8"))
 
 
 def _rank_events(
@@ -107,8 +75,8 @@ def _rank_events(
 
 
 class _Rows:
-    """Thread numbers of one rank. Viewers draw spans of one thread right only where they nest or lie apart, so a span
-    that partly overlaps another of its lane goes to a second row of that lane. Spans must come in `_outer_first` order.
+    """Thread numbers of one rank. Viewers need the spans of a thread to nest or lie apart, so a span that partly
+    overlaps another one of its lane goes to a second row of that lane. Spans must come in `_outer_first` order.
     """
 
     def __init__(self, process: int) -> None:
@@ -176,19 +144,3 @@ def _title(span: Span) -> str:
     if span.category == WAIT and span.peer >= 0:
         return f"wait for rank {span.peer}"
     return f"{span.category} {span.unit}".rstrip()
-
-
-def _span(event: Mapping[str, Any], origin: int) -> Span:
-    args = event["args"]
-    start = origin + round(event["ts"] * 1000)
-    return Span(
-        category=event["cat"],
-        lane=args["lane"],
-        start_ns=start,
-        end_ns=start + round(event["dur"] * 1000),
-        epoch=args["epoch"],
-        microbatch=args["microbatch"],
-        unit=args["unit"],
-        peer=args["peer"],
-        nbytes=args["bytes"],
-    )

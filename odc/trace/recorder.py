@@ -1,13 +1,12 @@
-"""The recorder: one ring of spans a process, cheap enough to stay on.
+"""The recorder: one ring of spans for each process, cheap enough to stay on.
 
-Chose a bounded deque of plain tuples over a list, a lock or a C extension: `deque.append` is atomic under the
-interpreter lock, pushes out the oldest span by itself, and one `add` costs well under a microsecond
-(bench/bench_trace.py measures it). The price is memory, about 200 bytes a span (40 MB when full), and that a run longer
-than the ring keeps only its end: `dropped` counts what was pushed out. The oldest minibatch that is left may then lack
-spans, so `spans()` leaves out its marks, and a breakdown leaves it out rather than guess.
+The ring is a bounded deque of plain tuples: `deque.append` is atomic under the interpreter lock and drops the oldest
+span by itself, and one `add` costs well under a microsecond (bench/bench_trace.py). A span takes about 200 bytes, 40 MB
+when the ring is full. A run longer than the ring keeps only its end. The oldest minibatch that is left may then lack
+spans, so `spans()` leaves out its marks, and with them the minibatch from any breakdown.
 
-A span's epoch and microbatch are what the recorder's attributes say when the span *ends*; on background lanes that is
-where the training thread is by then.
+A span's epoch and microbatch are the recorder's at the time when the span *ends*; on background lanes this is where the
+training thread is by then.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from itertools import count
 from types import TracebackType
 from typing import Final
 
-from odc.trace.span import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
+from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
 
 _clock: Final = time.monotonic_ns
 
@@ -29,26 +28,14 @@ CAPACITY: Final = 200_000
 class Recorder:
     """Collects the spans of one process. Never synchronizes and never raises for being full.
 
-    `window` and `microbatch` may be called only from the training thread, because they say where that thread is; all
-    others from any thread.
+    Only the training thread may call `window` and `microbatch`, because they say where it is; any thread may call the
+    others.
 
     Args:
         rank: global rank of this process.
         enabled: False makes `add` return at once; the marks still keep `epoch` and `microbatch_index` up to date.
-        capacity: spans to keep, the newest.
+        capacity: number of newest spans to keep.
     """
-
-    __slots__ = (
-        "_appended",
-        "_depth",
-        "_read_lock",
-        "_reads",
-        "_spans",
-        "enabled",
-        "epoch",
-        "microbatch_index",
-        "rank",
-    )
 
     def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
         if capacity < 1:
@@ -58,7 +45,7 @@ class Recorder:
         self.epoch = -1
         self.microbatch_index = -1
         self._spans: deque[tuple[str, str, int, int, int, int, str, int, int]] = deque(maxlen=capacity)
-        # Counts spans and reads of itself: `next` is atomic under the interpreter lock, `+= 1` is not.
+        # Counts appended spans and its own reads: `next` is atomic under the interpreter lock, `+= 1` is not.
         self._appended = count().__next__
         self._reads = 0
         self._read_lock = threading.Lock()
@@ -66,14 +53,14 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Spans that newer ones have pushed out since the start or the last `clear`."""
+        """How many spans were dropped for newer ones since the start or the last `clear`."""
         with self._read_lock:
             total = self._appended() - self._reads
             self._reads += 1
         return max(0, total - len(self._spans))
 
     def set_rank(self, rank: int) -> None:
-        """Say which global rank this process is, once it is known."""
+        """Set the global rank of this process, once it is known."""
         self.rank = rank
 
     now = staticmethod(_clock)
@@ -95,38 +82,37 @@ class Recorder:
         if end_ns is None:
             end_ns = _clock()
         self._appended()
-        # One append of one tuple: no other thread can see half a span.
+        # One append of one tuple: no other thread can see a partial span.
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
 
     def span(
         self, category: str, *, unit: str = "", peer: int = NO_PEER, nbytes: int = 0, lane: str = MAIN
     ) -> _SpanContext:
-        """Record the body of a `with` as one span, also when it raises."""
+        """Record the body of a `with` as one span, even if it raises."""
         return _SpanContext(self, category, unit, peer, nbytes, lane)
 
     def window(self, epoch: int) -> Mark:
-        """Mark one whole minibatch, from begin to the end of finish, also when it raises. Sets `epoch`, which stays
-        until the next window, so that an optimizer step after the window belongs to it.
+        """Mark one whole minibatch, from begin to the end of finish, even if it raises.
 
-        Inside another window it does nothing: the outer mark wins, so that a job may mark its own steps around a
-        runtime that marks them too.
+        Sets `epoch` until the next window, so that an optimizer step after the window belongs to it. Inside another
+        window it does nothing, so that a job may mark its own steps around a runtime that marks them too.
         """
         return Mark(self, WINDOW, epoch)
 
     def microbatch(self, index: int) -> Mark:
-        """Mark one forward and backward, also when it raises; `microbatch_index` is `index` inside and -1 after.
+        """Mark one forward and backward, even if it raises; `microbatch_index` is `index` inside and -1 after.
 
         Inside another microbatch it does nothing.
         """
         return Mark(self, MICROBATCH, index)
 
     def spans(self) -> list[Span]:
-        """The newest spans, in the order they ended. A copy: later spans do not appear in it.
+        """A copy of the newest spans, in the order they ended.
 
-        Where older ones were dropped, the oldest minibatch that is left has no WINDOW and no MICROBATCH marks here,
-        because some of its own spans may be missing.
+        Where older spans were dropped, the oldest minibatch left has no WINDOW and no MICROBATCH marks here, because
+        some of its spans may be missing.
         """
-        # list() of a deque runs no Python code, so that no other thread appends meanwhile.
+        # list() of a deque runs no Python code, so no other thread can append meanwhile.
         kept = [Span._make(span) for span in list(self._spans)]
         if not self.dropped:
             return kept
@@ -142,7 +128,7 @@ class Recorder:
 
 
 class _SpanContext:
-    """`Recorder.span`. A class, not a generator: entering and leaving one costs less than half as much."""
+    """`Recorder.span`. A class, because a generator costs more than twice as much."""
 
     __slots__ = ("_category", "_lane", "_nbytes", "_peer", "_recorder", "_start", "_unit")
 
@@ -167,7 +153,7 @@ class _SpanContext:
 
 
 class Mark:
-    """`Recorder.window` and `Recorder.microbatch`: the outermost of a kind sets the number and is recorded."""
+    """`Recorder.window` and `Recorder.microbatch`: the outermost mark of a kind sets the number and is recorded."""
 
     __slots__ = ("_kind", "_number", "_recorder", "_start")
 
@@ -191,13 +177,13 @@ class Mark:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(record=True)
+        self._end(record=True)
 
     def cancel(self) -> None:
-        """Leave it without a record, in place of `__exit__`: what it marked was no minibatch after all."""
-        self._leave(record=False)
+        """End the mark without recording it, in place of `__exit__`: there was no minibatch after all."""
+        self._end(record=False)
 
-    def _leave(self, *, record: bool) -> None:
+    def _end(self, *, record: bool) -> None:
         recorder = self._recorder
         recorder._depth[self._kind] -= 1
         if recorder._depth[self._kind] == 0:
@@ -212,7 +198,7 @@ _making = threading.Lock()
 
 
 def recorder() -> Recorder:
-    """The recorder of this process, made on first use; `set_rank` tells it whose it is."""
+    """The recorder of this process, made on first use."""
     global _process_recorder
     if _process_recorder is None:
         with _making:

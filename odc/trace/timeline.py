@@ -1,13 +1,12 @@
-"""A picture of what each rank did when: one row a rank, one panel an arm, one time axis for all of them.
+"""A picture of what each rank did when: one row for each rank, one panel for each arm, one time axis for all of them.
 
-Chose matplotlib's object interface with its own Agg canvas over pyplot: nothing global changes (backend, rcParams, open
-figures), so a training job may draw from any thread. Every panel starts at 0 and all share one scale, so a shorter
-panel *is* a faster arm, and a barrier is seen as waits that end on one vertical line.
+Every panel starts at 0 and all share one scale, so a shorter panel *is* a faster arm, and a barrier shows as waits that
+end on one vertical line. A row's upper band is the training thread, as the breakdown counts it; the thin strip below it
+shows the background lanes, which are not counted. Two shades of compute alternate between microbatches. The colours
+differ in lightness as well as in hue, so that colour-blind readers can tell them apart.
 
-A row's upper band is the training thread, as the breakdown counts it (`odc.trace.cover`); the thin strip below it,
-where there is one, shows the background lanes, which are not counted (they compete for cores, so what they cost shows
-as longer compute). Two shades of compute alternate between microbatches. The colours differ in lightness as well as in
-hue, so that they stay apart for colour-blind readers.
+Only matplotlib's object interface is used, with a canvas of its own: nothing global changes, so a training job may draw
+from any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from odc.errors import OdcError, TraceError
 from odc.trace.breakdown import Breakdown, breakdown, own_steps
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.span import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span
+from odc.trace.spans import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +33,7 @@ COLOURS: Final[Mapping[str, str]] = {
     WAIT: "#d8431f",
     IDLE: "#eceef0",
 }
-_SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, by turns
+_SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
 # Inches.
@@ -71,14 +70,14 @@ def draw(
     Args:
         path: where to write it; the folder must exist.
         panels: title and spans by rank of each arm, from top to bottom.
-        epochs: minibatches to draw, those of them that a panel has; None: the last two that all its ranks recorded.
+        epochs: minibatches to draw, as far as a panel has them; None draws the last two that all its ranks recorded.
         skip: leading epochs that the bubble printed over each panel leaves out; it counts all others, drawn or not.
-        source: how the times came about: "measured", "emulated" or "simulated"; printed beside the bubble.
-        passes: (label, colour) of compute in microbatch 0, 1, ..., where a microbatch's index means something; without
-            them two shades alternate. A label stands in the legend once.
+        source: how the times were obtained ("measured", "emulated" or "simulated"); printed beside the bubble.
+        passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
+            meaning. Without them two shades alternate.
 
     Raises:
-        TraceError: no panels, or a panel without a whole minibatch among `epochs`.
+        TraceError: there is no panel, or one without a complete minibatch among `epochs`.
         OdcError: matplotlib is not installed.
     """
     try:
@@ -119,7 +118,7 @@ def _prepare(
     figures = breakdown(spans_by_rank, skip=skip)
     drawn = figures.steps[-2:] if wanted is None else [step for step in figures.steps if step.epoch in wanted]
     if not drawn:
-        raise TraceError(f"{title}: none of the minibatches asked for was recorded on all ranks")
+        raise TraceError(f"{title}: all ranks recorded none of the requested minibatches")
     marked = marked_epochs(spans_by_rank)
     pieces, starts, background = {}, {}, {}
     for rank, spans in sorted(spans_by_rank.items()):
@@ -153,7 +152,7 @@ def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Spa
 
 
 def _row_height(ranks: int) -> float:
-    """Inches a rank, so that 2 ranks are not slabs and 32 still fit on a page."""
+    """Inches of a row: 2 ranks must not become slabs, and 32 must fit on a page."""
     return max(0.2, min(0.46, 4.2 / ranks))
 
 
@@ -169,7 +168,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
         for _, start, end in panel.steps:
             add(COLOURS[IDLE], start, end, row + top, height)
         for piece in panel.pieces[rank]:
-            # Compute outside of any microbatch (-1) has the first shade.
+            # Compute outside of any microbatch (-1) gets the first shade.
             shade = shades[max(0, piece.microbatch) % len(shades)]
             colour = shade if piece.category == COMPUTE else COLOURS[piece.category]
             add(colour, piece.start_ns, piece.end_ns, row + top, height)

@@ -30,7 +30,7 @@ def values_of(rank: int, device: torch.device) -> torch.Tensor:
 def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: int) -> None:
     from odc import kernels
     from odc.memory import nvshmem
-    from odc.memory.cuda_lanes import CudaLanes
+    from odc.memory.cuda import CudaLanes
 
     device = own_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

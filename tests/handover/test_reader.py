@@ -22,7 +22,7 @@ from support.members import BF16, F32
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, StaleVersionError, WaitTimeoutError
 from odc.handover import Reader, reader
-from odc.handover.ticket import Ticket
+from odc.handover.handle import WeightHandle
 from odc.runtime import Word, abort
 from odc.runtime.listener import knock
 from odc.settings import Settings
@@ -34,8 +34,8 @@ def job() -> Iterator[Job]:
         yield job
 
 
-def changed(ticket: str, **fields: Any) -> str:
-    return json.dumps({**json.loads(ticket), **fields})
+def changed(handle: str, **fields: Any) -> str:
+    return json.dumps({**json.loads(handle), **fields})
 
 
 # what is read --------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def changed(ticket: str, **fields: Any) -> str:
 
 def test_all_shards_in_their_order_without_padding(job: Job) -> None:
     job.publish([1.5, 2.5])
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         version, tensors = source.read()
     assert version == 1
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
@@ -55,7 +55,7 @@ def test_all_shards_in_their_order_without_padding(job: Job) -> None:
 
 
 def test_a_version_is_there_when_the_last_rank_has_published_it(job: Job) -> None:
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         assert source.version == 0
         for member, version in ((0, 0), (1, 1), (1, 1), (0, 2)):
             job.crew.publish(member)
@@ -64,7 +64,7 @@ def test_a_version_is_there_when_the_last_rank_has_published_it(job: Job) -> Non
 
 def test_what_was_read_does_not_change_any_more(job: Job) -> None:
     job.publish([1.0, 1.0])
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         first = source.read()
         job.publish([2.0, 2.0])
         assert set(first.tensors["u0.w"].tolist()) == {1.0}
@@ -75,7 +75,7 @@ def test_into_tensors_of_any_kind(job: Job) -> None:
     job.publish([1.5, 2.5])
     strided = torch.zeros(15, 2)
     into = {"u0.w": strided[:, 0], "u1.v": torch.zeros(9, dtype=torch.float64)}
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         assert source.read(into).tensors.keys() == into.keys()
     assert strided.tolist() == [[1.5, 0.0]] * 8 + [[2.5, 0.0]] * 7
     assert into["u1.v"].tolist() == [1.5] * 5 + [2.5] * 4
@@ -83,9 +83,9 @@ def test_into_tensors_of_any_kind(job: Job) -> None:
 
 def test_tied_names_are_all_filled_and_share_one_tensor_when_made(job: Job) -> None:
     job.publish([1.0, 1.0])
-    parameters = json.loads(job.ticket)["parameters"]
+    parameters = json.loads(job.handle)["parameters"]
     parameters[0]["names"] = ["embed", "head"]
-    with Reader(changed(job.ticket, parameters=parameters)) as source:
+    with Reader(changed(job.handle, parameters=parameters)) as source:
         made = source.read().tensors
         assert made["embed"] is made["head"]
         into = {"embed": torch.zeros(15), "head": torch.zeros(15)}
@@ -95,26 +95,26 @@ def test_tied_names_are_all_filled_and_share_one_tensor_when_made(job: Job) -> N
 
 def test_sharded_along_another_dimension(job: Job) -> None:
     job.publish([1.0, 2.0])
-    parameters = json.loads(job.ticket)["parameters"]
+    parameters = json.loads(job.handle)["parameters"]
     parameters[0] |= {"shape": [4, 4], "shard_dim": 1}
-    with Reader(changed(job.ticket, parameters=parameters)) as source:
+    with Reader(changed(job.handle, parameters=parameters)) as source:
         into = {"u0.w": torch.zeros(4, 4, dtype=torch.float64)}
         assert source.read().tensors["u0.w"].tolist() == [[1.0, 1.0, 2.0, 2.0]] * 4
         assert source.read(into).tensors["u0.w"].tolist() == [[1.0, 1.0, 2.0, 2.0]] * 4
 
 
 def test_shapes_and_dtypes_are_known_before_reading(job: Job) -> None:
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         assert source.shapes() == {"u0.w": ((15,), F32), "u0.b": ((5,), BF16), "u1.v": ((9,), F32)}
 
 
 @pytest.mark.parametrize(
     ("into", "says"),
-    [({"u0.x": torch.zeros(15)}, "'u0.x' is not handed over"), ({"u0.w": torch.zeros(16)}, r"shape \(15,\)")],
+    [({"u0.x": torch.zeros(15)}, "'u0.x' is not exported"), ({"u0.w": torch.zeros(16)}, r"shape \(15,\)")],
 )
 def test_wrong_destinations(job: Job, into: dict[str, torch.Tensor], says: str) -> None:
     job.publish([1.0, 1.0])
-    with Reader(job.ticket) as source, pytest.raises(ValueError, match=says):
+    with Reader(job.handle) as source, pytest.raises(ValueError, match=says):
         source.read(into)
 
 
@@ -189,7 +189,7 @@ def test_no_copy_is_torn_however_writes_and_copies_interleave(
 ) -> None:
     with Job(settings=Settings(timeout_s=60.0, second_buffer=buffers == 2)) as job:
         interleave(job, schedule)
-        with Reader(job.ticket, tries=3) as source:
+        with Reader(job.handle, tries=3) as source:
             good, stale = read_in_a_loop(source, 4)
     assert good + stale == 4
 
@@ -202,7 +202,7 @@ def test_the_schedules_do_tear_a_copy_that_nobody_checks(
 ) -> None:
     interleave(job, BUSY)
     monkeypatch.setattr(Reader, "_overtaken", lambda self, version: False)
-    with Reader(job.ticket) as source, pytest.raises(AssertionError, match="version"):
+    with Reader(job.handle) as source, pytest.raises(AssertionError, match="version"):
         read_in_a_loop(source, 20)
 
 
@@ -211,7 +211,7 @@ def test_with_a_second_buffer_fewer_copies_are_overtaken(interleave: Callable[[J
     for second in (False, True):
         with Job(settings=Settings(timeout_s=60.0, second_buffer=second)) as job:
             interleave(job, [0, 1, 1])
-            with Reader(job.ticket, tries=4) as source:
+            with Reader(job.handle, tries=4) as source:
                 read_in_a_loop(source, 10)
                 overtaken.append(source.overtaken)
     assert overtaken[0] > overtaken[1]
@@ -219,7 +219,7 @@ def test_with_a_second_buffer_fewer_copies_are_overtaken(interleave: Callable[[J
 
 def test_a_reader_too_slow_is_told_after_so_many_tries(job: Job, interleave: Callable[[Job, list[int]], None]) -> None:
     interleave(job, [40])
-    with Reader(job.ticket, tries=3) as source:
+    with Reader(job.handle, tries=3) as source:
         with pytest.raises(StaleVersionError, match=r"3 copies .* crew .*second_buffer=True"):
             source.read()
         assert source.overtaken == 3
@@ -241,7 +241,7 @@ def test_real_publishes_on_a_thread_are_never_torn(second: bool) -> None:
         thread = threading.Thread(target=publish)
         thread.start()
         try:
-            with Reader(job.ticket, tries=1000) as source:
+            with Reader(job.handle, tries=1000) as source:
                 for _ in range(60):
                     version, tensors = source.read()
                     # The crew publishes the number in bf16 too: compare what that number becomes there.
@@ -275,7 +275,7 @@ def test_waits_for_a_version_that_is_still_to_come(job: Job) -> None:
     job.publish([1.0, 1.0])
     timer = threading.Timer(0.1, lambda: job.publish([2.0, 2.0]))
     timer.start()
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         assert source.read(at_least=2).version == 2
     timer.join()
 
@@ -283,7 +283,7 @@ def test_waits_for_a_version_that_is_still_to_come(job: Job) -> None:
 def test_a_version_older_than_asked_for_is_not_given_out(job: Job) -> None:
     job.publish([1.0, 1.0])
     job.publish([2.0, 2.0])
-    with Reader(job.ticket, timeout_s=0.1) as source:
+    with Reader(job.handle, timeout_s=0.1) as source:
         assert source.read(at_least=2).version == 2
         with pytest.raises(WaitTimeoutError, match="rank 10 to publish version 3"):
             source.read(at_least=3)
@@ -292,7 +292,7 @@ def test_a_version_older_than_asked_for_is_not_given_out(job: Job) -> None:
 def test_a_rank_that_does_not_publish_is_named(job: Job) -> None:
     job.publish([1.0, 1.0])
     job.crew.publish(0, 2.0)
-    with Reader(job.ticket, timeout_s=0.1) as source:
+    with Reader(job.handle, timeout_s=0.1) as source:
         with pytest.raises(WaitTimeoutError, match="rank 13 to publish version 2") as caught:
             source.read()
         assert caught.value.culprit == 13
@@ -310,14 +310,14 @@ def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
 
     thread = threading.Thread(target=touch)
     thread.start()
-    with Reader(job.ticket, timeout_s=2.5) as source:
+    with Reader(job.handle, timeout_s=2.5) as source:
         assert source.read().version == 1
     thread.join()
 
 
 def test_left_and_aborted_jobs(job: Job) -> None:
     job.publish([1.0, 1.0])
-    with Reader(job.ticket) as source:
+    with Reader(job.handle) as source:
         job.crew.spaces[1].board(1).store(Word.LEFT, 1)
         with pytest.raises(PeerLostError, match="rank 13 has left the job"):
             source.read()
@@ -338,21 +338,21 @@ def mapped() -> list[str]:
 
 def test_the_memory_is_mapped_without_the_right_to_write(job: Job) -> None:
     before = Counter(mapped())
-    with Reader(job.ticket):
+    with Reader(job.handle):
         assert Counter(mapped()) - before == {"r--s": 2}
 
 
-def test_a_ticket_opens_nothing_but_reading(job: Job) -> None:
+def test_a_weight_handle_opens_nothing_but_reading(job: Job) -> None:
     owner = job.owners[0]
-    answer = knock(owner.door, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
+    answer = knock(owner.socket, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
     assert answer.reply == {"error": "wrong token"} and not answer.fds
 
 
 def test_a_wrong_token(job: Job) -> None:
-    owners = json.loads(job.ticket)["owners"]
+    owners = json.loads(job.handle)["owners"]
     owners[1]["token"] = "0" * 32
     with pytest.raises(PeerLostError, match="rank 13: wrong token"):
-        Reader(changed(job.ticket, owners=owners))
+        Reader(changed(job.handle, owners=owners))
 
 
 def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,40 +367,42 @@ def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypat
         return answer
 
     monkeypatch.setattr(reader, "_ask", exchanged)
-    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is laid out otherwise"):
-        Reader(job.ticket)
+    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
+        Reader(job.handle)
 
 
-def test_a_ticket_of_another_run() -> None:
+def test_a_weight_handle_of_another_run() -> None:
     with Job() as job:
-        ticket = job.ticket
-        with pytest.raises(LayoutMismatchError, match="rank 10: its heap is laid out otherwise"):
-            Reader(changed(ticket, digest="0" * 64))
+        handle = job.handle
+        with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
+            Reader(changed(handle, digest="0" * 64))
     with pytest.raises(PeerLostError, match="rank 10: its server does not answer"):
-        Reader(ticket)
+        Reader(handle)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "odc-ticket-0"}', '{"schema": "odc-ticket-1"}'])
-def test_no_ticket_at_all(text: str) -> None:
-    with pytest.raises(OdcError, match="this is not a ticket"):
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-0"}', '{"schema": "odc-weight-handle-1"}']
+)
+def test_no_weight_handle_at_all(text: str) -> None:
+    with pytest.raises(OdcError, match="this is not a weight handle"):
         Reader(text)
 
 
-def test_tickets_survive_the_journey(job: Job) -> None:
-    assert Ticket.from_json(job.ticket).to_json() == job.ticket
+def test_weight_handles_survive_the_journey(job: Job) -> None:
+    assert WeightHandle.from_json(job.handle).to_json() == job.handle
 
 
 @pytest.mark.parametrize("wrong", [{"tries": 0}, {"timeout_s": 0.0}])
 def test_wrong_options(job: Job, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="tries must be 1 or more"):
-        Reader(job.ticket, **wrong)
+        Reader(job.handle, **wrong)
 
 
 def test_nothing_stays_open(job: Job) -> None:
-    with Reader(job.ticket):
+    with Reader(job.handle):
         pass
     before = mapped(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with Reader(job.ticket):
+        with Reader(job.handle):
             pass
     assert (mapped(), len(os.listdir("/proc/self/fd"))) == before

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from odc import fully_shard
 from odc.errors import ConfigError, PeerLostError, UnsupportedError
 from odc.eval import session
-from odc.integrations._harness import characters, document_owners
+from odc.integrations._evaluation_harness import characters, document_owners
 from odc.integrations.lm_eval import evaluate
 
 needs_lm_eval = pytest.mark.skipif(
@@ -187,10 +187,10 @@ def test_a_rank_that_fails_ends_the_evaluation_of_all(ranks):
 def test_what_cannot_work_on_ranks_is_refused():
     lm = wrapped(tiny_qwen2())
     with session() as peers:
-        with pytest.raises(UnsupportedError, match=r"use_cache='x' is not supported: ranks would ask for different"):
+        with pytest.raises(UnsupportedError, match=r"does not support use_cache='x': ranks would ask for different"):
             evaluate(lm, [choice()], peers, use_cache="x")
         lm._world_size = 4
-        with pytest.raises(ConfigError, match="it shares requests over 4 ranks itself"):
+        with pytest.raises(ConfigError, match="lm spreads requests over 4 ranks itself"):
             evaluate(lm, [choice()], peers, task_manager=manager())
     with pytest.raises(AttributeError):
         del lm.loglikelihood

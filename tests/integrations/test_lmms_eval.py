@@ -249,7 +249,7 @@ def test_a_rank_that_fails_ends_the_evaluation_of_all(ranks, folder: str):
 
 @needs_lmms_eval
 def test_what_cannot_work_on_ranks_is_refused():
-    with session() as peers, pytest.raises(UnsupportedError, match="max_tokens=5 is not supported: only one rank"):
+    with session() as peers, pytest.raises(UnsupportedError, match="does not support max_tokens=5: only one rank"):
         evaluate(None, [], peers, max_tokens=5)
 
 

@@ -141,7 +141,7 @@ def test_what_is_made_before_the_model_is_sharded_is_refused(option: str, tmp_pa
 )
 def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, Any], said: str) -> None:
     """`accelerate launch` sets these in the environment; some need devices to be set at all."""
-    from odc.integrations.transformers_arguments import Wishes
+    from odc.integrations.transformers_arguments import AcceleratorOptions
 
     state = SimpleNamespace(**({"mixed_precision": "no", "dynamo_plugin": None} | changes))
     with (
@@ -149,7 +149,7 @@ def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, A
         mock.patch("accelerate.state.AcceleratorState", return_value=state),
         pytest.raises(ConfigError, match=said),
     ):
-        Wishes.of_accelerator()
+        AcceleratorOptions.current()
 
 
 def test_the_page_names_what_is_refused() -> None:

@@ -19,10 +19,9 @@ from support.conformance import DEADLINE_S, HeapConformance, sealed
 from support.groups import shm_group
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
-from odc.memory import cuda
+from odc.memory import HostLanes, cuda
 from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaHeap
-from odc.memory.lanes import HostLanes
 from odc.memory.mapping import Mapping
 
 

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
-from odc.memory import Attachment, ShmHeap, nvshmem
-from odc.memory.lanes import HostLanes
+from odc.memory import Attachment, HostLanes, ShmHeap, nvshmem
 
 
 def library() -> Any:
@@ -146,6 +145,6 @@ def test_a_heap_of_other_ranks_than_nvshmems_is_refused(monkeypatch: pytest.Monk
         heap().seal()
     monkeypatch.setattr(nvshmem, "_started", (0, 3))
     with pytest.raises(
-        UnsupportedError, match=r"all 3 ranks of the job, in their order, and this heap to ranks \(0, 2\)"
+        UnsupportedError, match=r"all 3 ranks of the job, in their order, but this heap belongs to ranks \(0, 2\)"
     ):
         heap().seal()

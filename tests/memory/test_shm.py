@@ -157,7 +157,7 @@ def test_what_a_forked_child_does_to_a_mapping(monkeypatch: pytest.MonkeyPatch, 
         return real(where, nbytes, flags, fd, protection)
 
     monkeypatch.setattr(mapping, "_mmap", strict)
-    mapping._Range(left.address, left.nbytes).close()
+    mapping._MappedRange(left.address, left.nbytes).close()
     assert not left.tensor(torch.uint8, 0, 8192).any()
     assert kept.tensor(torch.uint8, 0, 8192).eq(3).all()
     assert mapped("twice") == 1
@@ -171,7 +171,7 @@ def test_a_file_of_another_size_is_refused() -> None:
     fd = os.memfd_create("odc.short")
     os.ftruncate(fd, 64)
     two._connect = lambda member: Attachment(fd, one.nbytes, one.digest)
-    with pytest.raises(LayoutMismatchError, match="rank 5 has 8192 bytes, rank 3 says 8192 and gave 64"):
+    with pytest.raises(LayoutMismatchError, match="rank 5 has 8192 bytes, rank 3 announced 8192 and provided 64"):
         two.words(0, "flags")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)  # closed, not leaked
@@ -387,9 +387,9 @@ def test_no_side_effect_at_import() -> None:
 import os, torch
 import odc
 before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-import odc.memory, odc.memory.forks, odc.memory.atomics, odc.runtime.listener
+import odc.memory, odc.memory.processes, odc.memory.atomics, odc.runtime.listener
 assert (set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
-assert not odc.memory.forks._registered
+assert not odc.memory.processes._registered
 assert odc.memory.atomics.default_atomics.cache_info().currsize == 0
 assert not any("memfd" in line for line in open("/proc/self/maps"))
 """

@@ -33,10 +33,9 @@ def test_words_are_apart(atomics: Atomics | None, values: list[int]) -> None:
     assert [words.load(i) for i in range(len(words))] == values == words.as_tensor().tolist()
 
 
-def test_read_modify_write() -> None:
+def test_add_returns_the_previous_value() -> None:
     words = words_of(Memory())
     assert [words.add(3, 5), words.add(3, -7), words.load(3)] == [0, 5, -2]
-    assert [words.compare_exchange(3, 0, 1), words.compare_exchange(3, -2, 9), words.load(3)] == [False, True, 9]
 
 
 def test_an_index_out_of_bounds_touches_nothing() -> None:
@@ -47,7 +46,6 @@ def test_an_index_out_of_bounds_touches_nothing() -> None:
             lambda i=i: words.load(i),
             lambda i=i: words.store(i, 1),
             lambda i=i: words.add(i, 1),
-            lambda i=i: words.compare_exchange(i, 0, 1),
         ):
             with pytest.raises(IndexError, match=f"word {i} of 4"):
                 use()
@@ -57,11 +55,7 @@ def test_an_index_out_of_bounds_touches_nothing() -> None:
 @pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1])
 def test_a_value_that_does_not_fit_is_refused(value: int) -> None:
     words = words_of(Memory())
-    for use in (
-        lambda: words.store(0, value),
-        lambda: words.add(0, value),
-        lambda: words.compare_exchange(0, 0, value),
-    ):
+    for use in (lambda: words.store(0, value), lambda: words.add(0, value)):
         with pytest.raises(OverflowError, match="signed 64-bit"):
             use()
     assert words.load(0) == 0

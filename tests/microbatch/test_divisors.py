@@ -248,7 +248,7 @@ def test_what_is_refused() -> None:
         apart.scaled(loss, 1)
     with pytest.raises(ConfigError, match="needs none: per_microbatch"):
         apart.announce({"labels": 1})
-    with pytest.raises(ValueError, match="counts of tokens, but the losses are divided by labels"):
+    with pytest.raises(ValueError, match="counts name tokens, but the losses are divided by labels"):
         list(apart.microbatches([1], lambda m: {"tokens": m}))
     with pytest.raises(ConfigError, match="in this minibatch already"):
         apart.microbatches([1], int)

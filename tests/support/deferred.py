@@ -1,7 +1,7 @@
 """A device that does its work late: what the verbs ask for happens only when a thread settles or follows a mark.
 
 Chose heaps of shared memory with `Moves` that queue over a mock of CUDA's calls: what is tested is the rule of
-`odc.memory.lanes`, that no word is stored and no lock given back before the work it speaks of has settled. Where a verb
+`odc.memory.Lanes`, that no word is stored and no lock given back before the work it speaks of has settled. Where a verb
 forgets to, its peers read old bytes here, every time, while a real device would let it through on most days.
 """
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from odc.memory.cuda import CudaHeap
-from odc.memory.cuda_lanes import CudaLanes
+from odc.memory.cuda import CudaHeap, CudaLanes
 from support.groups import shm_group
 
 

@@ -13,15 +13,15 @@ from support.rank_worker import tell
 from torch import nn
 
 from odc import Settings, fully_shard
-from odc.handover import ticket, version
-from odc.handover.ticket import Owner, Parameter, Ticket
+from odc.handover import version, weight_handle
+from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.runtime import Daemon, Word, reading_token
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
 
 
 class Job:
-    """A crew with a daemon a member, whose ticket stands in `ticket`; every parameter is one row of all shards."""
+    """A crew with a daemon a member, with a weight handle; every parameter is one row of all shards."""
 
     def __init__(self, layout: Layout = LAYOUT, shards: int = 2, settings: Settings | None = None) -> None:
         self.crew = Crew(layout, shards, settings=settings or Settings(timeout_s=60.0))
@@ -32,7 +32,7 @@ class Job:
         space = self.crew.spaces[0]
         offset = space.heap.layout.offset
         self.parameters = tuple(
-            Parameter(
+            PublishedParameter(
                 names=(f"{unit.name}.{spec.name}",),
                 shape=(spec.numel * shards - (1 if spec.numel > 1 else 0),),
                 dtype=str(spec.dtype)[6:],
@@ -45,10 +45,10 @@ class Job:
             for spec in unit.params
         )
         self.owners = tuple(
-            Owner(service.rank, daemon.door_name, reading_token(service.token))
+            ShardOwner(service.rank, daemon.door_name, reading_token(service.token))
             for service, daemon in zip(self.crew.services, self.daemons, strict=True)
         )
-        self.ticket = Ticket(
+        self.handle = WeightHandle(
             "crew", self.owners, self.parameters, offset("board"), offset("reason"), space.buffers,
             space.heap.nbytes, space.heap.digest, ()
         ).to_json()  # fmt: skip
@@ -109,7 +109,7 @@ class Numbered(nn.Module):
 def publish_without_pause(rank: int, world: int, stop: str, width: int, settings: Settings, last: int) -> int:
     """Publish version after version, each with its number in every element, until the file `stop` is there.
 
-    Rank 0 tells the ticket, then every rank every hundredth version; returns the number of the last. `last` ends the
+    Rank 0 tells the weight handle, then every rank every hundredth version; returns the number of the last. `last` ends the
     job there, whatever is in the file system.
     """
     model = Numbered(width)
@@ -120,7 +120,7 @@ def publish_without_pause(rank: int, world: int, stop: str, width: int, settings
     with sharded.minibatch():
         pass
     if rank == 0:
-        tell(ticket(sharded))
+        tell(weight_handle(sharded))
     number = version(sharded)
     going = torch.ones(1)
     while going:

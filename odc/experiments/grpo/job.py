@@ -116,10 +116,10 @@ class _Loop:
     def _first_ticket(self) -> str | None:
         if not self._config.on_demand:
             return None
-        from odc.handover import ticket
+        from odc.handover import weight_handle
 
         self._model.publish()
-        return ticket(self._model) if dist.get_rank() == 0 else None
+        return weight_handle(self._model) if dist.get_rank() == 0 else None
 
     def samples(self, step: int) -> tuple[int | None, list[Sample]]:
         """A step's samples, the same on every rank, and the version that drew them; sends the weights off before."""

@@ -35,7 +35,7 @@ class Rollout:
     Args:
         config: of the job.
         stop_ids: tokens that end a response.
-        ticket: for reading the weights from the ranks (`odc.handover.ticket`); None if they will be sent.
+        ticket: for reading the weights from the ranks (`odc.handover.weight_handle`); None if they will be sent.
     """
 
     def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], ticket: str | None) -> None:

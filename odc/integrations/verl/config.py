@@ -1,7 +1,7 @@
-"""The engine's configuration: verl's FSDP one with the strategy `odc` and odc's own options.
+"""The engine's configuration: verl's FSDP configuration with the strategy `odc` and odc's own options.
 
-Chose a subclass named by `_target_` over a patch of verl's list of strategies. In RL it is not needed:
-`actor_rollout_ref.actor.strategy=odc` goes past that list with verl's own configuration, and options are the defaults.
+`_target_` selects it, so verl's list of strategies needs no patch. RL does not need it:
+`actor_rollout_ref.actor.strategy=odc` works with verl's own configuration, and the options are then the defaults.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from odc.settings import Settings
 
 @dataclass
 class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
-    """As verl's `FSDPEngineConfig`; `odc` holds `rebalance` and any field of `odc.Settings`.
+    """verl's `FSDPEngineConfig` with `odc`, which holds `rebalance` and any field of `odc.Settings`.
 
     Args:
-        strategy: "odc"; "fsdp" and "fsdp2" too, since verl sets it only after construction in RL.
+        strategy: "odc"; "fsdp" and "fsdp2" are accepted because RL sets it only after construction.
         odc: options, read by `options_of`.
     """
 
@@ -30,28 +30,28 @@ class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
     odc: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        EngineConfig.__post_init__(self)  # not FSDPEngineConfig's, which knows verl's strategies only
+        EngineConfig.__post_init__(self)  # FSDPEngineConfig's knows only verl's strategies
         if self.strategy not in ("odc", "fsdp", "fsdp2"):
-            raise ConfigError(f"strategy {self.strategy!r}: {type(self).__name__} is for odc")
+            raise ConfigError(f"strategy {self.strategy!r}: {type(self).__name__} is only for odc")
         options_of(self)
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of one engine.
+class EngineOptions:
+    """What odc has to know of one engine.
 
     Args:
         rebalance: spread the rows of each training minibatch over the data-parallel ranks by LB-Mini. False trains on
             the rows that verl's trainer gave to each rank.
-        settings: of the runtime.
+        settings: settings of the runtime.
     """
 
     rebalance: bool
     settings: Settings
 
 
-def options_of(config: Any) -> Options:
-    """What an engine configuration says under `odc`; the defaults for one of verl's own. Raises ConfigError."""
+def options_of(config: Any) -> EngineOptions:
+    """The `odc` options of an engine configuration; the defaults for verl's own. Raises ConfigError."""
     given: Mapping[str, Any] = dict(getattr(config, "odc", None) or {})
     known = {"rebalance", *(one.name for one in fields(Settings))}
     if unknown := given.keys() - known:
@@ -60,4 +60,4 @@ def options_of(config: Any) -> Options:
         settings = Settings(**{key: value for key, value in given.items() if key != "rebalance"})
     except ValueError as error:
         raise ConfigError(f"engine.odc: {error}") from error
-    return Options(bool(given.get("rebalance", True)), settings)
+    return EngineOptions(bool(given.get("rebalance", True)), settings)

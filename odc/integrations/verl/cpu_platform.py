@@ -1,8 +1,8 @@
-"""The platform "cpu" of verl: its engines and trainers run where no accelerator is, when VERL_PLATFORM=cpu.
+"""verl's platform "cpu": its engines and trainers run without an accelerator when VERL_PLATFORM=cpu.
 
-Chose a whole platform under its own name over pretending to be CUDA: verl asks the platform for all it does to a
-device, so nothing of verl is patched. It is never detected by itself: a driver without an accelerator of its own must
-still find the cluster's. Memory figures are 0; there is nothing to profile and no IPC.
+verl asks the platform for everything it does to a device, so nothing of verl is patched. The platform is never detected
+automatically: a driver without an accelerator must still find the cluster's. Memory figures are 0, and there is nothing
+to profile and no IPC.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-# What verl calls on `torch.<device>`, which torch.cpu has only half of.
+# What verl calls on `torch.<device>`; torch.cpu has only half of it.
 _DEVICE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
     **dict.fromkeys(
@@ -41,7 +41,7 @@ _DEVICE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
-    """Every process has one device, "cpu"; process groups are gloo's."""
+    """Every process has one device, "cpu"; process groups use gloo."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -60,10 +60,10 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one."""
+        """There is only one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs behind the caller's back."""
+        """Nothing runs asynchronously."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -72,10 +72,10 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The allocator is the system's."""
+        """Memory comes from the system's allocator."""
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """There is no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -91,10 +91,10 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         yield
 
     def profiler_start(self) -> None:
-        """None to start."""
+        """There is no profiler."""
 
     def profiler_stop(self) -> None:
-        """None to stop."""
+        """There is no profiler."""
 
     def ray_resource_name(self) -> str:
         return "CPU"

@@ -1,16 +1,16 @@
 """verl engines on `odc.fully_shard`: strategy `odc`, for language models and for value heads.
 
-Chose to subclass verl's FSDP engine and replace two things, how the module is sharded and the loop over microbatches.
-Loss, clipping, optimizer, checkpoints and export stay verl's code, because an odc module is an `FSDPModule` with
-DTensor parameters. verl makes all ranks run as many microbatches; here each runs as many as its own samples need, and
-ranks meet once a minibatch. The price is a tie to verl's internals, so this is for verl 0.9 only.
+Subclasses of verl's FSDP engines replace two things: how the module is sharded, and the loop over microbatches. Loss,
+clipping, optimizer, checkpoints and export stay verl's code, because an odc module is an `FSDPModule` with DTensor
+parameters. verl makes all ranks run equally many microbatches; here each rank runs as many as its own samples need, and
+ranks meet once for each minibatch. This relies on verl's internals, so it is for verl 0.9 only.
 
-Importing this module registers the engines; verl does it through the entry point (`odc.integrations.verl.plugin`).
+Importing this module registers the engines; verl does so through its entry point (`odc.integrations.verl.plugin`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import fsdp2_load_full_state_dict
+from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -26,17 +27,16 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from odc.balance import Cost, cost_from_config
 from odc.errors import PlanError, UnsupportedError
 from odc.fsdp import fully_shard
-from odc.integrations.units import units_of
 from odc.integrations.verl.config import options_of
-from odc.integrations.verl.metrics import collapse
 from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long
 from odc.integrations.verl.seqlen_balancing import WORKLOAD, rearrange_micro_batches, row_lengths
+from odc.integrations.verl.units import units_of
 
-_DEVICES = ["cpu", "cuda"]  # where odc.fully_shard cannot shard, it says so
+_DEVICES = ["cpu", "cuda"]  # odc.fully_shard refuses what it cannot shard
 
 
-class OnDemand(FSDPEngine):  # type: ignore[misc]
-    """The parts of verl's `FSDPEngine` that are replaced."""
+class OdcEngine(FSDPEngine):  # type: ignore[misc]
+    """The parts of verl's `FSDPEngine` that odc replaces."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,10 +76,10 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
         return module
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        """One minibatch: this rank's microbatches, as many as they are, then one meeting of all ranks.
+        """One minibatch: any number of microbatches of this rank, then one meeting of all ranks.
 
-        A collective over the data-parallel ranks. Training rows may be computed on another rank than the one that
-        passed them, so outputs are returned only where rows stay: with `forward_only` or `return_model_output`.
+        A collective over the data-parallel ranks. Another rank than the one that passed a training row may compute it,
+        so outputs are returned only where rows stay: with `forward_only` or `return_model_output`.
         """
         group, ranks = self.get_data_parallel_group(), self.get_data_parallel_size()
         keep = forward_only or tu.get_non_tensor_data(data, "return_model_output", default=False)
@@ -104,7 +104,7 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
         return postprocess_batch_func(outputs, indices, data) | {"metrics": metrics}
 
     def _divided(self, data: Any, lengths: list[list[int]], *, stay: bool) -> Any:
-        """The rows that this rank computes, and (its microbatches, the rows of each or None)."""
+        """The rows that this rank computes, and (its microbatches, the row indices of each, or None)."""
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             return data, prepare_micro_batches(data, same_micro_num_in_dp=False)
         together = tu.get_non_tensor_data(data, "force_group_size", default=1)
@@ -116,7 +116,7 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
         return data, rearrange_micro_batches(data, cap, same_micro_num_in_dp=False, force_group_size=together)
 
     def _cost(self) -> Cost:
-        """FLOPs of a sample of the model; by verl's formula for models that odc cannot count."""
+        """FLOPs of a sample of the model, or verl's formula for models whose FLOPs odc cannot count."""
         sizes = self.model_config.hf_config.to_dict()
         if self.model_config.model_type == "value_model":
             sizes["vocab_size"] = 1
@@ -126,11 +126,55 @@ class OnDemand(FSDPEngine):  # type: ignore[misc]
             return WORKLOAD
 
 
+def collapse(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float], scale: float) -> dict[str, Any]:
+    """The metrics of this rank's microbatches, collapsed to one value each.
+
+    verl merges the ranks' values microbatch by microbatch and raises if ranks had different numbers of them. A mean is
+    weighted by tokens and scaled so that verl's mean over ranks is the mean over all tokens of the minibatch. A metric
+    that a loss leaves out of some microbatches counts as 0 there.
+
+    Args:
+        microbatches: what the loss function returned for each: verl's `Metric`s, scalars, or lists of them.
+        weights: predicted tokens of each microbatch.
+        scale: data-parallel ranks / predicted tokens of all ranks; 0, which makes all means 0, if there is no token.
+
+    Returns a `Metric` of the same aggregation, or for a plain number a list of one (verl's form): the largest or
+    smallest if "max" or "min" is in the name, as verl reads names, else the mean.
+    """
+    found: dict[str, list[tuple[Any, float]]] = {}
+    for metrics, weight in zip(microbatches, weights, strict=True):
+        for name, value in metrics.items():
+            found.setdefault(name, []).append((value, weight))
+    return {name: _collapse_one(name, values, scale) for name, values in found.items()}
+
+
+def _collapse_one(name: str, values: list[tuple[Any, float]], scale: float) -> Any:
+    first = values[0][0]
+    if isinstance(first, Metric):
+        kind = first.aggregation
+    else:
+        kind = next((AggregationType(word) for word in ("max", "min") if word in name), AggregationType.MEAN)
+    each = [(float(_as_metric(kind, value).aggregate()), weight) for value, weight in values]
+    if kind is AggregationType.MEAN:
+        whole = scale * sum(value * weight for value, weight in each)
+    else:
+        whole = float(_as_metric(kind, [value for value, _ in each]).aggregate())
+    return Metric(kind, whole) if isinstance(first, Metric) else [whole]
+
+
+def _as_metric(kind: AggregationType, value: Any) -> Any:
+    if isinstance(value, Metric):
+        return value
+    metric = Metric(kind)
+    metric.extend(value if isinstance(value, list) else [value])
+    return metric
+
+
 @EngineRegistry.register("language_model", "odc", device=_DEVICES)
-class OdcEngineWithLMHead(OnDemand, FSDPEngineWithLMHead):  # type: ignore[misc]
+class OdcEngineWithLMHead(OdcEngine, FSDPEngineWithLMHead):  # type: ignore[misc]
     """Language models: actor, reference, supervised fine-tuning."""
 
 
 @EngineRegistry.register("value_model", "odc", device=_DEVICES)
-class OdcEngineWithValueHead(OnDemand, FSDPEngineWithValueHead):  # type: ignore[misc]
+class OdcEngineWithValueHead(OdcEngine, FSDPEngineWithValueHead):  # type: ignore[misc]
     """Critics."""

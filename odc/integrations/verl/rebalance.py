@@ -1,9 +1,8 @@
-"""LB-Mini inside a verl engine: rows of a minibatch move to the rank that shall compute them.
+"""LB-Mini inside a verl engine: rows of a minibatch move to the rank that should compute them.
 
-verl's trainers give every rank as many samples. Chose to move samples between ranks inside the engine over a change of
-the trainer: any trainer gains, and none must know. Ranks exchange lengths, each makes the same plan, and only rows that
-change rank travel, in one all-to-all over the data-parallel group's CPU backend. The price is two small collectives a
-minibatch, beside the one in which verl counts tokens.
+verl's trainers give every rank equally many samples. Moving them inside the engine serves any trainer. Ranks exchange
+lengths, each computes the same plan, and only rows that change rank travel, in one all-to-all over the data-parallel
+group's CPU backend.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
 
     Args:
         lengths: tokens of each row on each data-parallel rank.
-        max_tokens: cap of a microbatch.
-        group_size: consecutive rows that stay together.
+        max_tokens: largest number of tokens of a microbatch.
+        group_size: number of consecutive rows that stay together.
     """
     for rank, rows in enumerate(lengths):
         if len(rows) % group_size:
-            raise PlanError(f"data-parallel rank {rank} has {len(rows)} samples, which are not made of {group_size}s")
+            raise PlanError(
+                f"data-parallel rank {rank} has {len(rows)} samples, which do not divide into groups of {group_size}"
+            )
         for at in range(0, len(rows), group_size):
             if (tokens := sum(rows[at : at + group_size])) > max_tokens:
                 raise PlanError(
@@ -48,15 +49,15 @@ def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
 
 
 def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[int]]:
-    """Which rank shall compute each row, by the rank that has it; no rank gets none. A pure function.
+    """The rank that should compute each row, by the rank that has it; every rank gets some. A pure function.
 
-    Parts of nearly equal cost go to ranks so that many tokens stay where they are. Rows stay altogether where moving
-    them would save less than 1% of the longest rank.
+    Parts of nearly equal cost go to ranks so that many tokens stay where they are. No row moves if that would save less
+    than 1% of the longest rank's cost.
 
     Args:
-        lengths: tokens of each row on each rank; every rank has one at least.
-        cost: of a row by its length.
-        group_size: consecutive rows that stay together; each rank's number of rows is a multiple.
+        lengths: tokens of each row on each rank; every rank has at least one.
+        cost: cost of a row by its length.
+        group_size: number of consecutive rows that stay together; divides each rank's number of rows.
     """
     ranks = len(lengths)
     homes = [rank for rank, rows in enumerate(lengths) for _ in range(len(rows) // group_size)]
@@ -79,10 +80,10 @@ def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[in
 
 
 def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
-    """A rank for each part, the largest overlaps first: at least half as much stays as could.
+    """A rank for each part, the largest overlaps first: at least half as many tokens stay as could.
 
     Args:
-        stay: tokens of a part that are on a rank, by (part, rank), where there are any.
+        stay: tokens of a part that are on a rank, by (part, rank), if there are any.
         ranks: number of ranks, and of parts.
     """
     taken: dict[int, int] = {}
@@ -96,15 +97,15 @@ def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
 
 
 def move_rows(data: Any, owners: Sequence[Sequence[int]], group: Any) -> Any:
-    """This rank's rows after each has gone to its owner: those that stay, then those that come, by source rank.
+    """This rank's rows after each has moved to its owner: those that stay, then those that arrive, by source rank.
 
-    A collective over `group`, through CPU memory, unless no row moves at all. What the batch holds once and not for
-    each row (settings, counts) stays this rank's own.
+    A collective over `group`, through CPU memory, unless no row moves at all. What the batch holds once instead of for
+    each row (settings, counts) stays.
 
     Args:
-        data: TensorDict of this rank, on CPU.
-        owners: of `owners_of`, the same on every rank, with at least one row for each.
-        group: process group; its CPU backend is used.
+        data: TensorDict of this rank, on the CPU.
+        owners: from `owners_of`, the same on every rank, with at least one row for each.
+        group: process group, whose CPU backend is used.
     """
     me, ranks = dist.get_rank(group), len(owners)
     if all(owner == rank for rank, rows in enumerate(owners) for owner in rows):
@@ -125,7 +126,7 @@ def move_rows(data: Any, owners: Sequence[Sequence[int]], group: Any) -> Any:
 
 
 def _all_to_all(messages: Sequence[bytes], group: Any) -> list[bytes]:
-    """`messages[r]` goes to rank r of the group; returns what each rank sent here."""
+    """Send `messages[r]` to rank r of the group; returns what each rank sent here."""
     sizes = torch.tensor([len(message) for message in messages])
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)

@@ -1,9 +1,9 @@
-"""Drop-ins for two functions of `verl.utils.seqlen_balancing` (0.9), with verl's own signatures and results' shapes.
+"""Drop-ins for two functions of `verl.utils.seqlen_balancing` (0.9), with verl's own signatures and shapes of results.
 
-Chose the same functions on odc's planners over a patch of verl: a caller imports them from here and changes nothing
-else. They differ where verl's are weaker: partitions are evener and made in a fraction of the time, microbatches are as
-few as the cap allows, and ranks agree on a count with one all-reduce, not one per attempt. The price is that plans are
-not verl's sample for sample. torch is imported when a batch is rearranged; verl's slicing is used where it is there.
+A caller imports them from here and changes nothing else. Compared with verl's, partitions are more even and made in a
+fraction of the time, microbatches are as few as the cap allows, and ranks agree on a count with one all-reduce instead
+of one for each attempt; plans are not verl's sample for sample. torch is imported when a batch is rearranged, and
+verl's slicing is used if it is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from odc.balance.packing import pack, pack_evenly
 from odc.balance.refine import refine
 from odc.errors import PlanError
 
-#: What verl weighs a sample of l tokens with: attention beside matrices of width 4096, in units of 6 * 4096 FLOPs.
+#: verl's weight of a sample of l tokens: attention and matrices of width 4096, in units of 6 * 4096 FLOPs.
 WORKLOAD: Cost = quadratic(24576, 1)
 
 
@@ -26,11 +26,11 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     """Partition indices of `seqlen_list` into `k_partitions` lists of nearly equal sum, none empty, each sorted.
 
     Args:
-        seqlen_list: lengths, or workloads: numbers >= 0.
+        seqlen_list: lengths or workloads: numbers >= 0.
         k_partitions: number of lists, at most as many as there are numbers.
-        equal_size: all lists get the same number of indices, which must divide.
+        equal_size: all lists get the same number of indices.
 
-    Raises PlanError (a ValueError; verl: AssertionError) where the numbers do not allow that.
+    Raises PlanError (a ValueError; verl: AssertionError) if the numbers do not allow that.
     """
     costs = np.asarray(seqlen_list)
     if len(costs) < k_partitions:
@@ -56,15 +56,15 @@ def rearrange_micro_batches(
     """Split a batch into microbatches of nearly equal workload, none over `max_token_len` tokens, none empty.
 
     Args:
-        batch: TensorDict with `input_ids` (nested, or [batch, padded length] beside an `attention_mask`).
-        max_token_len: hard cap on the tokens of a microbatch, padding not counted.
-        dp_group: torch process group whose ranks agree on one count, if `same_micro_num_in_dp`. Then a collective:
-            every rank of the group calls it, and where one cannot keep the count all raise.
+        batch: TensorDict with `input_ids` (nested, or [batch, padded length] with an `attention_mask`).
+        max_token_len: hard cap on the tokens of a microbatch, without padding.
+        dp_group: torch process group whose ranks agree on one count, if `same_micro_num_in_dp`. Then this is a
+            collective: every rank of the group calls it, and if one cannot keep the count all raise.
         num_batches_divided_by: the count is a multiple of this.
         same_micro_num_in_dp: without it, or without a group, each rank has its own count.
-        min_num_micro_batch: at least so many.
+        min_num_micro_batch: least number of microbatches.
         use_dynamic_bsz_balance: order them with the smallest workloads at both ends, as verl does for pipelines.
-        force_group_size: so many consecutive samples stay in one microbatch.
+        force_group_size: number of consecutive samples that stay in one microbatch.
 
     Returns the microbatches and the sample indices of each. Raises PlanError, a ValueError, naming what is over the cap
     or which count cannot be filled.
@@ -72,12 +72,12 @@ def rearrange_micro_batches(
     lengths = row_lengths(batch)
     size = force_group_size
     if len(lengths) % size:
-        raise PlanError(f"a batch of {len(lengths)} samples is not made of groups of {size}")
+        raise PlanError(f"a batch of {len(lengths)} samples does not divide into groups of {size}")
     starts = range(0, len(lengths), size)
     tokens = [sum(lengths[at : at + size]) for at in starts]
     work = [sum(WORKLOAD(length) for length in lengths[at : at + size]) for at in starts]
     order = sorted(range(len(tokens)), key=lambda g: (-work[g], g))
-    # What one rank alone would raise for, all learn before any raises: a rank that is gone leaves its peers waiting.
+    # All ranks learn of a problem before any of them raises: a rank that raised alone would leave its peers waiting.
     fits = max(tokens) <= max_token_len
     fewest = len(pack(tokens, order, max_token_len)) if fits else 1
     wanted = [max(fewest, min_num_micro_batch or 1), max(tokens), -len(tokens)]
@@ -98,16 +98,16 @@ def rearrange_micro_batches(
 
 
 def _bins(tokens: list[int], work: list[float], order: list[int], count: int, max_tokens: int) -> list[list[int]]:
-    """Exactly `count` sorted lists of groups, of which there are enough, under the cap that `pack` can keep."""
+    """Exactly `count` sorted lists of groups, each under the cap; there are at least `count` groups."""
     bins = pack_evenly(tokens, work, order, count, max_tokens)
     if bins is None:
-        raise PlanError(f"no way was found to pack {len(tokens)} samples or groups into {count} microbatches")
+        raise PlanError(f"found no way to pack {len(tokens)} samples or groups into {count} microbatches")
     bins = refine(bins, work, lengths=tokens, max_tokens=max_tokens, everywhere=True, worth=1e-3)
     return _none_empty([sorted(bin_) for bin_ in bins])
 
 
 def _none_empty(parts: list[list[int]]) -> list[list[int]]:
-    """The same lists, where one is empty with an item of the largest list in it."""
+    """The same lists, but an empty one gets an item of the largest."""
     for part in parts:
         if not part:
             part.append(max(parts, key=len).pop())
@@ -115,14 +115,14 @@ def _none_empty(parts: list[list[int]]) -> list[list[int]]:
 
 
 def row_lengths(batch: Any) -> list[int]:
-    """Tokens of each sample of a verl batch, padding not counted."""
+    """Tokens of each sample of a verl batch, without padding."""
     ids = batch["input_ids"]
     lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return [int(length) for length in lengths.tolist()]
 
 
 def _agreed(numbers: list[int], batch: Any, group: Any) -> list[int]:
-    """The greatest of each number over the ranks of a group; the own ones without a group."""
+    """The maximum of each number over the ranks of a group; unchanged without a group."""
     import torch
     from torch import distributed as dist
 

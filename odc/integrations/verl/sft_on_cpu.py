@@ -1,8 +1,8 @@
 """verl's SFT trainer on CPU ranks: `torchrun --nproc-per-node 2 -m odc.integrations.verl.sft_on_cpu key=value ...`.
 
-Chose a launcher of our own over a patch: `verl.trainer.sft_trainer` opens its process group with the backend
-"cpu:gloo,<device>:<backend>", which torch refuses where the device is the CPU. The trainer and its configuration are
-verl's. Set VERL_PLATFORM=cpu. Where there is an accelerator, run verl's own module.
+`verl.trainer.sft_trainer` opens its process group with the backend "cpu:gloo,<device>:<backend>", which torch refuses
+if the device is the CPU; trainer and configuration are verl's. Set VERL_PLATFORM=cpu. With an accelerator, run verl's
+own module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.trainer.sft_trainer import SFTTrainer
     config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None
 )
 def main(config: Any) -> None:
-    """Train as `config` says; every rank calls it."""
+    """Train as `config` says; runs on every rank."""
     dist.init_process_group("gloo")
     SFTTrainer(config).fit()
     dist.destroy_process_group()

@@ -59,7 +59,7 @@ def test_responses_come_from_weights_at_least_as_new_as_asked_for(
     """The job has published version 2 when version 3 is asked for: there is no answer from the old weights."""
     monkeypatch.setattr(rollout.subprocess, "Popen", Beside)
     echo: Any = Echo()
-    with Job(LAYOUT) as job, Rollout(toy(tmp_path), [1], job.ticket) as asked:
+    with Job(LAYOUT) as job, Rollout(toy(tmp_path), [1], job.handle) as asked:
         channel = asked._process.channel  # type: ignore[attr-defined]
         told = channel.recv()
         for version in (1, 2):

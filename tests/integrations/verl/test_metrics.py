@@ -17,7 +17,7 @@ def test_verls_merge_of_collapsed_metrics_is_that_of_all_microbatches(ranks: lis
     import_verl()
     from verl.utils.metric import Metric
 
-    from odc.integrations.verl.metrics import collapse
+    from odc.integrations.verl.engine import collapse
 
     kinds = ("mean", "sum", "min", "max")
     tokens = sum(weight for rank in ranks for _, weight in rank)
@@ -44,7 +44,7 @@ def test_a_metric_may_hold_several_values() -> None:
     import_verl()
     from verl.utils.metric import Metric
 
-    from odc.integrations.verl.metrics import collapse
+    from odc.integrations.verl.engine import collapse
 
     several = Metric("sum")
     several.extend([1, 2])

@@ -52,7 +52,7 @@ def test_the_doctor_names_the_engines() -> None:
 def test_the_doctor_names_what_failed() -> None:
     program = """
 import sys
-sys.modules["odc.integrations.verl.metrics"] = None
+sys.modules["odc.integrations.verl.rebalance"] = None
 import verl  # goes on without the plugin
 """
     done = run("-c", program + DOCTOR)

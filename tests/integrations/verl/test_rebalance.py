@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_named() -> None:
     refuse_long([[5, 5], [10]], 10)
     with pytest.raises(PlanError, match="data-parallel rank 1: sample 2 \\(2 together\\) has 11 tokens"):
         refuse_long([[5, 5], [1, 1, 5, 6]], 10, 2)
-    with pytest.raises(PlanError, match="rank 0 has 3 samples, which are not made of 2s"):
+    with pytest.raises(PlanError, match="rank 0 has 3 samples, not a multiple of 2"):
         refuse_long([[5, 5, 5]], 20, 2)
 
 

@@ -1,7 +1,6 @@
-"""The job's side of a handover: write the ticket, tell the version.
+"""The job's side of weight export: make the weight handle, and say which version is published.
 
-Chose to let any one rank write the ticket, from what every rank has said about itself in the job's store, over asking
-each rank: no meeting, and the reader may be started by whoever is convenient.
+Any one rank can make the handle, from what every rank has announced in the job's store, so ranks need not meet for it.
 """
 
 from __future__ import annotations
@@ -11,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from odc.errors import UnsupportedError
-from odc.handover.ticket import Owner, Parameter, Ticket
+from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.runtime import Space, reading_token
 
 if TYPE_CHECKING:
     from odc.fsdp import Root
 
 
-def ticket(model: Any) -> str:
-    """Text with which a process of this host and user reads the weights of `model` (`odc.handover.Reader`).
+def weight_handle(model: Any) -> str:
+    """Text with which a process of this host and user can read the weights of `model` (`odc.handover.Reader`).
 
     Args:
         model: a root of `odc.fully_shard`, not inside a forward or backward.
 
-    On any rank, or on several; calls no collective. Waits until every rank that owns a shard has run the model once or
-    entered `minibatch()`, so do not call it where the other ranks wait for this one. The text is a password for the
-    weights: keep a file with it private.
+    Call it on one rank or on several; it is not a collective. It waits until every rank that owns a shard has run the
+    model once or entered `minibatch()`, so do not call it where the other ranks wait for this one. The text is a
+    password for the weights: keep a file with it private.
 
     Raises:
         UnsupportedError: a parameter is sharded by tensor parallelism as well.
-        WaitTimeoutError, PeerLostError: a rank did not come up.
+        WaitTimeoutError, PeerLostError: a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
@@ -39,12 +38,12 @@ def ticket(model: Any) -> str:
     names = _state_names(model, root)
     layout = space.heap.layout
     owners = []
-    for member in range(geometry.shards):  # the first replica; under hybrid sharding all publish the same
+    for member in range(geometry.shards):  # the first replica; all replicas publish the same
         said = root.rendezvous.announced(member)
-        owners.append(Owner(geometry.ranks[member], said["door"], reading_token(said["token"])))
+        owners.append(ShardOwner(geometry.ranks[member], said["door"], reading_token(said["token"])))
     parameters = tuple(_parameters(root, space, names))
-    handed = {name for parameter in parameters for name in parameter.names}
-    return Ticket(
+    exported = {name for parameter in parameters for name in parameter.names}
+    return WeightHandle(
         root=root.identity,
         owners=tuple(owners),
         parameters=parameters,
@@ -53,15 +52,15 @@ def ticket(model: Any) -> str:
         buffers=space.buffers,
         nbytes=space.heap.nbytes,
         digest=space.heap.digest,
-        left_out=tuple(name for name in model.state_dict() if name not in handed),
+        left_out=tuple(name for name in model.state_dict() if name not in exported),
     ).to_json()
 
 
 def version(model: Any) -> int:
-    """The newest version that this rank has published; a reader gets it once every rank has published it.
+    """The newest version that this rank has published; readers get it once every rank has published it.
 
-    Versions count minibatches (and evaluations, and calls of `publish()`), from 1. A version is published when a
-    minibatch begins, or at once by `model.publish()`.
+    Versions count minibatches, evaluations and calls of `publish()`, from 1. A version is published when a minibatch
+    begins, or at once by `model.publish()`.
     """
     from odc.fsdp import root_of
 
@@ -69,7 +68,7 @@ def version(model: Any) -> int:
 
 
 def _state_names(model: Any, root: Root) -> dict[int, list[str]]:
-    """Names in the state dict by `id` of the sharded parameter."""
+    """Names in the state dict, by `id` of the sharded parameter."""
     names: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
@@ -79,17 +78,17 @@ def _state_names(model: Any, root: Root) -> dict[int, list[str]]:
     return names
 
 
-def _parameters(root: Root, space: Space, names: dict[int, list[str]]) -> list[Parameter]:
+def _parameters(root: Root, space: Space, names: dict[int, list[str]]) -> list[PublishedParameter]:
     found = []
     for group, unit in zip(root.groups, space.units, strict=True):
         region = space.heap.layout.offset(f"published/{unit.index}")
         for param, spec in zip(group.odc_params, unit.params, strict=True):
             if param.shape != param.parameter.shape:
                 raise UnsupportedError(
-                    f"{spec.name} is sharded by tensor parallelism too; a handover reads whole parameters only"
+                    f"{spec.name} is sharded by tensor parallelism too; weight export reads only whole parameters"
                 )
             found.append(
-                Parameter(
+                PublishedParameter(
                     names=tuple(names[id(param.parameter)]),
                     shape=tuple(torch.Size(param.shape)),
                     dtype=str(spec.dtype).removeprefix("torch."),

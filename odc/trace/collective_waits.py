@@ -1,12 +1,12 @@
 """Waiting and transfer inside a collective, told apart by when each rank arrived.
 
-An all-gather cannot move a byte before its last rank has arrived, yet the rank that calls it sees one long span. Chose
-to split such spans afterwards, from all ranks' arrival times, over a barrier before each collective: a barrier would
-change what is measured. The price is an assumption: that the k-th collective of a unit in an epoch is the same call on
-every rank. Where the counts contradict it, the epoch is left as it is and listed, never guessed.
+An all-gather cannot move a byte before its last rank has arrived, yet the rank that calls it sees one long span. Such
+spans are split afterwards, from all ranks' arrival times; a barrier before each collective would change what is
+measured. This assumes that the k-th collective of a unit in an epoch is the same call on every rank, and that it spans
+all ranks given (with subgroup meshes, call it once for each group). Where the counts contradict that, the epoch is left
+unsplit and listed.
 
-It also assumes that every collective spans all ranks it is given; with subgroup meshes, call it once a group. Time
-before the last arrival counts as waiting even if some transfer between early ranks could overlap it, so WAIT is an
+Time before the last arrival counts as waiting even if some transfer between early ranks could overlap it, so WAIT is an
 upper bound. The bubble does not change: neither waiting nor transfer is busy time.
 """
 
@@ -15,31 +15,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from odc.trace.span import COLLECTIVE, FETCH, MAIN, PUSH, WAIT, Span
-
-__all__ = ["COLLECTIVE", "SplitWaits", "split_waits"]
+from odc.trace.spans import COLLECTIVE, FETCH, MAIN, PUSH, WAIT, Span
 
 _Call = tuple[int, str, str, int]  # epoch, category, unit, k
 
 
 class SplitWaits(NamedTuple):
-    """Spans by rank with the collectives split, and the epochs whose counts differ between ranks, left unsplit."""
+    """Spans by rank with their collectives split, and the epochs left unsplit because counts differ between ranks."""
 
     spans_by_rank: dict[int, list[Span]]
     unsplit: tuple[int, ...]
 
 
 def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
-    """Split each collective span into WAIT (own arrival to the last rank's) and its own category (the rest).
+    """Split each collective span into WAIT (from this rank's arrival to the last rank's) and the rest, which keeps its
+    category.
 
     Collective spans are FETCH or PUSH on the main lane with `peer == COLLECTIVE`. The k-th of one category, unit and
-    epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the lowest such
-    rank), carries no bytes, and is left out where it would be empty; the rest keeps the bytes, also if nothing of its
-    time is left.
+    epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the lowest of
+    several), carries no bytes, and is left out where it would be empty; the rest keeps the bytes even if it is empty.
     """
     calls = {rank: _calls(spans) for rank, spans in spans_by_rank.items()}
     unsplit = _uneven_epochs([set(own.values()) for own in calls.values()])
-    last: dict[_Call, tuple[int, int]] = {}  # arrival, and minus the rank, so that of equals the lowest rank wins
+    last: dict[_Call, tuple[int, int]] = {}  # arrival, and minus the rank, so that the lowest rank wins a tie
     for rank, own in calls.items():
         for index, call in own.items():
             arrival = spans_by_rank[rank][index].start_ns, -rank
@@ -57,7 +55,7 @@ def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
 
 
 def _calls(spans: Sequence[Span]) -> dict[int, _Call]:
-    """One rank's collectives: position in `spans` -> what matches it to the other ranks' calls."""
+    """One rank's collectives: position in `spans` -> the key that matches it to the other ranks' calls."""
     counts: dict[tuple[int, str, str], int] = {}
     calls: dict[int, _Call] = {}
     for index in sorted(range(len(spans)), key=lambda index: spans[index].start_ns):

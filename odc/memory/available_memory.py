@@ -1,8 +1,8 @@
 """How much memory this process may still take.
 
-Chose to ask the kernel before sizing a heap over letting it overcommit: shared memory is handed out page by page, so an
-oversized heap would otherwise end in the OOM killer or SIGBUS in the middle of training. The answer is a snapshot;
-`ShmHeap` asks again while it prefaults, since other ranks of the host take memory at the same time.
+Shared memory is handed out page by page, so a heap that does not fit would otherwise end in the OOM killer or SIGBUS in
+the middle of training. The answer is a snapshot; `ShmHeap` asks again while it prefaults, since other ranks of the host
+take memory at the same time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _V1_UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with a number near 2^63
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that can still be taken, and by what they are limited (text for messages)."""
+    """Bytes that can still be taken, and what limits them (text for messages)."""
 
     nbytes: int
     limited_by: str
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
-    """The smallest of what the machine and each control group above this process leave. Reads files, never raises.
+    """The least that the machine and each control group above this process leave. Reads files, never raises.
 
     Args:
         proc: where procfs is mounted.
@@ -67,7 +67,7 @@ def _memberships(proc: Path) -> list[tuple[str, str]]:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """The group and all above it; inside a container the inner ones may not be visible, then only the root counts."""
+    """The group and all groups above it. Inside a container only the root may be visible, and then only it counts."""
     folder = root / path.lstrip("/")
     return [folder, *(above for above in folder.parents if above == root or root in above.parents)]
 

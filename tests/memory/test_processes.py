@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from odc.memory import ProcessHandle, liveness
+from odc.memory import ProcessHandle, processes
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         def refuse(pid: int) -> int:
             raise OSError(getattr(errno, request.param), "refused")
 
-        monkeypatch.setattr(liveness.os, "pidfd_open", refuse)
+        monkeypatch.setattr(processes.os, "pidfd_open", refuse)
     return request.param
 
 
@@ -73,7 +73,7 @@ def test_a_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "refused")
 
-    monkeypatch.setattr(liveness.os, "pidfd_open", refuse)
+    monkeypatch.setattr(processes.os, "pidfd_open", refuse)
     stat = tmp_path / "77" / "stat"
     stat.parent.mkdir()
 
@@ -113,6 +113,6 @@ def test_running_out_of_descriptors_is_not_taken_for_a_refusal(monkeypatch: pyte
     def full(pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(liveness.os, "pidfd_open", full)
+    monkeypatch.setattr(processes.os, "pidfd_open", full)
     with pytest.raises(OSError, match="Too many"):
         ProcessHandle(os.getpid())

@@ -1,7 +1,7 @@
-"""Values as JSON text and back: what ranks tell each other may be read by whoever can write into the job's store.
+"""Plain values as JSON text and back, for messages between ranks.
 
-Reading builds nothing but plain values, whatever the text says; `pickle` would run the code that it names. Types that
-JSON lacks are marked: `{"!": [kind, content]}`.
+Anyone who can write into the job's store can write these messages, so reading them builds nothing but plain values;
+`pickle` would run code that the text names. Types that JSON lacks are marked: `{"!": [kind, content]}`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def dumps(value: Any, what: str) -> bytes:
     scalars of numbers or texts, and dense CPU tensors.
 
     Raises:
-        ResultsError: it holds something else; names the type.
+        ResultsError: it holds a value of another type; names the type.
     """
     try:
         return json.dumps(_marked(value, what), separators=(",", ":")).encode()
     except RecursionError:
-        raise ResultsError(f"{what} holds a value that is nested too deeply, or holds itself") from None
+        raise ResultsError(f"{what} holds a value that is nested too deeply or contains itself") from None
 
 
 def loads(text: bytes, what: str) -> Any:
     """The value that `dumps` was given; `what` names it in messages.
 
     Raises:
-        ResultsError: the text is not of `dumps`.
+        ResultsError: `dumps` did not write the text.
     """
     try:
         return _unmarked(json.loads(text))
@@ -80,7 +80,7 @@ def _refusal(found: str, what: str) -> ResultsError:
     return ResultsError(
         f"{what} holds a value of type {found}, which ranks cannot send each other: send plain values (numbers, texts, "
         "bytes, lists, tuples, sets, dicts, NumPy arrays, CPU tensors), for example dataclasses.asdict(value), and "
-        "make objects of them on the rank that gathers"
+        "build objects from them on the rank that gathers"
     )
 
 

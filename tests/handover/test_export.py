@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError
-from odc.handover import Reader, ticket, version
+from odc.handover import Reader, version, weight_handle
 
 Pools = Callable[[int], RankPool]
 
@@ -48,7 +48,7 @@ def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, A
     model.publish()
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     dtype = torch.bfloat16 if case.low_precision else torch.float32
-    with Reader(ticket(model)) as source:
+    with Reader(weight_handle(model)) as source:
         number, tensors = source.read(at_least=version(model))
         assert number == version(model) == 3, number
         assert source.left_out == ()
@@ -59,10 +59,10 @@ def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, A
         into = {name: torch.empty_like(value) for name, value in whole.items()}
         source.read(into)
         assert all(torch.equal(into[name], value.to(dtype).float()) for name, value in whole.items())
-        with torch.no_grad():  # a root whose parameters are gathered hands out the same ticket
-            before = ticket(model)
+        with torch.no_grad():  # a root whose parameters are gathered makes the same handle
+            before = weight_handle(model)
             model(tokens(rank, 0, 0))
-            assert ticket(model) == before
+            assert weight_handle(model) == before
             dist.barrier()
 
 
@@ -97,7 +97,7 @@ def read_one(rank: int, world: int, case: Case, options: dict[str, Any]) -> None
     dims = {placement.dim for p in model.parameters() for placement in p.placements}
     assert dims == {0, 1}, dims
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    with Reader(ticket(model)) as source:
+    with Reader(weight_handle(model)) as source:
         tensors = source.read().tensors
     assert all(torch.equal(tensors[name], value) for name, value in whole.items())
     dist.barrier()
@@ -108,7 +108,7 @@ def read_replicas(rank: int, world: int) -> list[int]:
     model = build(fully_shard, Case(counts=((1,),)), mesh)
     model.publish()
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    with Reader(ticket(model)) as source:
+    with Reader(weight_handle(model)) as source:
         tensors = source.read().tensors
         read_from = [one.owner.rank for one in source._sources]
     assert all(torch.equal(tensors[name], value) for name, value in whole.items())
@@ -154,7 +154,7 @@ def test_a_second_buffer_changes_nothing_in_training(ranks: Pools) -> None:
 
 @contextmanager
 def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> Iterator[tuple[RankProcesses, str]]:
-    """Two ranks that publish without pause, and their ticket."""
+    """Two ranks that publish without pause, and their weight handle."""
     arguments = str(tmp_path / "stop"), width, Settings(**settings), last
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
         while not running.outcomes[0].told and running.outcomes[0].exit_code is None:

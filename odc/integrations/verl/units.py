@@ -1,7 +1,7 @@
-"""Which modules of a Hugging Face model become units under verl: those that verl's strategy fsdp2 makes units of.
+"""Which modules of a Hugging Face model become units under verl: the same as under its strategy fsdp2.
 
-Blocks, embedding and head; an embedding and a head that share a weight stay in the root. Nothing here needs Hugging
-Face's libraries.
+They are the blocks, the embedding and the head; an embedding and a head that share a weight stay in the root. Nothing
+here needs Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def units_of(module: nn.Module, blocks: str | Iterable[str] | None = None) -> li
 
     Args:
         module: a model with a `config`.
-        blocks: class names of its blocks; see `blocks_of`, also for errors.
+        blocks: class names of its blocks, as for `blocks_of`, which also raises the errors.
     """
     found = blocks_of(module, blocks)
     if getattr(module.config, "tie_word_embeddings", False):

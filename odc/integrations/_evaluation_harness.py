@@ -1,9 +1,8 @@
-"""What the adapters of evaluation harnesses share: a model's request methods, shared out over the ranks.
+"""What the adapters of evaluation harnesses share: running a model's requests on all ranks.
 
-Chose to let each harness believe that it is alone, and to share out the requests below it, over its own way for many
-ranks. Both lm-eval and lmms-eval deal documents to ranks, pad, and put each rank's results one behind the other; here
-the first rank sees every request and every answer in order, as one process would, and computes the metrics once. The
-price is that all ranks build all requests, and that metrics are computed by one rank.
+Each harness believes that it runs alone, and its requests are spread over the ranks below it. The first rank sees every
+request and every answer in order, as a single process would, and computes the metrics once. In return all ranks build
+all requests. (The harnesses' own way deals documents to ranks, pads, and concatenates each rank's results.)
 """
 
 from __future__ import annotations
@@ -20,24 +19,32 @@ from odc.eval import Peers, run_requests
 
 Cost = Callable[[Any], float]
 
+#: Options of both harnesses that cannot work on several ranks, and why.
+CACHES = {
+    "use_cache": "ranks would ask for different requests",
+    "cache_requests": "ranks would write one file",
+    "rewrite_requests_cache": "ranks would write one file",
+    "delete_requests_cache": "ranks would delete one folder",
+}
 
-class Done(BaseException):
-    """Unwinds a harness on a rank that has answered all its requests; what follows is the first rank's work."""
+
+class RequestsDone(BaseException):
+    """Unwinds a harness on a rank that has answered all its requests; the first rank does the rest."""
 
 
 @contextlib.contextmanager
-def shared_out(
+def spread_requests(
     lm: Any, kinds: Sequence[str], peers: Peers, *, pad: bool, cost: Cost | None, after: Callable[[str], None]
 ) -> Iterator[None]:
-    """Inside, `lm`'s methods named `kinds` run each request on one rank and give answers on the first.
+    """Inside, `lm`'s methods named `kinds` run each request on one rank and return the answers on the first.
 
     Args:
-        pad: see `run_requests`; documents are then dealt out in turn, not by cost, and requests run one by one: a model
-            that batches or merges them (lm-eval's runs equal ones once, copies too) has unequal forwards all the same.
-        cost: of a request; None takes the characters of its texts.
-        after: called with the kind, on the other ranks, when one is done; they are given None for each answer.
+        pad: see `run_requests`; documents are then dealt out in turn, not by cost, and requests run one by one, because
+            a model that batches or merges them (lm-eval's runs equal requests once) has unequal forwards anyway.
+        cost: cost of a request; None takes the characters of its texts.
+        after: called with each kind that is done on the other ranks, where every answer is None.
 
-    Raises UnsupportedError when a kind is asked for twice: the harness makes requests of answers, which all ranks need.
+    Raises UnsupportedError when a kind is asked for twice: then requests depend on answers, which all ranks would need.
     """
     asked: set[str] = set()
 
@@ -73,9 +80,9 @@ def _one_by_one(method: Callable[[list[Any]], Sequence[Any]], requests: list[Any
 
 
 def document_owners(requests: Sequence[Any], world: int, cost: Cost | None) -> list[int]:
-    """The member that runs each request; those of one document stay together, for they share a context.
+    """The member that runs each request. Requests of one document stay together, because they share a context.
 
-    With a cost, the sums of cost are made nearly equal and counts differ; without, documents are dealt out in turn.
+    With a cost, the members' sums of cost are nearly equal; without, documents are dealt out in turn.
     """
     documents = [list(some) for _, some in groupby(requests, key=lambda request: (request.task_name, request.doc_id))]
     if cost is None:
@@ -88,15 +95,15 @@ def document_owners(requests: Sequence[Any], world: int, cost: Cost | None) -> l
 
 
 def characters(request: Any) -> float:
-    """Of a request's texts: what stands for its cost where nothing better is known."""
+    """Number of characters in a request's texts, which estimates its cost."""
     return float(sum(len(text) for text in _texts(request)))
 
 
 def refuse(library: str, options: dict[str, Any], why: dict[str, str]) -> None:
-    """Raise UnsupportedError for an option that is set and named in `why`."""
+    """Raise UnsupportedError for an option that is set and listed in `why`."""
     for name, reason in why.items():
         if options.get(name):
-            raise UnsupportedError(f"{library} on ranks: {name}={options[name]!r} is not supported: {reason}")
+            raise UnsupportedError(f"{library} on several ranks does not support {name}={options[name]!r}: {reason}")
 
 
 def _key(request: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from odc.errors import ConfigError
-from odc.integrations.units import units_of
+from odc.integrations.verl.units import units_of
 
 
 class Block(nn.Linear): ...

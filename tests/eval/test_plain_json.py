@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.together import RANKS, run_together
 
 from odc.errors import ResultsError
-from odc.eval import Peers, gather_results, plain
+from odc.eval import Peers, gather_results, plain_json
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
 VALUES = st.recursive(
@@ -43,11 +43,11 @@ def same(left: Any, right: Any) -> bool:
 
 @given(VALUES)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    assert same(plain.loads(plain.dumps(value, "it"), "it"), value)
+    assert same(plain_json.loads(plain_json.dumps(value, "it"), "it"), value)
 
 
 def test_floats_that_are_no_numbers_come_back() -> None:
-    found = plain.loads(plain.dumps([math.nan, math.inf, -math.inf, -0.0], "it"), "it")
+    found = plain_json.loads(plain_json.dumps([math.nan, math.inf, -math.inf, -0.0], "it"), "it")
     assert math.isnan(found[0])
     assert found[1:] == [math.inf, -math.inf, 0.0] and math.copysign(1, found[3]) == -1
 
@@ -60,7 +60,7 @@ def test_floats_that_are_no_numbers_come_back() -> None:
     ],
 )  # fmt: skip
 def test_numpy_comes_back(value: Any) -> None:
-    found = plain.loads(plain.dumps(value, "it"), "it")
+    found = plain_json.loads(plain_json.dumps(value, "it"), "it")
     assert type(found) is type(value)
     assert found.dtype == value.dtype and found.shape == value.shape
     assert np.array_equal(found, value)
@@ -70,7 +70,7 @@ def test_numpy_comes_back(value: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)])
 def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    found = plain.loads(plain.dumps(value.t() if len(shape) == 2 else value, "it"), "it")
+    found = plain_json.loads(plain_json.dumps(value.t() if len(shape) == 2 else value, "it"), "it")
     found = found.t() if len(shape) == 2 else found
     assert found.dtype == dtype and found.shape == value.shape
     assert torch.equal(found.float(), value.float())
@@ -88,9 +88,9 @@ class Number(int):
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        ([{"score": Score(1.0)}], r"test_plain\.Score"),
+        ([{"score": Score(1.0)}], r"test_plain_json\.Score"),
         (Path("a"), "pathlib"),
-        ((Number(3),), r"test_plain\.Number"),
+        ((Number(3),), r"test_plain_json\.Number"),
         (OrderedDict(a=1), r"collections\.OrderedDict"),
         (np.array([object()]), "numpy.ndarray of object"),
         (torch.zeros(2, device="meta"), "torch.Tensor .* on meta"),
@@ -102,14 +102,14 @@ def test_other_types_are_refused_by_name(value: Any, name: str) -> None:
     with pytest.raises(
         ResultsError, match=f"rank 3: one of the rows holds a value of type .*{name}.* send plain values"
     ):
-        plain.dumps(value, "rank 3: one of the rows")
+        plain_json.dumps(value, "rank 3: one of the rows")
 
 
 def test_a_value_that_holds_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(ResultsError, match="nested too deeply, or holds itself"):
-        plain.dumps(value, "it")
+        plain_json.dumps(value, "it")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_value_that_holds_itself_is_refused() -> None:
 )  # fmt: skip
 def test_what_odc_did_not_write_is_refused(text: bytes) -> None:
     with pytest.raises(ResultsError, match="letters of rank 4 cannot be read"):
-        plain.loads(text, "letters of rank 4")
+        plain_json.loads(text, "letters of rank 4")
 
 
 SPRUNG: list[int] = []

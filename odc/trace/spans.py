@@ -1,0 +1,110 @@
+"""Spans: what one rank did from one moment to another, and the file in which a rank saves them.
+
+Times are `time.monotonic_ns()` (CLOCK_MONOTONIC): nanoseconds on one clock for every process of a host. Spans of
+different hosts must not be compared without aligning their clocks first.
+
+The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
+innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
+drawn and exported but not counted, because work that hides behind compute delays no step. It does compete for cores,
+which shows as longer spans of the main lane.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from odc.errors import TraceError
+
+COMPUTE: Final = "compute"
+FETCH: Final = "fetch"
+PUSH: Final = "push"
+WAIT: Final = "wait"
+OPTIMIZER: Final = "optimizer"
+IDLE: Final = "idle"
+
+#: What a moment can be counted as, in the order of tables and pictures. The runtime never records COMPUTE and IDLE;
+#: they are derived from the marks below.
+CATEGORIES: Final = (COMPUTE, OPTIMIZER, FETCH, PUSH, WAIT, IDLE)
+
+WINDOW: Final = "window"
+MICROBATCH: Final = "microbatch"
+#: Marks bound a stretch of time without saying what was done in it. WINDOW: one minibatch, from begin to the end of
+#: finish. MICROBATCH: one forward and backward.
+MARKS: Final = (WINDOW, MICROBATCH)
+
+MAIN: Final = "main"
+
+NO_PEER: Final = -1
+#: `peer` of a span in which all ranks meet (an all-gather, a reduce-scatter): its time holds waiting and transfer.
+COLLECTIVE: Final = -2
+
+_FORMAT = "odc-spans-1"
+
+
+class Span(NamedTuple):
+    """What a rank did from `start_ns` to `end_ns`. A flat tuple, so that recording one from any thread is cheap.
+
+    Args:
+        category: one of CATEGORIES or MARKS.
+        lane: the thread it ran on, "main" for the training thread.
+        start_ns: first nanosecond, on the host's monotonic clock.
+        end_ns: the nanosecond after the last one.
+        epoch: number of the minibatch; -1 before the first.
+        microbatch: index of the microbatch within the rank's minibatch; -1 outside of one.
+        unit: name of the `fully_shard`ed module, "" if it concerns none.
+        peer: global rank it was done with or waited for; NO_PEER, or COLLECTIVE for all ranks together.
+        nbytes: bytes moved.
+    """
+
+    category: str
+    lane: str
+    start_ns: int
+    end_ns: int
+    epoch: int = -1
+    microbatch: int = -1
+    unit: str = ""
+    peer: int = NO_PEER
+    nbytes: int = 0
+
+
+def save_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
+    """Write spans to `path` as JSON lines, about 65 bytes a span; creates the folder if needed.
+
+    Each rank writes a file of its own, so gathering a trace needs no collective and no live peer. The file is replaced
+    as a whole: a rank that is killed never leaves half of one.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"format": _FORMAT, "fields": Span._fields}) + "\n")
+            file.writelines(encode(span) + "\n" for span in spans)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load_spans(path: str | os.PathLike[str]) -> list[Span]:
+    """Read what `save_spans` wrote, in the same order.
+
+    Raises:
+        TraceError: the file is of another kind or version, or a line of it is damaged.
+        OSError: it cannot be read.
+    """
+    with Path(path).open(encoding="utf-8") as file:
+        try:
+            header = json.loads(file.readline())
+        except ValueError:
+            header = None
+        if header != {"format": _FORMAT, "fields": list(Span._fields)}:
+            raise TraceError(f"{path} is not a file of spans ({_FORMAT})")
+        try:
+            return [Span(*json.loads(line)) for line in file]
+        except (ValueError, TypeError) as error:
+            raise TraceError(f"{path} is damaged: {error}") from error
