@@ -1,11 +1,8 @@
-"""accumulate: add gradients to the accumulators of the ranks that own them, by atomic adds of the pusher.
+"""accumulate: add gradients to the accumulators of the ranks that own them, by relaxed atomic adds of the pusher.
 
-Chose one relaxed atomic add an element (four fp32 an instruction from sm_90 on) over staging: nothing waits for the
-owner, no slot has to be free, and no lock is held. The price: the bits depend on the order of arrival, an fp32 atomic
-add of a GPU flushes subnormal numbers to zero (PTX; the interpreter does not), and peers need a pointer, since NVSHMEM
-adds no floating-point numbers: for those `put` into a slot, and the owner calls `add`.
-
-The adds order nothing. Who pushes signals afterwards (`signal` releases what earlier launches of its stream wrote).
+Nothing waits for the owner and no lock is held. The last bits depend on the order of arrival, and a GPU's fp32 atomic
+add flushes subnormal numbers to zero. Peers need a pointer, since NVSHMEM adds no floating-point numbers: for others
+`put` into a slot, and the owner calls `add`. The adds order nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ def accumulate(
 ) -> None:
     """Add every owner's part of `gradients` to its accumulator: a whole unit to all owners in one launch.
 
-    Waits for nobody: the caller has seen that the owners have zeroed their accumulators. One launch for each dtype of
+    Does not wait: the caller has made sure that the owners have zeroed their accumulators. One launch for each dtype of
     gradients, on the current stream; see `launch` for threads and errors.
 
     Args:

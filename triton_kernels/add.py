@@ -1,7 +1,6 @@
-"""add: the owner's half of a staged push: what lies in a slot is added to the accumulator.
+"""add: the owner's half of a staged push, which adds the contents of a slot to the accumulator.
 
-Chose plain loads and stores over atomic adds: only one adds at a time (the owner, or whoever holds the accumulator's
-lock), and a plain add moves twice the bytes an instruction and keeps subnormal numbers.
+It uses plain loads and stores, because only one thread of control adds at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
-from odc.kernels.pairs import PAIR_COLUMNS, launch_pairs
-from odc.kernels.rows import row_of
+from odc.kernels.rows import PAIR_COLUMNS, launch_pairs, row_of
 from odc.kernels.tile import move_tile
 
 
@@ -33,9 +31,9 @@ def add_kernel(rows_at: tl.tensor, rows: tl.int64, TO: tl.constexpr, FROM: tl.co
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block: int | None = None) -> None:
     """Add each of `values` to its place, in the place's dtype.
 
-    Waits for nobody: the caller has seen the signal that follows the values, returns the slot afterwards, and sees to
-    it that nobody else adds meanwhile. Places may follow each other but not overlap. One launch for each pair of
-    dtypes, on the current stream; see `launch` for threads and errors.
+    Does not wait: the caller has seen that the values have arrived, returns the slot afterwards, and makes sure that
+    nobody else adds meanwhile. Places must not overlap. One launch for each pair of dtypes, on the current stream; see
+    `launch` for threads and errors.
 
     Args:
         places: contiguous views of an accumulator, fp32 or fp64.

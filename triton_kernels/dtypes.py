@@ -1,8 +1,7 @@
 """Element types: torch's as triton's, and conversions that give torch's bits compiled and interpreted alike.
 
-Chose to convert between fp32 and bf16 by integer arithmetic over triton's own cast: triton's interpreter truncates
-where the hardware rounds to nearest even, and loses subnormals, so the code that was tested would not be the code that
-runs. The price is four integer operations an element in kernels that wait for memory anyway.
+fp32 and bf16 are converted by integer arithmetic, because triton's interpreter truncates where the hardware rounds to
+nearest even, and loses subnormals.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def kernel_dtype(dtype: torch.dtype) -> Any:
 
 
 def word_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The integer type in whose words tensors of all these types can be copied."""
+    """The widest integer type in whose words tensors of all these types can be copied."""
     return _WORDS[min((dtype.itemsize for dtype in dtypes), default=1)]
 
 

@@ -1,9 +1,6 @@
-"""gather: a whole unit out of all its owners' memories, straight to where its unsharded parameters are used.
+"""gather: a whole unit from all its owners' memories, straight to its unsharded parameters.
 
-Chose one launch for all parameters and owners over a copy for each: a layer has some ten parameters and as many owners
-as the mesh has shards, and launches cost more than most of the copies. Nothing lies in between: FSDP2 gathers into a
-buffer, rank after rank, and copies out of it. The price: every owner must have published before the launch, where
-copies could begin with the first that has.
+One launch serves all parameters and owners, and no buffer lies in between. Every owner must have published before it.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def gather(
 ) -> None:
     """Fill the unsharded parameters `outs` from their owners' memories.
 
-    Waits for nobody: the caller has seen that every owner has published. One launch, on the current stream; see
+    Does not wait: the caller has seen that every owner has published. One launch, on the current stream; see
     `launch` for threads and errors.
 
     Args:

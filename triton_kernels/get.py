@@ -1,8 +1,4 @@
-"""get: a slice of a peer's memory to local memory.
-
-Chose loads by the reader over a copy engine because a kernel converts on the way and works on pieces of any size in one
-launch; for one large piece of equal types a copy engine may be as good and takes no multiprocessor (not measured yet).
-"""
+"""get: a slice of a peer's memory to local memory, loaded by the reader and converted on the way if asked."""
 
 from __future__ import annotations
 
@@ -34,9 +30,9 @@ def pull(
     BLOCK: tl.constexpr,
     NVSHMEM: tl.constexpr,
 ) -> None:
-    """One program's share of a run of `n` elements at byte `offset` of `peer`: those from element `at` on.
+    """Copy one program's share of a run of `n` elements at byte `offset` of `peer`: those from element `at` on.
 
-    NVSHMEM moves a whole run at a time, in the program that has its beginning. All numbers are int64.
+    NVSHMEM moves a whole run at once, in the program with its first element. All numbers are int64.
     """
     base = tl.load(table + peer)
     source = base + offset + at * (FROM.primitive_bitwidth // 8)
@@ -82,8 +78,8 @@ def get(
 ) -> None:
     """Fill `out` from byte `offset` on of what the pointer table says is the memory of `peer`.
 
-    Waits for nobody: the caller has seen that the peer has published what lies there. One launch, on the current
-    stream; see `launch` for threads and errors.
+    Does not wait: the caller has seen that the peer has published it. One launch, on the current stream; see `launch`
+    for threads and errors.
 
     Args:
         out: contiguous, any shape.

@@ -1,17 +1,12 @@
 """How every kernel here is launched: compiled on a GPU's memory, interpreted on a CPU's, never one on the other's.
 
-Chose addresses in int64 tables over tensors as kernel arguments: one table reaches memory of other processes, a whole
-unit is one launch however many parameters it has, and the interpreter, which copies tensor arguments back and forth,
-never touches memory that a peer is writing to. The price is that a wrong address is a fault of the process, so
-launchers check what they are given, and callers keep the memory alive until the launch is over (on a GPU: until its
-stream has passed it).
+Kernels take addresses in int64 tables: one table reaches memory of other processes, and a whole unit is one launch. A
+wrong address is a fault of the process, so launchers check their arguments, and callers keep the memory alive until the
+launch is over (on a GPU: until its stream has passed it).
 
-Whether kernels are interpreted is triton's own choice, made when a kernel is defined: TRITON_INTERPRET was set in the
-environment, or not. The interpreter patches triton's language module while it runs and is not thread-safe; programs of
-one launch run one after the other, and none may wait for another. So one lock is held around every launch, also of
-compiled kernels: the first of a kind compiles it (about a second), which threads should neither do twice nor at once.
-
-No garbage is collected meanwhile: the end of a root waits for the server's thread, which may be waiting for that lock.
+Triton interprets kernels that were defined with TRITON_INTERPRET set in the environment. The interpreter patches
+triton's language module and is not thread-safe, and the first launch of a compiled kernel compiles it, so one lock is
+held around every launch. No garbage is collected meanwhile: a finalizer may wait for a thread that waits for that lock.
 """
 
 from __future__ import annotations
@@ -65,7 +60,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 
 
 def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """One launch at a time. The collector is on again only where nothing is allocated before the lock is released."""
+    """One launch at a time. The collector stays off until just before the lock is released."""
     _launching.acquire()
     collects = gc.isenabled()
     gc.disable()
@@ -100,7 +95,7 @@ def block_of(kernel: Any, itemsize: int, largest: int) -> int:
 
 
 def ceil_div(n: int, size: int) -> int:
-    """How many blocks of `size` hold `n` elements. Not triton's: that takes microseconds, here for each tensor."""
+    """Blocks of `size` that hold `n` elements; triton's own cdiv takes microseconds."""
     return -(-n // size)
 
 

@@ -1,11 +1,8 @@
 """NVSHMEM's device calls, for peers that no pointer reaches (another host's GPUs).
 
-Chose wrappers of our own over torch's: those lack atomics and import only where a GPU is. Each names the symbol of
-NVSHMEM's device library; triton links that library (LLVM bitcode) into the kernel. Kernels take them in branches that a
-constexpr chooses: the interpreter cannot run them and never sees them.
-
-What NVSHMEM cannot do: add floating-point numbers atomically. Gradients for such peers are put into a staging slot, and
-the owner adds them (`put`, then `add`). Compiled in tests; has not run on a GPU yet.
+Each wrapper names a symbol of NVSHMEM's device library, LLVM bitcode that triton links into the kernel. Kernels call
+them in branches that a constexpr chooses, so the interpreter never sees them. NVSHMEM cannot add floating-point numbers
+atomically: gradients for such peers are `put` into a staging slot, and the owner calls `add`.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from triton.language import core
 from odc.errors import UnsupportedError
 
 LIBRARY = "libnvshmem_device"
-SIGNAL_SET, SIGNAL_ADD = tl.constexpr(9), tl.constexpr(10)  # nvshmemx_signal_op_t
+SIGNAL_SET = tl.constexpr(9)  # nvshmemx_signal_op_t
 
 
 @dataclass(frozen=True)
 class Symmetric:
-    """What a launch needs to know about peers without a pointer (their entry in the pointer table is 0).
+    """How a launch reaches peers without a pointer, whose entry in the pointer table is 0.
 
     Args:
-        own: address of the own copy of the memory that the pointer table's entries point to, in NVSHMEM's heap.
+        own: address in NVSHMEM's heap of this rank's copy of the memory that the table's entries point to.
         pes: int32 [peers], on the launching device: NVSHMEM's number of each peer.
         library: NVSHMEM's device library; by default as `device_library` finds it.
     """
@@ -85,14 +82,14 @@ def first_thread() -> tl.tensor:
 
 @core.extern
 def getmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy from `source` on `pe` to the own `target`, by the whole program; returns when it has arrived."""
+    """Copy from `source` on `pe` to the local `target`, by the whole program; returns when it has arrived."""
     types = ("int64", "int64", "int64", "int32")
     return _call("nvshmemx_getmem_block", [target, source, nbytes, pe], types, _semantic)
 
 
 @core.extern
 def putmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy from the own `source` to `target` on `pe`, by the whole program; has arrived after `quiet`."""
+    """Copy from the local `source` to `target` on `pe`, by the whole program; has arrived after `quiet`."""
     types = ("int64", "int64", "int64", "int32")
     return _call("nvshmemx_putmem_block", [target, source, nbytes, pe], types, _semantic)
 
@@ -101,7 +98,7 @@ def putmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any 
 def putmem_signal_block(
     target: Any, source: Any, nbytes: Any, word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None
 ) -> Any:
-    """As `putmem_block`, then SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`, after the data has arrived."""
+    """As `putmem_block`, then SIGNAL_SET of `value` to `word` on `pe`, after the data has arrived."""
     types = ("int64", "int64", "int64", "int64", "int64", "int32", "int32")
     args = [target, source, nbytes, word, value, operation, pe]
     return _call("nvshmemx_putmem_signal_block", args, types, _semantic)
@@ -109,21 +106,9 @@ def putmem_signal_block(
 
 @core.extern
 def signal_op(word: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None) -> Any:
-    """SIGNAL_SET or SIGNAL_ADD of `value` to `word` on `pe`, by this thread; orders nothing by itself."""
+    """SIGNAL_SET of `value` to `word` on `pe`, by this thread; orders nothing by itself."""
     types = ("int64", "int64", "int32", "int32")
     return _call("nvshmemx_signal_op", [word, value, operation, pe], types, _semantic)
-
-
-@core.extern
-def atomic_add(word: Any, value: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Add `value` to the 64-bit `word` on `pe`, by this thread."""
-    return _call("nvshmem_uint64_atomic_add", [word, value, pe], ("int64", "int64", "int32"), _semantic)
-
-
-@core.extern
-def atomic_fetch(word: Any, pe: Any, _semantic: Any = None) -> Any:
-    """The 64-bit `word` on `pe`, for this thread."""
-    return _call("nvshmem_uint64_atomic_fetch", [word, pe], ("int64", "int32"), _semantic, returns="int64")
 
 
 @core.extern

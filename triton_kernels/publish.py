@@ -1,7 +1,6 @@
-"""publish: own shards, converted to compute dtype, side by side into the buffer that peers read.
+"""publish: this rank's shards, converted to compute dtype, side by side in the buffer that peers read.
 
-Chose one launch for all parameters of equal dtypes over a copy each: a unit has many small parameters, and a launch
-costs more than most of them. The price is a table of their addresses, made and sent for every call.
+One launch serves all parameters of equal dtypes, because a launch costs more than most of their copies.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype, word_dtype
-from odc.kernels.pairs import PAIR_COLUMNS, launch_pairs
-from odc.kernels.rows import row_of
+from odc.kernels.rows import PAIR_COLUMNS, launch_pairs, row_of
 from odc.kernels.tile import move_tile
 
 
@@ -35,12 +33,12 @@ def publish_kernel(
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, block: int | None = None) -> None:
     """Copy each shard to its place, converting.
 
-    Waits for nobody: the caller has seen that no peer reads the places any more, and tells peers afterwards that they
-    can be read. One launch for each pair of dtypes, on the current stream; see `launch` for threads and errors.
+    Does not wait: the caller has seen that no peer still reads the places, and tells peers afterwards that they can be
+    read. One launch for each pair of dtypes, on the current stream; see `launch` for threads and errors.
 
     Args:
         places: contiguous views of the published buffer, in compute dtype.
-        shards: contiguous, as many elements each, in their own dtype.
+        shards: contiguous, of any dtype, as many elements as their places.
         block: elements for one program.
     """
     launch_pairs(publish_kernel, places, shards, _types, block)

@@ -1,8 +1,7 @@
-"""put and signal: tensors side by side into a peer's memory (a staging slot), then a word that says they are there.
+"""put: tensors side by side into a peer's memory (a staging slot), then a word that says they have arrived.
 
-Chose a counter over a second launch for the signal: every program makes its stores visible, counts itself, and the last
-one stores the word with release at system scope, so whoever acquires the word sees the data. The price is one int32 of
-scratch for each stream, zero before the first launch and left zero by each.
+Every program makes its stores visible and counts itself in an int32 of scratch, and the last one stores the word with
+release at system scope, so whoever acquires the word sees the data. Each launch leaves the count at zero.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from odc.kernels.nvshmem import (
     signal_op,
 )
 from odc.kernels.rows import row_of, row_table
-from odc.kernels.signal import refuse_unaligned, tell
 from odc.kernels.tile import move_tile
 
 _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginning of the put, elements
@@ -35,7 +33,7 @@ _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginn
 
 @dataclass(frozen=True)
 class Signal:
-    """What tells the peer that a put is complete.
+    """The word that tells the peer that a put is complete.
 
     Args:
         offset: of an int64 word in the peer's memory, in bytes; 8-byte aligned.
@@ -49,8 +47,14 @@ class Signal:
 
 
 @triton.jit
+def _tell(base: tl.tensor, offset: tl.tensor, value: tl.tensor) -> None:
+    """Store `value` with release into the word at `offset` of the memory at `base`."""
+    tl.atomic_xchg((base + offset).to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")
+
+
+@triton.jit
 def _count(arrived: tl.tensor, programs: tl.tensor) -> tl.tensor:
-    """Whether this program is the last; then the stores of all are visible to it."""
+    """Count this program; True in the last one, to which the stores of all are visible."""
     tl.debug_barrier()  # the stores of the program's other threads come before its count
     return tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
 
@@ -106,13 +110,13 @@ def put_kernel(
             if SIGNAL:
                 if _count(arrived, tl.num_programs(0)):
                     tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                    tell(base, word_offset, value, False)
+                    _tell(base, word_offset, value)
     else:
         move_tile(base + place, source, n - at, WORD, WORD, BLOCK, "copy")
         if SIGNAL:
             if _count(arrived, tl.num_programs(0)):
                 tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                tell(base, word_offset, value, False)
+                _tell(base, word_offset, value)
 
 
 def put(
@@ -127,8 +131,8 @@ def put(
 ) -> None:
     """Copy `values`, one after the other, to byte `offset` on of the memory of `peer`; then signal.
 
-    Waits for nobody: the caller has seen that the place is free. One launch, on the current stream; see `launch` for
-    threads and errors. A put of nothing signals nothing.
+    Does not wait: the caller has seen that the place is free. One launch, on the current stream; see `launch` for
+    threads and errors. A put of no elements signals nothing.
 
     Args:
         values: contiguous, of any dtype; bytes are copied.
@@ -151,7 +155,8 @@ def put(
     programs = [ceil_div(n, size) for n in numels]
     columns = [(v.data_ptr(), at, n) for v, at, n in zip(values, places, numels, strict=True)]
     if signal is not None:
-        refuse_unaligned(signal.offset)
+        if signal.offset % 8:
+            raise ValueError(f"a word is 8-byte aligned; there is none at byte {signal.offset}")
         if signal.arrived.dtype != torch.int32 or signal.arrived.device != device:
             raise ValueError(f"arrivals are counted in an int32 on {device}, not in {signal.arrived}")
     told = (signal.arrived, signal.offset, signal.value) if signal is not None else (table, 0, 0)

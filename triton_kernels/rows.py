@@ -1,21 +1,20 @@
-"""The table by which one launch works on many tensors: who handles what.
+"""The table by which one launch works on many tensors, and launches over pairs of tensors.
 
-Chose a small table a launch (one row a tensor) and a binary search in its first column by every program over a table
-with a row for every program: that is a handful of cached loads a program, also for hundreds of tensors, and building it
-costs nothing to speak of when addresses change with every call.
-
-Column 0 of a row is the number of the first program that works on it. What the other columns hold is the kernel's
-business.
+A launch takes a small table with a row a tensor. Column 0 of a row is the number of the first program that works on it,
+and every program finds its row by a binary search there; what the other columns hold is the kernel's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from odc.kernels.launch import block_of, ceil_div, contiguous, launch
 
 _KEPT = 1024  # tables; each takes 512 bytes of a device or a few more
 
@@ -44,10 +43,10 @@ def pointer_table(addresses: Sequence[int], device: torch.device) -> torch.Tenso
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64, 1-D, never to be written to. Does not wait for the device: the copy is one more operation of the stream.
+    """int64, 1-D, read-only. Does not wait for the device: the copy is one more operation of the current stream.
 
-    The same numbers come back as the same tensor, without a copy, for as long as they are asked for in the same stream
-    now and then: a unit is often fetched to where it was fetched before.
+    The latest tables are cached by stream, so the same numbers need no copy again: a unit is often fetched to where it
+    was fetched before.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _kept(tuple(numbers), device, stream)
@@ -55,9 +54,9 @@ def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=_KEPT)
 def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """One stream alone uses it: its work follows the copy, and memory given back serves that stream first."""
+    """Used by one stream only: its work follows the copy, and freed memory is reused by that stream first."""
     on_cuda = device.type == "cuda"
-    # From pageable memory torch would wait for the copy, and so for all that the stream was asked to do before.
+    # From pageable memory torch would wait for the copy, and so for all earlier work of the stream.
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda and len(numbers) > 0)
     return host.to(device, non_blocking=True) if on_cuda else host
 
@@ -74,3 +73,39 @@ def row_of(table: tl.tensor, rows: tl.tensor, program: tl.tensor, COLUMNS: tl.co
         else:
             high = middle
     return table + low * COLUMNS
+
+
+PAIR_COLUMNS = tl.constexpr(4)  # first program, source, target, elements
+
+#: From the dtypes of target and source to the triton types that the kernel writes and reads.
+Types = Callable[[torch.dtype, torch.dtype], tuple[Any, Any]]
+
+
+def launch_pairs(
+    kernel: Any,
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    types: Types,
+    block: int | None,
+) -> None:
+    """Launch `kernel(rows_at, rows, TO, FROM, BLOCK)` over all elements of all pairs, once for each pair of dtypes.
+
+    Raises:
+        ValueError: a pair is not equally long, not contiguous or not on one device.
+    """
+    if not targets:
+        return
+    device = targets[0].device
+    contiguous("target", targets, device)
+    contiguous("source", sources, device)
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.numel() != source.numel():
+            raise ValueError(f"{source.numel()} elements do not fit a target of {target.numel()}")
+        addresses = source.data_ptr(), target.data_ptr(), target.numel()
+        groups.setdefault((target.dtype, source.dtype), []).append(addresses)
+    for (to, origin), pairs in groups.items():
+        size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(n for _, _, n in pairs))
+        programs = [ceil_div(n, size) for _, _, n in pairs]
+        write, read = types(to, origin)
+        launch(kernel, (sum(programs),), device, *row_table(programs, pairs, device), TO=write, FROM=read, BLOCK=size)

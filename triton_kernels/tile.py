@@ -1,12 +1,8 @@
 """What one program does with its share: copy, add or add atomically, between two addresses.
 
-Chose to look at run time whether both addresses are aligned, and to promise the compiler alignment only in that branch:
-it moves 16 bytes an instruction wherever the data allows, also in the last, short share of a parameter, of which up to
-15 elements are left over. Those, and shares at other addresses, go element by element, in a loop: unrolled, it would
-take so many registers that the aligned branch would spill them. Nothing has to be padded for it.
-
-Addresses are int64 scalars; `FROM` and `TO` are the element types behind them, `n` the elements left to handle. The
-promise is made for the pointer that the branch itself makes, never for one that both branches see.
+Alignment is checked at run time and promised to the compiler only in that branch, which moves 16 bytes an instruction.
+The up to 15 elements left over, and shares at unaligned addresses, go element by element in a loop (unrolled, it would
+make the aligned branch spill registers). Addresses are int64 scalars, `FROM` and `TO` the element types behind them.
 """
 
 from __future__ import annotations
@@ -29,13 +25,12 @@ def move_tile(
 ) -> None:
     """Move min(n, BLOCK) elements, converting.
 
-    `HOW`: "copy"; "add", where nobody else may write to `target` meanwhile; "atomic", where each addition is one atomic
-    operation of the whole system.
+    `HOW`: "copy"; "add", while nobody else may write to `target`; "atomic", each addition atomic at system scope.
     """
     WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
     # No instruction adds two fp64.
     WRITE: tl.constexpr = 8 if HOW == "atomic" and TO.primitive_bitwidth == 64 else 16
-    # A thread reads the elements that it writes; else they would change threads on the way, through shared memory.
+    # A thread reads the elements that it writes; otherwise they would change threads through shared memory.
     READ: tl.constexpr = WRITE * FROM.primitive_bitwidth // TO.primitive_bitwidth if WIDE else WRITE
     STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
     count = tl.minimum(n, BLOCK).to(tl.int32)

@@ -1,8 +1,4 @@
-"""Lower bound on the time of the latest rank.
-
-Chose the classic bounds of parallel-machine scheduling over a linear program: they cost one sort and already meet the
-optimum whenever there are many samples or one giant. What is left, a plan reports as its gap.
-"""
+"""Lower bounds on the time of the latest rank, as parallel-machine scheduling knows them."""
 
 from __future__ import annotations
 
@@ -22,19 +18,19 @@ def lower_bound(
     needs: ArrayLike | None = None,
     limits: Sequence[int] | None = None,
 ) -> float:
-    """A time before which the latest of `ranks` ranks cannot end, however samples of these `costs` (>= 0) are spread.
+    """A time before which the latest of `ranks` ranks cannot end, however samples of these `costs` are spread.
 
     Args:
-        costs: of every sample, in time of a rank of speed 1.
+        costs: of every sample, >= 0, in time of a rank of speed 1.
         ranks: number of ranks, >= 1.
         speeds: of every rank; all 1 unless given.
         needs, limits: with both, sample i may only lie on ranks whose limit is at least `needs[i]`.
 
-    Ranks alike: the greatest of the mean, the costliest sample, and for every j the sum of the j + 1 cheapest among the
-    j * ranks + 1 costliest samples (some rank must hold that many of them). Ranks of unequal speed: for every j < ranks
-    the j costliest samples on the j fastest ranks, and all on all, both divided at will (Horvath, Lam and Sethi 1977).
-    Of unequal limits: the greatest bound of the samples that need more than a limit, on the ranks that have more.
-    Never rises when a rank is added.
+    For ranks of equal speed it is the greatest of the mean, the costliest sample, and for every j the sum of the j + 1
+    cheapest among the j * ranks + 1 costliest samples, since some rank must hold that many of them. For unequal speeds
+    it spreads, divided at will, the j costliest samples over the j fastest ranks for every j < ranks, and all samples
+    over all ranks (Horvath, Lam and Sethi 1977). For unequal limits it adds, per limit, the bound of the samples that
+    need more on the ranks that have more. It never rises when a rank is added.
     """
     cost = np.asarray(costs, np.float64)
     speed = None if speeds is None else np.asarray(speeds, np.float64)

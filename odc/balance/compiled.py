@@ -1,9 +1,8 @@
-"""Modules of loops, compiled by numba where it is installed and worth loading.
+"""Modules of inner loops, compiled by numba where it is installed and worth loading.
 
-Chose to compile a second copy of a module on first use over decorating its functions: numba takes half a second to
-load, which small plans and `import odc` should not pay, and the interpreted copy stays for tests to compare with.
-Compiled code is cached beside the source (or in numba's own folder), so that only the very first call compiles. The
-price is that these modules may call nothing but their own functions, and work on arrays and lists alike.
+The first use compiles a second copy of a module: numba takes half a second to load, which small plans and `import odc`
+should not pay. Compiled code is cached beside the source or in numba's cache folder. Modules handled this way may call
+nothing but their own functions, and their functions must work on arrays and on lists.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ WORTH = 128  # samples from which loading numba pays in a process that has not d
 
 
 def loops_of(module: ModuleType, samples: int) -> tuple[ModuleType, bool]:
-    """The copy of `module` to handle so many samples with, and whether it is compiled (wants arrays) or not (lists)."""
+    """The copy of `module` to use for so many samples, and whether it is compiled: it takes arrays then, else lists."""
     if samples < WORTH and not _numba.cache_info().currsize:
         return module, False
     compiled = _compiled(module) if _numba() is not None else None

@@ -1,9 +1,8 @@
-"""Cost models from measurements: what microbatches of known lengths took.
+"""Cost models fitted to the measured times of microbatches of known lengths.
 
-Chose least squares on *relative* errors with coefficients that cannot be negative: a planner compares short and long
-microbatches alike, and a model that gives time back for tokens would pack nonsense. With three coefficients every set
-of them that may be non-zero is tried, so the result is the optimum and nothing iterates. The price: no other shape than
-these is ever found; `Fit.error` says how well it fits.
+The fit is least squares on relative errors with coefficients that cannot be negative. Every subset of the at most three
+coefficients is tried, so the result is the optimum and nothing iterates; `Fit.error` says how well it describes the
+data.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
+
+import numpy as np
 
 from odc.balance.cost import Cost, QuadraticCost
 from odc.errors import PlanError
@@ -58,8 +59,8 @@ def fit(microbatches: Sequence[Sequence[int]], seconds: Sequence[float]) -> Fit:
         seconds: compute time of each, above 0.
 
     Raises:
-        PlanError: fewer than three measurements, some not above 0, or no coefficient for the lengths at all (all time
-            is fixed), which predicts nothing.
+        PlanError: fewer than three measurements, a time that is not above 0, or times that do not grow with the
+            lengths.
     """
     _check(microbatches, seconds)
     tokens = [float(sum(own)) for own in microbatches]
@@ -99,38 +100,18 @@ def _judged(
 
 def _least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Coefficients >= 0 of the columns with the least sum of squared relative errors."""
-    weighted = [[value / second for value, second in zip(column, seconds, strict=True)] for column in columns]
-    sizes = [math.sqrt(math.fsum(value * value for value in column)) for column in weighted]
-    unit = [[v / size for v in column] if size else column for column, size in zip(weighted, sizes, strict=True)]
+    weighted = np.array(columns, np.float64) / np.asarray(seconds, np.float64)
+    sizes = np.sqrt((weighted * weighted).sum(axis=1))
     best, best_left = [0.0] * len(columns), math.inf
     for count in range(1, len(columns) + 1):
-        for chosen in combinations([c for c, size in enumerate(sizes) if size], count):
-            found = _solve([unit[c] for c in chosen])
-            if found is None or min(found) < 0:
+        for chosen in map(list, combinations(np.flatnonzero(sizes).tolist(), count)):
+            unit = (weighted[chosen] / sizes[chosen, None]).T
+            found, _, rank, _ = np.linalg.lstsq(unit, np.ones(len(unit)), rcond=1e-5)
+            if rank < count or found.min() < 0:  # columns that depend on each other, or a negative coefficient
                 continue
-            rows = zip(*(unit[c] for c in chosen), strict=True)
-            left = math.fsum((1 - sum(f * v for f, v in zip(found, row, strict=True))) ** 2 for row in rows)
+            left = float(((1 - unit @ found) ** 2).sum())
             if left < best_left * (1 - 1e-9):  # one coefficient more has to be worth something
                 best_left, best = left, [0.0] * len(columns)
                 for c, value in zip(chosen, found, strict=True):
-                    best[c] = value / sizes[c]
+                    best[c] = float(value / sizes[c])
     return best
-
-
-def _solve(columns: Sequence[Sequence[float]]) -> list[float] | None:
-    """Least squares of `columns @ x = 1` by the normal equations; None where columns depend on each other."""
-    n = len(columns)
-    matrix = [
-        [math.fsum(u * v for u, v in zip(one, other, strict=True)) for other in columns] + [math.fsum(one)]
-        for one in columns
-    ]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda row: abs(matrix[row][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) < 1e-10:  # columns have length 1
-            return None
-        for row in range(n):
-            if row != i:
-                factor = matrix[row][i] / matrix[i][i]
-                matrix[row] = [v - factor * w for v, w in zip(matrix[row], matrix[i], strict=True)]
-    return [matrix[i][n] / matrix[i][i] for i in range(n)]

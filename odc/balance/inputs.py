@@ -1,12 +1,15 @@
-"""What every policy checks before it plans, in one place, so that all refuse the same input with the same words."""
+"""The input of a policy: checked in one place for all policies, and lengths read from files."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +18,7 @@ from odc.balance.bound import lower_bound
 from odc.balance.cost import Cost
 from odc.balance.partition import partition
 from odc.balance.state import Ints
-from odc.errors import PlanError
+from odc.errors import DataError, PlanError
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Inputs:
         costs: cost of every sample on a rank of speed 1.
         caps: most tokens of a microbatch on each rank.
         speeds: of each rank, or None when all are alike.
-        groups: samples that stay on one rank together, in arrival order; each sample alone unless told otherwise.
+        groups: lists of samples that stay on one rank together, in arrival order.
         sticky: whether any group has more than one sample.
         seed: decides between samples (groups) of equal cost and length.
     """
@@ -52,14 +55,14 @@ class Inputs:
 
     @cached_property
     def order(self) -> list[int]:
-        """Samples by falling cost, then length, then chance."""
+        """Samples by falling cost, then falling length, then `seed`."""
         keys = (_draws(len(self.lengths), self.seed), -np.asarray(self.lengths), -np.asarray(self.costs))
         order: list[int] = np.lexsort(keys).tolist()
         return order
 
     @cached_property
     def bound(self) -> float:
-        """No plan of this input has a longest rank below this time."""
+        """Lower bound on the time of the longest rank over all plans of this input."""
         costs, needs = self._of_groups
         return lower_bound(costs, self.ranks, speeds=self.speeds, needs=needs, limits=self.caps)
 
@@ -111,7 +114,7 @@ def read_inputs(
     speeds: Sequence[float] | None,
     groups: Sequence[Hashable] | None,
 ) -> Inputs:
-    """Check the input of a policy; see `odc.balance.lb_mini` for what each argument is.
+    """Check the arguments of a policy, which `odc.balance.lb_mini` lists.
 
     Raises PlanError for no samples, ranks < 1, a length that is no integer or below 1, a sample over the cap (named by
     its index, with its length and the cap), caps, speeds or groups of the wrong number, a speed that is not above 0,
@@ -179,11 +182,54 @@ def _groups(names: Sequence[Hashable] | None, samples: int) -> list[list[int]]:
 
 
 def _draws(count: int, seed: int) -> NDArray[np.float64]:
-    """What decides between equals: how they came for seed 0, else chance.
+    """Sort keys that decide between equals: arrival order for seed 0, else random numbers.
 
-    `random()` of a seeded `random.Random` is promised to stay the same over Python versions and machines.
+    `random()` of a seeded `random.Random` is guaranteed to stay the same over Python versions and machines.
     """
     if seed == 0:
         return np.arange(count, dtype=np.float64)
     draw = random.Random(seed).random
     return np.array([draw() for _ in range(count)])
+
+
+def read_lengths(path: str | Path, field: str = "length") -> list[int]:
+    """Tokens of every sample listed in a file.
+
+    The file holds integers between spaces, commas or line ends; or a JSON list; or JSON lines. Elements of a list and
+    lines are integers or objects whose `field` is an integer or a list (such as `input_ids`), which counts its items.
+    Raises DataError naming the file and the element that is none of these.
+    """
+    return [_length(element, field, f"{path}: element {i}") for i, element in enumerate(read_elements(path))]
+
+
+def read_elements(path: str | Path) -> list[Any]:
+    """What a file of lengths lists: integers, or objects. Raises DataError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as text: {error}") from error
+    start = text.lstrip()[:1]
+    try:
+        if start == "[":
+            elements = json.loads(text)
+        elif start == "{":
+            elements = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            elements = [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise DataError(f"{path}: neither integers, nor a JSON list, nor JSON lines: {error}") from error
+    if not elements:
+        raise DataError(f"{path}: lists no lengths")
+    return list(elements)
+
+
+def _length(element: Any, field: str, where: str) -> int:
+    if isinstance(element, dict):
+        if field not in element:
+            raise DataError(f"{where} has no field {field!r}")
+        element = element[field]
+    if isinstance(element, list):
+        return len(element)
+    if isinstance(element, bool) or not isinstance(element, int):
+        raise DataError(f"{where} is {element!r}, neither an integer nor a list")
+    return element

@@ -1,10 +1,7 @@
 """Karmarkar-Karp: partition numbers into k sets of nearly equal sum by largest differencing.
 
-Chose the heap-based method on *sparse* partial partitions over the textbook's k-wide tuples: most merges join two small
-partitions, so work follows the number of samples, not samples * k. It is still slower than a heap of loads (longest
-processing time first), which is a little worse: no policy of odc plans with it. It is the rival: verl's plans
-in `odc grpo` (`odc.experiments.grpo.plans`), and `odc bench --only planners`. Sets are linked pairs,
-flattened once at the end.
+No policy of odc uses it; it is the baseline of `odc grpo --balance verl` and `odc bench --only planners`. Partial
+partitions are sparse, so the work follows the number of samples and not samples * k.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Packing samples into microbatches under a hard token cap.
+"""Packing samples into microbatches under a hard token cap, which is never exceeded.
 
-Chose best-fit decreasing where the number of microbatches counts, then an exact search, for a bounded number of steps,
-for one microbatch fewer as long as a lower bound allows one; and least-load-first where their evenness counts. The
-cap is never exceeded, not by one token.
+`pack` minimizes the number of microbatches: best-fit decreasing, then a bounded exact search for one fewer as long as a
+lower bound allows it. `pack_evenly` fills a given number of microbatches with nearly equal cost, by least-load-first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from odc.balance import least as _least
 from odc.balance import search as _search
 from odc.balance.compiled import loops_of
 from odc.balance.state import new_tree
@@ -23,7 +21,7 @@ STEPS = 4000  # of the search, in all, for one call
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], max_tokens: int, steps: int = STEPS) -> list[list[int]]:
-    """Pack the samples of `order` into the fewest microbatches that are found: never more than best-fit decreasing.
+    """Pack the samples of `order` into few microbatches, never more than best-fit decreasing needs.
 
     Every length must be at most `max_tokens`. Ties keep `order`. Returns lists of sample indices, none empty.
     """
@@ -60,10 +58,10 @@ def best_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens
 
 
 def fewest_possible(sizes: Sequence[int], max_tokens: int) -> int:
-    """A number of microbatches that samples of these falling `sizes` need at least (Martello and Toth 1990, L2).
+    """Lower bound on the microbatches that samples of these falling `sizes` need (Martello and Toth 1990, L2).
 
-    For every threshold up to half the cap: what is longer than cap - threshold shares with nothing that is at least
-    the threshold; what is longer than half takes one each, and the rest must fit into the room beside the latter.
+    For every threshold up to half the cap: samples longer than cap - threshold share with none of at least the
+    threshold, samples longer than half the cap take one microbatch each, and the rest must fit beside the latter.
     """
     rising = sizes[::-1]
     sums = [0, *accumulate(rising)]
@@ -100,7 +98,7 @@ def pack_evenly(
     Each sample goes to the cheapest microbatch that has room. Where that fails, `pack` decides.
     Returns `count` lists, some perhaps empty, or None when neither finds a way.
     """
-    loops, arrays = loops_of(_least, len(order))
+    loops, arrays = loops_of(_search, len(order))
     fields: list[Any] = [
         np.array([costs[i] for i in order], np.float64),
         np.array([lengths[i] for i in order], np.int64),

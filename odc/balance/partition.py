@@ -1,24 +1,24 @@
-"""The engine of all policies: spread samples over parts so that the latest part ends early.
+"""The engine of all policies: `partition` spreads samples over parts, `refine` evens out given parts.
 
-Chose longest-processing-time-first with trades between pairs of parts over Karmarkar-Karp: a heap of loads costs
-O(log k) a sample, and a late and an early part find their best trade in O(n / k), so that a million samples take less
-than a second. Few samples are searched exactly, for a bounded time. The price is C-like loops (`odc.balance.loops`).
+`partition` places the longest sample first on the part that ends first, then trades samples between late and early
+parts, and searches exactly where samples are few. `refine` only trades. The inner loops are in
+`odc.balance.partition_loops`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from odc.balance import loops as _loops
+from odc.balance import partition_loops as _loops
 from odc.balance import search as _search
 from odc.balance.bound import falling_bound, lower_bound
 from odc.balance.compiled import loops_of
-from odc.balance.state import Floats, Ints, Rules, new_state, new_tree
+from odc.balance.state import Floats, Ints, Rules, new_assignment, new_tree
 from odc.errors import PlanError
 
 _BITS = 52  # of the largest cost times the number of samples: sums are exact in float64
@@ -63,7 +63,7 @@ def partition(
         if n and need.max() > limit.max():
             raise PlanError(f"no part may hold sample {int(order[need.argmax()])}")
     by_kind = np.lexsort((slowness, -limit))
-    problem = _Problem(ticks[order], need, slowness[by_kind], limit[by_kind], equal_sizes)
+    problem = _Partitioning(ticks[order], need, slowness[by_kind], limit[by_kind], equal_sizes)
     if limits is None:
         least = falling_bound(problem.costs, parts, None if speeds is None else 1.0 / slowness)
     else:
@@ -76,7 +76,7 @@ def partition(
     return result
 
 
-class _Problem(NamedTuple):
+class _Partitioning(NamedTuple):
     """Samples by falling cost, and parts by kind."""
 
     costs: Ints
@@ -89,8 +89,7 @@ class _Problem(NamedTuple):
         """The part of each sample by longest-first and trades, and when the latest part ends."""
         n, parts = len(self.costs), len(self.slowness)
         loops, arrays = loops_of(_loops, n)
-        zeros = np.zeros(max(n, parts), np.int64)
-        state = new_state(self.costs, self.needs, zeros[:n], self.slowness, self.limits, zeros[:parts], arrays=arrays)
+        state = new_assignment(self.costs, self.slowness, needs=self.needs, limits=self.limits, arrays=arrays)
         if not self.equal_sizes:
             loops.longest_first(state, parts.bit_length())
         elif len(state.kinds) == 2:
@@ -123,7 +122,7 @@ class _Problem(NamedTuple):
         return owners
 
     def search(self, owners: Ints, latest: float, least: float) -> Ints:
-        """`owners`, or a placement that ends earlier by what is worth it."""
+        """`owners`, or a placement whose latest part ends at least `_WORTH` earlier."""
         search, arrays = loops_of(_search, len(owners))
         if self.equal_sizes:
             quotas = np.bincount(owners, minlength=len(self.slowness))
@@ -163,3 +162,50 @@ def falling(ticks: Ints, ties: ArrayLike | None) -> Ints:
     keys = (-ticks << bits) | np.arange(n)
     keys.sort()
     return keys & ((1 << bits) - 1)
+
+
+_REACH = 3  # samples on either side of the ideal trade that are tried, because the nearest may not fit
+_PARTNERS = 8
+
+
+def refine(
+    parts: list[list[int]],
+    costs: Sequence[float],
+    *,
+    lengths: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    everywhere: bool = False,
+    worth: float = 0.0,
+) -> list[list[int]]:
+    """Even out parts by trades between pairs of them; the costliest part never gets costlier.
+
+    Stops where neither a trade of one sample for one or none nor a new division of the cheapest samples of two parts
+    helps.
+
+    Args:
+        parts: lists of sample indices.
+        costs: cost of every sample.
+        lengths, max_tokens: with both, no trade lifts the sum of lengths of a part over `max_tokens`.
+        everywhere: when the costliest part cannot be improved, continue with the next one.
+        worth: a trade must lower the larger of two costs by at least this share of it; larger values end sooner.
+    """
+    listed = [i for part in parts for i in part]
+    samples = np.array(listed, np.int64)
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    ticks = to_ticks(np.array([costs[i] for i in listed], np.float64), len(parts))
+    order = falling(ticks, None)
+    samples, owners = samples[order], owners[order]
+    sizes, rooms, reach = None, None, 0
+    if lengths is not None and max_tokens is not None:
+        sizes = np.array([lengths[i] for i in listed], np.int64)[order]
+        rooms, reach = np.full(len(parts), max_tokens), _REACH
+    loops, arrays = loops_of(_loops, len(samples))
+    state = new_assignment(ticks[order], np.ones(len(parts)), sizes=sizes, rooms=rooms, arrays=arrays)
+    out: Any = owners if arrays else owners.tolist()
+    loops.put(state, out)
+    loops.solve(state, Rules(0.0, False, reach, worth, everywhere, _PARTNERS))
+    loops.get(state, out)
+    result: list[list[int]] = [[] for _ in parts]
+    for i, owner in zip(samples.tolist(), out, strict=True):
+        result[owner].append(i)
+    return result

@@ -1,7 +1,4 @@
-"""A picture of a plan: one row a rank, its microbatches one after the other, and where the lower bound lies.
-
-Chose matplotlib's object interface with its own Agg canvas over pyplot: nothing global changes. Times are predicted.
-"""
+"""A picture of a plan: one row a rank, its microbatches one after the other, and where the lower bound lies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """A plan: which rank computes which samples in which microbatch, and what that is predicted to cost.
 
-Chose plain nested lists of sample indices over arrays or objects: a plan is compared, printed, saved as JSON and sent
-to other ranks as it is. The price is memory: about 8 bytes per sample more than a flat array.
-
-Every time here is *predicted* by a cost model, in the model's own unit. Measured bubbles come from `odc.trace`.
+Every time here is predicted by a cost model, in the model's unit; `odc.trace` measures.
 """
 
 from __future__ import annotations
@@ -19,13 +16,13 @@ from odc.errors import PlanError
 
 @dataclass(frozen=True)
 class Plan:
-    """The samples of one minibatch, spread over ranks and microbatches. Any process may hold one; nothing synchronizes.
+    """The samples of one minibatch, spread over ranks and microbatches. Immutable.
 
     Args:
         ranks: `ranks[r][m]` lists the sample indices of microbatch m of rank r. A rank may have no microbatch. An empty
-            microbatch is a place-holder in plans with equal counts: the rank joins the barrier with a dummy.
-        costs: `costs[r][m]` is the predicted cost of that microbatch.
-            With speeds it is a time: the cost model's divided by the rank's speed.
+            microbatch is a placeholder in plans with equal counts: the rank joins the barrier with a dummy.
+        costs: `costs[r][m]` is the predicted cost of that microbatch, divided by the rank's speed where there are
+            speeds.
         bound: no plan over these ranks has a longest rank below this cost.
         speeds: of each rank, or None when all are alike.
     """
@@ -46,7 +43,7 @@ class Plan:
     ) -> Plan:
         """The plan of `ranks` where sample i costs `sample_costs[i]` on a rank of speed 1, validated; raises PlanError.
 
-        `bound` unless given is the one for samples that any rank may hold in any combination.
+        `bound` defaults to the lower bound for samples that any rank may hold.
         """
         if not ranks:
             raise PlanError("a plan needs at least one rank")
@@ -93,7 +90,7 @@ class Plan:
 
     @property
     def bubble_bound(self) -> float:
-        """The bubble if this plan's work ended at the bound; where speeds are alike, every plan has at least this."""
+        """The bubble if the longest rank ended at the bound; with equal speeds every plan has at least this."""
         return self._idle_share(self.bound)
 
     @property

@@ -1,9 +1,6 @@
-"""Exact search for few samples: try every way to place them, under a ceiling, for a bounded number of steps.
+"""Loops that place samples one by one: a bounded exact search, and least-load-first under a cap.
 
-Chose one depth-first search for both uses, a shorter latest part and one microbatch fewer: both ask for samples on
-parts under a ceiling. Costliest sample first, parts alike and equally full tried once, and a branch is left when what
-room is left cannot hold the rest. The price is time that grows exponentially, hence the limit. Written like
-`odc.balance.loops`, to run compiled or interpreted alike.
+Written like `odc.balance.partition_loops`, to run compiled and interpreted alike.
 """
 
 from __future__ import annotations
@@ -14,11 +11,14 @@ from odc.balance.state import Tree
 
 
 def search(tree: Tree, owners: Any, ceiling: float, goal: float, worth: float, fullest: bool, steps: int) -> float:
-    """Place all samples so that every part ends before `ceiling`; then, unless at `goal`, `worth` (a share) earlier.
+    """Depth-first search for a placement whose latest part ends before `ceiling`, then for ever earlier ones.
 
-    With `fullest` the fullest part that may take a sample is tried first, otherwise the emptiest. Gives up after
-    `steps` placements. Writes the part of every sample to `owners`; returns when the latest ends, or the ceiling as
-    it was given where nothing was found.
+    Each further placement must end earlier by the share `worth`; the search stops at `goal` or after `steps`
+    placements. With `fullest` the fullest part that may take a sample is tried first, otherwise the emptiest. Parts
+    that are alike and equally full are tried once, and a branch is left when the room that is left cannot hold the
+    rest.
+
+    Writes the part of every sample to `owners`; returns when the latest ends, or `ceiling` where nothing was found.
     """
     n, at, found = len(tree.costs), 0, ceiling
     under = ceiling
@@ -63,8 +63,8 @@ def _latest(tree: Tree) -> float:
 def _next(tree: Tree, at: int, last: int, under: float, fullest: bool) -> int:
     """The part to try after `last` (-1: the first) for sample `at`, in order of (load, part); -1 when all were tried.
 
-    Loads are as they were when `last` was chosen, so the order is the same; a part like the last one, equally full,
-    leads nowhere else and is passed over.
+    Loads are as they were when `last` was chosen, so the order is the same. A part like `last` and equally full would
+    lead to the same placements and is passed over.
     """
     sign = -1 if fullest else 1
     cost, best = tree.costs[at], -1
@@ -94,7 +94,7 @@ def _alike(tree: Tree, one: int, other: int) -> bool:
 
 
 def _roomy(tree: Tree, at: int, under: float) -> bool:
-    """Whether the samples after `at` may still fit: room too small for the cheapest of them is lost."""
+    """Whether the samples after `at` may still fit, not counting room that is too small for the cheapest of them."""
     n = len(tree.costs)
     rest = 0
     for i in range(at + 1, n):
@@ -105,3 +105,25 @@ def _roomy(tree: Tree, at: int, under: float) -> bool:
         if free >= tree.costs[n - 1] and tree.filled[part] < tree.quotas[part]:
             room += free
     return room >= rest
+
+
+def least_load_first(costs: Any, sizes: Any, room: int, loads: Any, used: Any, owners: Any) -> bool:
+    """Put each sample on the cheapest part that has room, of equals the first. False where one fits nowhere.
+
+    Args:
+        costs, sizes: [n] of the samples, in the order in which they are placed.
+        room: the most size of a part.
+        loads, used: [k] cost and size on every part; zeros, changed here.
+        owners: [n] the part of each sample, written.
+    """
+    for i in range(len(costs)):
+        most, chosen = room - sizes[i], -1
+        for part in range(len(loads)):
+            if used[part] <= most and (chosen < 0 or loads[part] < loads[chosen]):
+                chosen = part
+        if chosen < 0:
+            return False
+        owners[i] = chosen
+        loads[chosen] += costs[i]
+        used[chosen] += sizes[i]
+    return True

@@ -1,8 +1,7 @@
-"""What the inner loops work on: the samples by falling cost, and the parts they are spread over.
+"""The data of the inner loops: samples by falling cost, and the parts they are spread over.
 
-Chose flat arrays and one linked list of samples per part over a list of samples per part: a sample changes its part in
-a few stores, parts may grow without a limit, and the same fields hold numpy arrays for the compiled loops and plain
-lists for the interpreted ones. The price is that following a list jumps around in memory.
+Fields hold numpy arrays for the compiled loops and plain lists for the interpreted ones. The samples of a part are a
+linked list, so a sample changes its part in a few stores.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SPLIT = 16  # samples of two parts that are divided anew between them, exactly
 _HALF = 1 << (SPLIT // 2)
 
 
-class State(NamedTuple):
+class Assignment(NamedTuple):
     """n samples on k parts. Integers are below 2**53, so sums and products with 1.0 are exact in float64 too.
 
     Parts of one kind (same slowness and limit) are neighbours: kind q holds parts `kinds[q]` to `kinds[q + 1] - 1`.
@@ -38,7 +37,6 @@ class State(NamedTuple):
     links: Any  # [n] the next costlier sample of the same part, or -1
     order: Any  # [k] parts by rising time, when last sorted
     heap: Any  # [k] scratch
-    spare: Any  # [k] scratch
     # Scratch: samples of the two parts at hand with their costs, and subset sums of two halves of a few samples.
     mine: Any  # [n + 1]
     theirs: Any  # [n + 1]
@@ -70,28 +68,33 @@ class Rules(NamedTuple):
     partners: int = 64
 
 
-def new_state(
+def new_assignment(
     costs: Ints,
-    needs: Ints,
-    sizes: Ints,
     slowness: Floats,
-    limits: Ints,
-    rooms: Ints,
     *,
     arrays: bool,
-) -> State:
-    """A state with no sample on any part; `costs` falls, parts are in order of kind. Lists unless `arrays`."""
+    needs: Ints | None = None,
+    sizes: Ints | None = None,
+    limits: Ints | None = None,
+    rooms: Ints | None = None,
+) -> Assignment:
+    """An assignment with no sample on any part; what is not given is zeros. Fields are lists unless `arrays`.
+
+    `costs` falls, and parts are listed kind after kind.
+    """
     n, k = len(costs), len(slowness)
+    needs, sizes = (np.zeros(n, np.int64) if given is None else given for given in (needs, sizes))
+    limits, rooms = (np.zeros(k, np.int64) if given is None else given for given in (limits, rooms))
     new_kind = (slowness[1:] != slowness[:-1]) | (limits[1:] != limits[:-1])
     kinds = np.array([0, *(np.flatnonzero(new_kind) + 1), k], np.int64)
     samples = np.empty((5, n + 1), np.int64)
     halves = np.empty((3, 4 * _HALF), np.int64)
-    parts = np.zeros((6, k), np.int64)
+    parts = np.zeros((5, k), np.int64)
     parts[2] = -1
     parts[3] = np.arange(k)
     fields = (costs, needs, sizes, slowness, limits, rooms, kinds, *parts[:3], samples[0, :n], *parts[3:])
-    state = State._make((*fields, *samples[1:], np.empty(SPLIT, np.int64), *halves))
-    return state if arrays else State._make(field.tolist() for field in state)
+    made = Assignment._make((*fields, *samples[1:], np.empty(SPLIT, np.int64), *halves))
+    return made if arrays else Assignment._make(field.tolist() for field in made)
 
 
 class Tree(NamedTuple):

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from odc.balance import lb_micro, lb_mini, loops, partition, quadratic
+from odc.balance import lb_micro, lb_mini, partition, partition_loops, quadratic
 from odc.balance.compiled import loops_of
 from odc.balance.karmarkar_karp import karmarkar_karp
 from odc.balance.partition import falling, to_ticks
-from odc.balance.state import Ints, new_state
+from odc.balance.state import Ints, new_assignment
 from odc.bench.rounds import Action
 
 COST = quadratic(24576, 1)
@@ -33,10 +33,8 @@ def plain_lpt(costs: Ints, parts: int) -> Ints:
     """int64 [samples]: owners by longest first without trades."""
     ticks = to_ticks(costs, parts)
     order = falling(ticks, None)
-    nothing = np.zeros(max(len(costs), parts), np.int64)
-    few = nothing[:parts]
-    state = new_state(ticks[order], nothing[: len(costs)], nothing[: len(costs)], np.ones(parts), few, few, arrays=True)
-    compiled: Any = loops_of(loops, len(costs))[0]
+    state = new_assignment(ticks[order], np.ones(parts), arrays=True)
+    compiled: Any = loops_of(partition_loops, len(costs))[0]
     compiled.longest_first(state, parts.bit_length())
     owners, result = np.empty(len(costs), np.int64), np.empty(len(costs), np.int64)
     compiled.get(state, owners)

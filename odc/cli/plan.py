@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from odc.balance import Cost, Plan, cost_from_config, linear_cost, policy_named, quadratic
-from odc.balance.lengths import read_elements, read_lengths
+from odc.balance.inputs import read_elements, read_lengths
 from odc.errors import ConfigError
 
 

@@ -99,9 +99,9 @@ def _simulate(
 ) -> None:
     from rich.console import Console
 
+    from odc.simulate.report import study_table
     from odc.simulate.scenario import Scenario, scenario_from_yaml
     from odc.simulate.study import AXES, study, sweep, usual_values
-    from odc.simulate.tables import study_table
 
     scenario = Scenario(**((scenario_from_yaml(file) if file else {}) | given))
     began = time.monotonic()
@@ -110,7 +110,7 @@ def _simulate(
     axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
     swept = {axis: sweep(scenario, axis, usual_values(scenario, axis), _say) for axis in axes}
     if swept:
-        from odc.simulate.draw import draw_sweeps
+        from odc.simulate.report import draw_sweeps
 
         path = Path(picture or "simulated.png")
         title = f"{scenario.model} on {scenario.machine}, lengths like {scenario.lengths}: simulated"

@@ -1,8 +1,7 @@
-"""Planning while the step before computes: a loader's thread draws a batch, gathers its lengths and plans.
+"""Planning ahead: a thread draws a batch, gathers its lengths and plans while the step before computes.
 
-Chose one thread and a short queue over planning between steps: lengths are known as soon as a batch is drawn (paper
-section 6), so only the exchange stays on the critical path. The price is that the thread competes for the interpreter
-lock and, without a spare core, for time; what it took off the critical path is therefore measured and not assumed.
+Only the exchange stays on the critical path. The thread competes for the interpreter lock and, without a spare core,
+for time, so `Overlap` measures what planning ahead saved.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _POLL_S = 0.1
 
 @dataclass
 class Overlap:
-    """What planning ahead was worth, in seconds on this rank.
+    """What planning ahead saved, in seconds on this rank.
 
     Args:
         steps: planned and handed out.
@@ -38,17 +37,17 @@ class Overlap:
 
     @property
     def hidden_s(self) -> float:
-        """At least so much planning went off the critical path: all but what the loop waited."""
+        """Planning that the loop did not wait for; a lower bound."""
         return max(0.0, self.planning_s - self.waited_s)
 
 
 class PlannedLoader(Generic[B]):
-    """Iterates over (batch, plan), planned ahead. Every rank iterates over as many batches.
+    """Iterates over (batch, plan), planned ahead. Every rank iterates over the same number of batches.
 
     Args:
-        batches: own batches.
+        batches: of this rank.
         records_of: the records of a batch; raises to refuse it.
-        orchestrator: plans; it may not plan elsewhere meanwhile.
+        orchestrator: plans; nothing else may plan with it meanwhile.
         ahead: batches drawn and planned before they are asked for, >= 1.
 
     What `batches`, `records_of` or planning raise is raised by the iteration, in its place. An iterator that is dropped

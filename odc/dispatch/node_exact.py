@@ -1,7 +1,6 @@
-"""Algorithm 3 as an integer program: which node gets which new mini-batch, solved by HiGHS.
+"""Algorithm 3 as an integer program: which node gets which new mini-batch, solved by HiGHS through scipy.
 
-Chose scipy's milp over CVXPY with CBC (the paper's): one dependency, which many installations have already, imported
-when it is first asked for. The price is time: seconds for 64 instances, out of the question for thousands.
+scipy is imported on the first call.
 """
 
 from __future__ import annotations

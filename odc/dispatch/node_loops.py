@@ -1,7 +1,7 @@
-"""The inner loops of node-wise rearrangement: place new mini-batches on nodes, exchange them between nodes.
+"""The inner loops of node-wise rearrangement: place new mini-batches on nodes, and exchange them between nodes.
 
-Chose one source for both ways to run it, as `odc.balance.loops`: integers and no numpy, so that all ranks get the same
-plan whether they have numba or not. `volume` is flat: `volume[j * d + i]` is what sender i has of batch j.
+Like `odc.balance.partition_loops` they run compiled or interpreted with the same result. `volume` is flat: `volume[j *
+d + i]` is what sender i has of batch j.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def kept(groups: Any, sizes: Any, rooms: Any, total: Any) -> None:
 
 
 def place(pairs_batch: Any, pairs_node: Any, rooms: Any, node: Any) -> None:
-    """Give each batch the first node, in the order listed, that still has room; then what is left, as it comes."""
+    """Give each batch the first node, in the order listed, that still has room; the rest goes where room is left."""
     for e in range(len(pairs_batch)):
         j, a = pairs_batch[e], pairs_node[e]
         if node[j] < 0 and rooms[a] > 0:
@@ -71,9 +71,9 @@ def improve(
     """
     d = len(node)
     _fill(firsts, node, members)
-    for place_ in range(d):
-        j = members[place_]
-        at[j] = place_
+    for spot in range(d):
+        j = members[spot]
+        at[j] = spot
         for i in range(firsts[node[j]], firsts[node[j] + 1]):
             sent[i] -= volume[j * d + i]
     least, seed = -1, 1
@@ -105,13 +105,13 @@ def improve(
 
 def _fill(firsts: Any, node: Any, members: Any) -> None:
     """List the batches of each node."""
-    for place_ in range(len(node)):
-        members[place_] = -1
+    for spot in range(len(node)):
+        members[spot] = -1
     for j in range(len(node)):
-        place_ = firsts[node[j]]
-        while members[place_] >= 0:
-            place_ += 1
-        members[place_] = j
+        spot = firsts[node[j]]
+        while members[spot] >= 0:
+            spot += 1
+        members[spot] = j
 
 
 def _best_swap(
@@ -125,11 +125,11 @@ def _best_swap(
     members: Any,
     worst: int,
 ) -> tuple[int, int]:
-    """Two batches whose exchange leaves all senders of both nodes below what `worst` sends, the most; or -1."""
+    """Two batches whose exchange leaves every sender of both nodes below what `worst`, the greatest, sends; or -1."""
     home = node_of[worst]
     least, found, with_ = sent[worst], -1, -1
-    for place_ in range(begins[worst], begins[worst + 1]):
-        j = having[place_]
+    for spot in range(begins[worst], begins[worst + 1]):
+        j = having[spot]
         if node[j] == home:
             continue
         gain = sent[worst] - volume[j * len(node) + worst]
@@ -143,7 +143,7 @@ def _best_swap(
 
 
 def _after(volume: Any, firsts: Any, sent: Any, home: int, mine: int, away: int, theirs: int, least: int) -> int:
-    """The most any sender of both nodes sends once they have exchanged the batches; `least` as soon as it is that."""
+    """The most any sender of both nodes sends after the exchange of two batches; `least` as soon as that is reached."""
     d, top = len(sent), 0
     lost, won = mine * d, theirs * d
     for i in range(firsts[home], firsts[home + 1]):
@@ -174,7 +174,7 @@ def _swap(volume: Any, firsts: Any, sent: Any, node: Any, members: Any, at: Any,
 
 
 def seat(volume: Any, firsts: Any, node: Any, members: Any, taken: Any, places: Any) -> None:
-    """Within each node, give each batch an instance, those that keep most where it is first; `taken` is zeros, [d]."""
+    """Give each batch an instance of its node, the one with most of it where possible; `taken` is zeros, [d]."""
     d = len(node)
     _fill(firsts, node, members)
     for a in range(len(firsts) - 1):
@@ -195,7 +195,7 @@ def seat(volume: Any, firsts: Any, node: Any, members: Any, taken: Any, places: 
 def stay(
     order: Any, cuts: Any, homes: Any, owners: Any, per_node: int, heads: Any, links: Any, taken: Any, found: Any
 ) -> None:
-    """Within each run of `order`, deal the runs' places (`owners`) out anew: own instance first, then own node.
+    """Within each run of `order`, deal its destinations (`owners`) out again: home instance first, then home node.
 
     Args:
         order, cuts: examples that may trade places are order[cuts[g]] to order[cuts[g + 1] - 1].

@@ -1,14 +1,12 @@
-"""The global orchestrator (paper section 6): what a multimodal training step calls.
+"""The global orchestrator (OrchMLLM, section 6): what a multimodal training step calls.
 
-Chose five calls over a wrapper around the model: gather and plan (on the loader's thread), raw data to the encoders,
-encoded rows to the LLM, text to the LLM, assemble. The step stays the user's own loop, so any encoder, connector and
-LLM fit. The price is that the loop has to make the calls, and backward of `to_llm` must run on every rank.
-
-    plan = orchestrator.plan(records)                            # `planned` does it ahead, for a whole loader
+    plan = orchestrator.plan(records)                            # `PlannedLoader` does it ahead
     images = orchestrator.to_encoder(plan, "vision", {"pixels": pixels})
-    encoded = orchestrator.to_llm(plan, "vision", vision(images))
+    encoded = orchestrator.to_llm(plan, "vision", vision(images["pixels"]))
     text = orchestrator.text(plan, {"ids": ids, "labels": labels})
     tokens = orchestrator.assemble(plan, embed(text["ids"]), {"vision": encoded})
+
+The loop stays the user's, so any encoder, connector and LLM fit. Backward of `to_llm` must run on every rank.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ def channels(encoders: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class OwnPlan:
-    """A step's plan with one rank's part cut out of it. Made on the planning thread.
+    """A step's plan and one rank's part of it.
 
     Args:
         step: number, the same on all ranks.
         whole: the plan of all ranks.
-        me: own instance.
+        me: this instance.
         inbound: by encoder: route of one row a token of the raw data; `Orchestrator.to_encoder` makes others.
         outbound: by encoder: route of the encoder's output.
         text: route of text tokens.
@@ -76,13 +74,13 @@ class OwnPlan:
 
 
 class Orchestrator:
-    """Plans steps and moves their data; one a rank. `plan` may run on another thread than the rest.
+    """Plans steps and moves their data; one a rank. `plan` may run on a thread of its own.
 
     Args:
         encoders: phases, in the order in which records number them; the same on every rank.
         llm: the LLM phase.
         exchange: between the instances.
-        nodes: how instances stand on nodes, to let little cross them; None does not care.
+        nodes: how instances lie on nodes, so that little is moved between nodes; None ignores nodes.
     """
 
     def __init__(
@@ -96,8 +94,6 @@ class Orchestrator:
         self.encoders, self.llm, self.exchange = tuple(encoders), llm, exchange
         self._nodes = nodes
         self._step = 0
-
-    # planning ---------------------------------------------------------------------------------------------------
 
     def plan(self, records: Records) -> OwnPlan:
         """Gather the records of all ranks and plan the next step; waits for all ranks to have drawn theirs.
@@ -121,12 +117,12 @@ class Orchestrator:
         return OwnPlan(**{**own.__dict__, "planning_s": perf_counter() - began})
 
     def refuse(self, reason: str) -> None:
-        """Have every rank's next `plan` raise PlanError with this reason; in place of an own `plan` without data."""
+        """Have every rank's next `plan` raise PlanError with this reason; for a rank that has no data to plan."""
         self._step += 1
         self.exchange.gather(self._step, RECORDS, _refusal(reason))
 
     def _told(self, records: Records) -> Ints:
-        """What the others get: records, or the reason why there are none, so that all refuse the step alike."""
+        """What this rank gathers: its records, or why they are bad, so that all ranks refuse the step alike."""
         try:
             caps = [self.llm.longest, *(encoder.longest for encoder in self.encoders)]
             return records.check(self.exchange.me, caps).to_array()
@@ -146,12 +142,12 @@ class Orchestrator:
         mark = np.frombuffer(hashlib.sha256(said.encode()).digest()[:8], np.int64)
         marks = [int(found[0]) for found in self.exchange.gather(self._step, PLAN, mark)]
         common = max(set(marks), key=lambda one: (marks.count(one), -marks.index(one)))
-        strangers = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]
-        if strangers:
+        odd = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]
+        if odd:
             raise PlanError(
-                f"step {self._step} is refused: rank {', '.join(map(str, strangers))} made another plan from the same "
+                f"step {self._step} is refused: rank {', '.join(map(str, odd))} made another plan from the same "
                 "records, or plans for other phases; phases, policies and versions of odc must agree",
-                culprit=strangers[0],
+                culprit=odd[0],
             )
 
     def _own(self, whole: StepPlan) -> OwnPlan:
@@ -162,8 +158,6 @@ class Orchestrator:
         }
         text = Route.of(whole.llm, {"rows": whole.text}, me)
         return OwnPlan(self._step, whole, me, inbound, outbound, text, whole.interleaving(me), 0.0)
-
-    # moving -----------------------------------------------------------------------------------------------------
 
     def to_encoder(
         self,

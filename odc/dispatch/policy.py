@@ -1,11 +1,8 @@
 """Post-balancing: which instance computes which examples of one phase, from their lengths alone.
 
-Chose one function with a small policy that states what the phase's batches cost (paper equation 2) over a class an
-algorithm: padding and cost model decide which of the paper's algorithms applies, and that is all there is to choose.
-The price is that a phase whose cost is neither linear nor quadratic in a length has no policy.
-
-Planning is a pure function of integers, the same on every machine, with numba and without: every instance plans for
-itself and all get the same result.
+A small policy states what the phase's batches cost (OrchMLLM, equation 2); padding and cost decide which of the paper's
+algorithms applies. Planning is a pure function of integers with the same result on every machine, so every instance
+plans for itself.
 """
 
 from __future__ import annotations
@@ -17,10 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from odc.dispatch.lengths import check_lengths
-from odc.dispatch.padded import padded, padded_attention
+from odc.dispatch.algorithms import padded, padded_attention, tolerant, unpadded
 from odc.dispatch.rearrangement import Ints, Rearrangement
-from odc.dispatch.unpadded import tolerant, unpadded
 from odc.errors import PlanError
 
 Padding = Literal["none", "full", "attention"]
@@ -111,3 +106,43 @@ def balance_flat(lengths: Ints, instances: int, policy: BalancePolicy) -> Ints:
 def _single(lengths: Ints, policy: BalancePolicy) -> NDArray[np.float64]:
     """[n] cost of each example alone."""
     return policy.alpha * lengths + policy.beta * (lengths * lengths)
+
+
+def check_lengths(
+    lengths: Sequence[ArrayLike], longest: int | None = None, *, what: str = "example"
+) -> tuple[Ints, Ints]:
+    """Counts int64 [d] and flat lengths int64 [n] of one list an instance, checked.
+
+    Args:
+        lengths: [d] lists of lengths.
+        longest: the most tokens of one; None for no cap.
+        what: noun for messages.
+
+    Raises PlanError, naming instance and example, for a length that is no whole number, below 1 or over the cap, and
+    for no instances.
+    """
+    if not len(lengths):
+        raise PlanError("there are no instances to balance")
+    arrays = [np.asarray(values) for values in lengths]
+    for instance, values in enumerate(arrays):
+        if values.ndim != 1 or (values.dtype.kind not in "iuf" and values.size):
+            raise PlanError(
+                f"instance {instance}: lengths must be one list of integers, got {values.dtype} {values.shape}"
+            )
+    counts = np.array([len(values) for values in arrays])
+    filled = [values for values in arrays if len(values)]
+    flat = np.concatenate(filled) if filled else np.empty(0, np.int64)
+    good = (flat >= 1) & (flat <= (np.iinfo(np.int64).max if longest is None else longest))
+    if flat.dtype.kind == "f":
+        good &= np.isfinite(flat) & (flat == np.floor(flat))
+    if not good.all():
+        place = int(np.flatnonzero(~good)[0])
+        instance = int(np.searchsorted(np.cumsum(counts), place, side="right"))
+        _refuse(f"instance {instance}: {what} {place - int(counts[:instance].sum())}", flat[place].item(), longest)
+    return counts, flat.astype(np.int64, copy=False)
+
+
+def _refuse(who: str, value: float, longest: int | None) -> None:
+    if longest is not None and value > longest:
+        raise PlanError(f"{who} has length {value}, more than the cap of {longest}")
+    raise PlanError(f"{who} has length {value}; a length is a whole number >= 1")

@@ -1,11 +1,8 @@
 """Which example goes where: from (source instance, slot) to (destination instance, slot).
 
-Chose one permutation of flat places over nested lists: inverse and composition are one indexing each, also for the
-hundreds of thousands of examples of thousands of instances, and what a rank sends and receives is cut out of it by
-slices. The price is that a place is a number; `pairs` and `apply` speak of instances and slots.
-
-An *instance* is a data-parallel rank, a *slot* the place of an example in an instance's mini-batch, and a *flat* place
-counts the slots of instance 0, then of instance 1, and so on (paper section 5.1: the map M -> M').
+An instance is a data-parallel rank, a slot the place of an example in an instance's mini-batch, and a flat place counts
+the slots of instance 0, then of instance 1, and so on. A rearrangement is one permutation of flat places (OrchMLLM,
+section 5.1), so its inverse and composition are one indexing each.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Rearrangement:
-    """A bijection between the examples of d source and d destination mini-batches. Immutable; any process may hold one.
+    """A bijection between the examples of d source and d destination mini-batches. Immutable.
 
     Args:
         counts: int64 [d] examples of each source instance.
@@ -71,8 +68,6 @@ class Rearrangement:
             raise PlanError(
                 f"{self.counts.sum()} examples leave, {self.new_counts.sum()} arrive and {len(self.order)} are listed"
             )
-
-    # what it is -------------------------------------------------------------------------------------------------
 
     @property
     def instances(self) -> int:
@@ -128,8 +123,6 @@ class Rearrangement:
 
     __hash__ = None  # type: ignore[assignment]  # arrays are compared, not hashed
 
-    # what it does -----------------------------------------------------------------------------------------------
-
     def inverse(self) -> Rearrangement:
         """Back to where everything came from."""
         back = np.empty_like(self.order)
@@ -149,7 +142,7 @@ class Rearrangement:
         return Rearrangement(first.counts, self.new_counts, first.order[self.order])
 
     def apply(self, batches: Sequence[Sequence[T]]) -> list[list[T]]:
-        """The new mini-batches, for mini-batches [d][counts[i]] of anything. The plain reference of every exchange."""
+        """The new mini-batches, for mini-batches [d][counts[i]] of anything. The reference of every exchange."""
         if [len(batch) for batch in batches] != self.counts.tolist():
             raise PlanError(f"mini-batches of {[len(b) for b in batches]} examples, not {_short(self.counts)}")
         flat = [example for batch in batches for example in batch]
@@ -185,8 +178,6 @@ class Rearrangement:
         moved = self.new_counts[at]
         shift = self.new_starts[at] - _starts(moved)[:-1]
         return Rearrangement(self.counts, moved, self.order[np.repeat(shift, moved) + np.arange(len(self.order))])
-
-    # what it costs ----------------------------------------------------------------------------------------------
 
     def volume(self, sizes: ArrayLike | None = None) -> Ints:
         """[d, d]: entry (i, j) is what instance i sends to instance j (itself on the diagonal); examples without sizes.

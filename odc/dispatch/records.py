@@ -1,7 +1,7 @@
-"""What each example consists of: its subsequences, of which modality, how long, in which order (section 6).
+"""What each example consists of: its subsequences, their modality and length, in order (OrchMLLM, section 6).
 
-Chose one small integer table an instance over objects: it is what all instances gather, a few numbers a subsequence.
-The price is that modalities travel as numbers, which mean the same only where all ranks list the same encoders.
+Records are one small integer table an instance, which all instances gather. Modalities are numbers in it, so all ranks
+must list the same encoders in the same order.
 """
 
 from __future__ import annotations

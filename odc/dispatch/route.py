@@ -1,12 +1,10 @@
 """What one instance sends and receives in one move: a rearrangement with rows, cut down to one rank's part.
 
-Chose to work all of it out from the plan, sizes included, so that nothing about sizes has to be exchanged and all of it
-can be done ahead, off the critical path. The price is that a plan which differs between ranks would move garbage:
-`digest` says whether two ranks mean the same move, and every exchange compares it.
+Everything, sizes included, follows from the plan and can be computed ahead. Ranks with different plans would move
+garbage, so every exchange compares the `digest` of the whole move.
 
-An example (or subsequence) is a run of rows of a field, [rows, features...]; a field's rows differ between examples, an
-example's between fields. In the *send order* rows go by destination instance, then destination slot; in the *receive
-order* by source instance, then destination slot.
+An example (or subsequence) is a run of rows of a field, [rows, features...]. In the send order rows go by destination
+instance, then destination slot; in the receive order by source instance, then destination slot.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ class FieldRoute:
     Args:
         sent: int64 [d] rows for each destination, itself among them.
         received: int64 [d] rows from each source.
-        pack: int64 [rows brought] own row at each place of the send order.
-        unpack: int64 [rows got] place in the receive order of each row as it is to lie here.
+        pack: int64 [rows sent] local row at each place of the send order.
+        unpack: int64 [rows received] place in the receive order of each local row.
     """
 
     sent: Ints
@@ -47,12 +45,12 @@ class FieldRoute:
 
     @cached_property
     def outgoing(self) -> list[list[Run]]:
-        """[d] for each destination: runs of rows (place among what goes there, own row, rows)."""
+        """[d] for each destination: runs of rows (place among what goes there, local row, rows)."""
         return _runs(self.pack, self.sent)
 
     @cached_property
     def incoming(self) -> list[list[Run]]:
-        """[d] for each source: runs of rows (place among what comes from there, row to lie at, rows)."""
+        """[d] for each source: runs of rows (place among what comes from there, local row, rows)."""
         return _runs(np.argsort(self.unpack), self.received)
 
 

@@ -1,15 +1,12 @@
-"""One step's plan: every phase balanced on its own, and the moves between phases composed (paper section 6).
-
-Chose to balance encoders over *subsequences* (one image, one audio clip) and the LLM over whole interleaved examples: a
-padded batch of clips has one row a clip, and an example without a modality has nothing to place. The price is that two
-images of one example may be encoded on two ranks.
+"""One step's plan: every phase balanced on its own, and the moves between phases composed (OrchMLLM, section 6).
 
     raw data      source instance --Pi_Ek--> encoder k
     its output    encoder k --Pi_M o Pi_Ek^-1--> LLM's instance      (one move; its backward is the inverse)
     text          source instance --Pi_M--> LLM's instance
 
-All of it is arithmetic on gathered `Records`: pure, the same on all ranks, and needs nothing but lengths, so that it
-can run while the step before computes.
+Encoders are balanced over subsequences (one image, one audio clip), the LLM over whole interleaved examples, so two
+images of one example may be encoded on two ranks. A plan is pure arithmetic on gathered `Records` with the same result
+on all ranks, and can be made while the previous step computes.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from odc.dispatch.keep_local import keep_local
-from odc.dispatch.node_wise import Method, place_batches
+from odc.dispatch.node_wise import Method, keep_local, place_batches
 from odc.dispatch.policy import BalancePolicy, balance_flat
 from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.dispatch.records import Records
@@ -35,10 +31,10 @@ class Phase:
 
     Args:
         name: of the phase; of an encoder as in `Records`.
-        policy: how it is balanced; None leaves everything where it was drawn.
+        policy: how it is balanced; None leaves everything where the data loader put it.
         longest: the most tokens of one subsequence (of an encoder) or of one interleaved example (of the LLM).
-        bytes_in: what one token of the input weighs in a move, for node-wise rearrangement. The LLM's are text tokens.
-        bytes_out: what one token of an encoder's output weighs.
+        bytes_in: bytes of one input token in a move, for node-wise rearrangement; the LLM's inputs are text tokens.
+        bytes_out: bytes of one token of an encoder's output.
     """
 
     name: str
@@ -50,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Nodes:
-    """That instances stand on nodes, and how much planning that is worth.
+    """How instances lie on nodes, and how much planning that is worth.
 
     Args:
         size: instances of a node; node a has instances a * size and following.
@@ -135,8 +131,8 @@ class StepPlan:
     def interleaving(self, instance: int) -> Ints:
         """Row of each token of `instance`'s sequences, int64 [sum of lengths], in the rows that arrive there.
 
-        Those are its text's rows, then those of each encoder's outputs, one after the other as they arrive: with them
-        concatenated, this index assembles the interleaved sequences (section 6).
+        The rows that arrive are its text's, then each encoder's outputs; indexing their concatenation assembles the
+        interleaved sequences.
         """
         move = self.llm.lift(self.counts)
         phase, tokens = self.parts[:, move.arriving(instance)]

@@ -1,11 +1,10 @@
-"""What each arm's step would take on a machine that is not there. Everything it says is simulated."""
+"""Simulated steps of every arm on machines that are not there."""
 
 from odc.arms import ARMS, Arm, arm_named
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate_events
-from odc.simulate.result import StepResult
-from odc.simulate.run import simulate, simulate_plan
-from odc.simulate.step import Step
+from odc.simulate.step import Step, StepResult
+from odc.simulate.study import simulate, simulate_plan
 from odc.simulate.vectorised import simulate_vectorised
 from odc.simulate.workload import Model, Unit, even_model
 

@@ -1,7 +1,7 @@
-"""Machines and models by name: vendors' figures and public configs, for `odc simulate` and the reproduction page.
+"""Machines and models by name, from data sheets and public configs, for `odc simulate` and the reproduction page.
 
-Chose data-sheet bandwidths and one share of peak FLOPs for all models over measured curves: nobody here can measure
-them, and ratios between arms hang little on either. What they do hang on can be set: see `odc.simulate.Scenario`.
+Bandwidths are those of data sheets, and all models reach one share of peak FLOPs; `odc.simulate.Scenario` can change
+both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""The machine that is simulated: ranks, how fast they compute, and what their links cost.
+"""The simulated machine: ranks, how fast they compute, and what their links cost.
 
-Chose three numbers a link (bytes per second, latency, and how unevenly the owners hold a unit) over a topology graph:
-every rank has one link to the ranks of its node and one to all other nodes, both directions at full speed at once.
-What this leaves out: oversubscribed switches, a rank's own pushes slowing the fetches that it serves, and memory
-bandwidth that communication takes from compute.
-
-Transfers on demand go straight from each owner to the reader, so a rank pulls all remote bytes through its own link.
-Collectives are taken as well made: a ring that brings each byte once into each node and spreads that over the node's
-links (paper: section 6.2, cross-node transfers on demand are not hierarchical).
+Every rank has one link to the ranks of its node and one to all other nodes, each at full speed in both directions.
+On-demand transfers go straight from each owner to the reader, so a rank pulls all remote bytes through its own link.
+Collectives are rings that bring each byte once into each node and spread it over the node's links. Not modelled:
+oversubscribed switches, a rank's pushes slowing the fetches that it serves, and memory bandwidth that communication
+takes from compute.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ class Cluster:
         intra_latency, inter_latency: seconds before the first byte, per transfer or hop.
         accumulate_bandwidth: bytes/s at which one owner adds up pushed gradients, all sources together.
         collective: "ring" (ranks - 1 hops of latency) or "tree" (log2 of that).
-        reductions_in_flight: gradient reductions a rank may have under way while it computes on. 1: FSDP2 on a GPU,
-            which awaits the last unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
+        reductions_in_flight: gradient reductions a rank may have under way while it computes. 1: FSDP2 on a GPU, which
+            waits for the last unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
         call_seconds: fixed time of every collective and every transfer on demand (launch, rendezvous, bookkeeping).
-        owner_skew: share of a unit that the fullest owner holds, over the mean share. 1: even shards, where striped
-            transfers never queue at an owner; the number of ranks: one owner holds everything, a single server.
+        owner_skew: share of a unit that the fullest owner holds, over the mean share. 1: even shards; the number of
+            ranks: one owner holds everything, as a single parameter server does.
         slow: rank -> factor >= 0 on its compute time (1.5: half as slow again).
-        jitter: sigma of lognormal noise on each unit's compute time, its mean kept; 0 is none.
+        jitter: sigma of lognormal noise of mean 1 on each unit's compute time; 0 is none.
     """
 
     ranks: int
@@ -97,7 +94,7 @@ class Cluster:
     def transfer_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
         """One unit of `nbytes` fetched from (or pushed to) its `shards` owners, the fastest it can be.
 
-        Shards are the own node's ranks, or all ranks. Both links work at the same time.
+        Shards are on the ranks of the node, or on all ranks. Both links work at the same time.
         """
         near, far = self._near_and_far(nbytes, shards)
         if near + far == 0:
@@ -108,7 +105,7 @@ class Cluster:
         return self.call_seconds + seconds
 
     def owner_seconds(self, nbytes: float, shards: int) -> tuple[float, float]:
-        """Seconds that one rank's transfer keeps the fullest owner's link into its node and its link to others busy."""
+        """Seconds that one rank's transfer occupies the fullest owner's links: into its node, and to other nodes."""
         fullest = nbytes * min(1.0, self.owner_skew / shards)
         near = fullest * (self.node - 1) / self.node / self.intra_bandwidth
         far = fullest * (self.ranks - self.node) / self.ranks / self.inter_bandwidth if shards > self.node else 0.0

@@ -1,18 +1,18 @@
-"""The reference simulator: every rank is a small program, and one clock runs them all in order of time.
+"""The reference simulator: every rank is a generator that reads like the training loop, and one clock runs them all.
 
-Chose generators that read like the training loop over tables of event handlers: `_microbatch` below *is* the model of a
-rank. The price is 10 to 20 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
+It takes 10 to 20 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
 
-The model:
-* A rank uses units in order. It may begin the fetch (or gather) of the next when it starts to compute this one, within
-  one pass. Pushes start after a unit's backward and hold up nothing but the end of the step.
-* Collectives of a group are done one after the other, each once its last rank has called it. Reductions start after a
-  unit's backward too; with more than `Cluster.reductions_in_flight` of its own not over, a rank waits.
+The model: * A rank uses units in order. It may begin the fetch (or gather) of the next unit when it starts to compute
+this one, within
+  one pass. Pushes start after a unit's backward and delay nothing but the end of the step.
+* Collectives of a group run one after the other, each once its last rank has called it. Reductions start after a unit's
+  backward; a rank with more than `Cluster.reductions_in_flight` unfinished ones waits.
 * With resident parameters, all units are gathered one after the other before the first microbatch, and all
   reductions follow the last one, in the backward of a dummy.
-* Transfers on demand: one fetch and one push of a rank at a time. Where an owner holds more than its share, transfers
-  queue at it in the order they began (it serves both directions at once).
-* The step ends when all ranks have computed and all gradients have arrived, and then `Step.ending_seconds` later.
+* On demand, a rank has one fetch and one push at a time. Where an owner holds more than its share, transfers queue at
+it in
+  the order they began, separately for each direction.
+* The step ends `Step.ending_seconds` after all ranks have computed and all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from odc.simulate.result import StepResult
-from odc.simulate.step import Step
+from odc.simulate.step import Step, StepResult
 from odc.simulate.workload import Use
 
 
 @dataclass
 class _Transfer:
-    """Something on its way. `done` is None until a collective's last rank has called it."""
+    """A transfer under way. `done` is None until a collective's last rank has called it."""
 
     seconds: float
     done: float | None
@@ -84,8 +83,6 @@ class _Simulation:
         end = max(self.now, self.last_arrival) + self.step.ending_seconds()
         return StepResult(end, tuple(b + optimizer for b in self.busy), tuple(self.transfer), tuple(self.ran))
 
-    # programs -----------------------------------------------------------------------------------------------------
-
     def _rank(self, rank: int) -> _Program:
         if self.step.transport == "dynamic":
             while self.queue:
@@ -126,12 +123,10 @@ class _Simulation:
         self.transfer[rank] += min(self.now - asked, unit.seconds)
 
     def _compute_seconds(self, rank: int, job: int | None, k: int) -> float:
-        """Of use k of a unit in a job; a dummy (None) takes only the fixed time."""
+        """Compute time of use k of a unit in a job; a dummy (None) takes only the fixed time."""
         seconds, noise = self.jobs[job] if job is not None else (0.0, None)
         seconds *= self.uses[k].share * (noise[k] if noise is not None else 1.0)
         return (seconds + self.step.model.unit_seconds) * self.slow[rank]
-
-    # links --------------------------------------------------------------------------------------------------------
 
     def _fetch(self, rank: int, use: Use) -> _Transfer:
         if not use.fetch_bytes:
@@ -181,7 +176,7 @@ class _Simulation:
         return _Transfer(done - begin, done)
 
     def _serve(self, resource: str, number: int, asked: float, seconds: float) -> float:
-        """First come, first served: when `resource` is done with something that takes `seconds`."""
+        """When `resource`, which serves in order of arrival, is done with something that takes `seconds`."""
         done = max(asked, self.free.get((resource, number), 0.0)) + seconds
         self.free[resource, number] = done
         return done

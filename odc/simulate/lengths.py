@@ -1,8 +1,6 @@
-"""Lengths of samples: named distributions that resemble published data sets, or your own from a file.
+"""Lengths of samples: named distributions that resemble published data sets, or lengths from a file.
 
-Chose clipped lognormals over the data sets themselves: nothing is downloaded, any number can be drawn, and two
-published figures (mean and longest) fix one once its width is assumed. The price is that they are *like* the data, not
-the data: widths are assumptions, named below.
+The named ones are clipped lognormals. Mean and longest are published figures; the widths are assumptions, named below.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.balance.lengths import read_elements
+from odc.balance.inputs import read_elements
 from odc.errors import ConfigError, DataError
 
 
@@ -57,8 +55,8 @@ def _phi(z: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Lengths to draw from, with replacement: a data set's own."""
+class LengthSample:
+    """The lengths of a data set, to draw from with replacement."""
 
     lengths: tuple[int, ...]
 
@@ -73,7 +71,7 @@ class Sample:
         return np.minimum(drawn, np.int64(longest or self.longest))
 
 
-Lengths = Lognormal | Sample
+Lengths = Lognormal | LengthSample
 
 #: The widths are assumptions; so are the longest of AIME and GRPO.
 NAMED: dict[str, Lognormal] = {
@@ -90,8 +88,8 @@ NAMED: dict[str, Lognormal] = {
 def lengths_named(source: str) -> Lengths:
     """The distribution called `source`, or the lengths in that file or datasets folder.
 
-    A file is anything that `odc.balance.lengths` reads, of numbers or of objects with `length`, `num_tokens` or
-    `input_ids`. A folder saved by Hugging Face datasets has such a column.
+    A file is anything that `odc.balance.inputs.read_elements` reads, of numbers or of objects with `length`,
+    `num_tokens` or `input_ids`. A folder saved by Hugging Face datasets has such a column.
 
     Raises:
         ConfigError: neither a name nor a path that is there.
@@ -108,7 +106,7 @@ def lengths_named(source: str) -> Lengths:
         raise DataError(f"{path} holds no lengths: {error}") from error
     if not lengths or min(lengths) < 1:
         raise DataError(f"{path}: there must be lengths, all 1 or more")
-    return Sample(tuple(lengths))
+    return LengthSample(tuple(lengths))
 
 
 def _from_datasets(path: Path) -> list[int]:

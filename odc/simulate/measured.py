@@ -1,7 +1,7 @@
-"""From a recorded trace to a cost model: compute seconds of every microbatch against the lengths in it.
+"""From a recorded trace to a cost model: the compute time of every microbatch against the lengths in it.
 
-Chose the compute of `odc.trace.cover` (time inside a microbatch under no other span) as what a cost model predicts:
-it is what the breakdown calls busy. Copies that FSDP2 does inside forward and backward are in it, fetches are not.
+Compute is what `odc.trace.cover` counts as busy: time inside a microbatch under no other span. It includes copies that
+FSDP2 makes inside forward and backward, and no fetches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[int, int, int]  # epoch, rank, microbatch
 
 
 def microbatch_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[Key, float]:
-    """Measured compute seconds by (epoch, rank, microbatch), of all microbatches that were marked."""
+    """Measured compute seconds by (epoch, rank, microbatch) of all marked microbatches."""
     marked = marked_epochs(spans_by_rank)
     nanoseconds: dict[Key, int] = {}
     for rank, spans in spans_by_rank.items():
@@ -34,13 +34,13 @@ def fit_trace(
     lengths: Mapping[int, Sequence[int]],
     cost: Cost | None = None,
 ) -> Fit:
-    """The cost model that a trace's microbatches follow, with its error.
+    """Fit a cost model to the microbatches of a trace.
 
     Args:
         spans_by_rank: all spans of every rank, as for `odc.trace.breakdown`.
-        plans: by epoch, what was run. Its empty microbatches were not run; dummies after a rank's own do not count.
+        plans: by epoch, what was run. Empty microbatches and dummies after a rank's last microbatch do not count.
         lengths: by epoch, tokens of each of the plan's samples.
-        cost: find only the scale of this one and the fixed seconds; linear and quadratic coefficients without it.
+        cost: fit only the scale of this cost model and the fixed seconds; otherwise linear and quadratic coefficients.
 
     Epochs without a plan are left out (warm-up). Raises TraceError when no microbatch matches, PlanError as `fit`.
     """

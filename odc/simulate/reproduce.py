@@ -1,8 +1,7 @@
 """docs/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
 
-Chose one rule for all rows, fixed before the first run: a speed-up agrees within 0.05, a bubble within 5 percentage
-points, a statement if it holds. Assumptions are not tuned to make rows agree. The command: `odc simulate --reproduce
-docs/reproduction.md`.
+One rule for all rows, fixed before the first run: a speed-up agrees within 0.05, a bubble within 5 percentage points, a
+statement if it holds. Made by `odc simulate --reproduce docs/reproduction.md`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Row:
         source: where it stands.
         what: cell and arms.
         published, ours: as text.
-        spread: ours, least and most, when what is assumed about the lengths varies; "" for statements.
+        spread: least and most of ours when the assumed lengths vary; "" for statements.
         agrees: by the rule above.
-        why: where it does not, what explains it.
+        why: what explains a disagreement.
     """
 
     source: str

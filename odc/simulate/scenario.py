@@ -1,7 +1,7 @@
-"""What to simulate, in one frozen object: data, model, machine, arms. A YAML file or the command line fills it.
+"""What to simulate, in one frozen object: data, model, machine, arms.
 
-Chose flat fields with the same names in Python, in YAML and as flags over nested sections: what a picture was made of
-is then one short list, stored beside it. The price: what has no field here goes through `odc.simulate.simulate`.
+Fields have the same names in Python, in YAML and as command-line options. What has no field here goes through
+`odc.simulate.simulate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What others state without a single figure (trends, "up to", "about as fast"), and how we look at each.
+"""Published statements without a single figure (trends, "up to", "about as fast"), and how each is checked.
 
-Chose a function a statement: it returns what ours says, as text, and whether the statement holds.
+A statement's check returns what the simulation says, as text, and whether the statement holds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One step to simulate, and which of the two simulators runs it.
+"""One step to simulate, and what it took.
 
-Chose to keep two: `events` is written to be read and knows everything, `vectorised` is numpy over all microbatches and
-reaches thousands of ranks. They agree to rounding (tests/simulate/test_vectorised.py); only queues at an owner, which
-need transfers in order of time, are left to `events`.
+Two simulators run a step: `events` is written to be read and knows everything, `vectorised` is numpy over all
+microbatches and reaches thousands of ranks. They agree to rounding.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,3 +80,35 @@ class Step:
             exchange = self.cluster.exchange_seconds
             across = exchange(model.gradient_bytes) + exchange(model.parameter_bytes)
         return across + model.optimizer_seconds
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One simulated minibatch.
+
+    Args:
+        seconds: from the first rank's start to the end of the optimizer's update.
+        busy: compute seconds by rank, the optimizer's included.
+        transfer: seconds by rank in which it stood still while its own transfer or collective moved bytes.
+        microbatches: by rank, dummies included.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+    transfer: tuple[float, ...]
+    microbatches: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """1 - mean over ranks of busy / step, 0 to 1: the definition of `odc.trace.breakdown`."""
+        return 1.0 - fmean(self.busy) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def transfer_share(self) -> float:
+        """Mean share of the step in which a rank stood still for transfers."""
+        return fmean(self.transfer) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Mean share of the step spent waiting for other ranks: what is neither busy nor transfer."""
+        return max(0.0, self.bubble - self.transfer_share)

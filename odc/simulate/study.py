@@ -1,7 +1,7 @@
-"""A scenario simulated: figures of every arm over the same minibatches, and sweeps along one of its fields.
+"""Simulating a step, a plan, a scenario under several arms, and sweeps along one field of a scenario.
 
-Chose ratios of summed step times over means of ratios: a long step counts for what it costs. Every arm sees the same
-minibatches, and arms of one planner share its plans.
+Every arm sees the same minibatches, and arms of one planner share its plans. Figures of an arm are ratios of summed
+step times, so a long step counts for what it costs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,43 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from odc.arms import arm_named
+from odc.arms import Arm, arm_named
 from odc.balance import Plan, lower_bound
 from odc.errors import ConfigError
-from odc.simulate.result import StepResult
-from odc.simulate.run import simulate_plan
+from odc.simulate.cluster import Cluster
+from odc.simulate.events import simulate_events
 from odc.simulate.scenario import Scenario
+from odc.simulate.step import Step, StepResult
+from odc.simulate.vectorised import simulate_vectorised
+from odc.simulate.workload import Model
+
+
+def simulate(step: Step) -> StepResult:
+    """One step; event by event only where transfers queue at owners."""
+    queues = step.cluster.owner_skew > 1 and step.shards > 1 and step.transport in ("on demand", "dynamic")
+    return simulate_events(step) if queues else simulate_vectorised(step)
+
+
+def simulate_plan(
+    plan: Plan,
+    arm: Arm,
+    cluster: Cluster,
+    model: Model,
+    *,
+    seconds_per_cost: float = 1.0,
+    prefetch: int = 1,
+    seed: int = 0,
+) -> StepResult:
+    """One step of a plan under an arm's transport; `seconds_per_cost` turns the plan's costs into seconds.
+
+    Empty microbatches of a plan are placeholders: left out on demand, dummies under collectives.
+    """
+    seconds = [
+        [cost * seconds_per_cost for cost, samples in zip(costs, own, strict=True) if samples]
+        for costs, own in zip(plan.costs, plan.ranks, strict=True)
+    ]
+    return simulate(Step(cluster, model, seconds, arm.transport, arm.within_node, prefetch, seed))
+
 
 #: Fields a sweep may go along -> what an axis says.
 AXES: dict[str, str] = {
@@ -53,7 +84,7 @@ class ArmFigures:
 
 @dataclass(frozen=True)
 class Study:
-    """A scenario, its arms' figures in the scenario's order, and what no plan can beat.
+    """A simulated scenario: figures of its arms, in its order, and the bound on every plan.
 
     Args:
         scenario: what was simulated.
@@ -69,7 +100,7 @@ class Study:
         return next(figures for figures in self.arms if figures.arm == arm)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The study as plain data for JSON."""
         arms = {one.arm: {k: v for k, v in asdict(one).items() if k != "arm"} for one in self.arms}
         return {"scenario": self.scenario.to_dict(), "bound_s": self.bound_s, "arms": arms}
 

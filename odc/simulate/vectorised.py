@@ -1,12 +1,11 @@
-"""The same model as `events`, for thousands of ranks: numpy over all microbatches or all ranks at once.
+"""The model of `events` for thousands of ranks: numpy over all microbatches or all ranks at once.
 
-Chose to use what makes each transport simple instead of a faster event loop:
-* On demand, with even shards, ranks do not touch each other between two meetings: each holds 1/n of every unit and has
-  one fetch and one push under way, so an owner never has more to serve than it can. A microbatch then takes the same
-  time whenever it runs, and all microbatches of all ranks are computed together, use after use.
+* On demand with even shards, ranks do not affect each other between two meetings, because no owner ever has more to
+serve
+  than it can. A microbatch takes the same time whenever it runs, so all are computed together, use after use.
 * Under collectives all ranks of a group take each use together: one pass over the uses, numpy over the ranks.
 
-Uneven shards (`Cluster.owner_skew` above 1) make transfers queue at an owner, which this cannot do.
+Uneven shards (`Cluster.owner_skew` above 1) make transfers queue at an owner, which this cannot simulate.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import ConfigError
-from odc.simulate.result import StepResult
-from odc.simulate.step import Step
+from odc.simulate.step import Step, StepResult
 
 _Floats = NDArray[np.float64]
 
@@ -35,13 +33,13 @@ def simulate_vectorised(step: Step) -> StepResult:
 
 
 class _Chain(NamedTuple):
-    """Microbatches run alone, arrays of shape (microbatches,), seconds.
+    """Microbatches that run alone; arrays of shape (microbatches,), in seconds.
 
     Args:
         duration: from its start to the end of its compute.
-        arrived: from its start until its last gradient has arrived, if no older push is in its way.
-        pushing: that its pushes keep the rank's link busy.
-        busy, transfer: compute, and standing still for fetches.
+        arrived: from its start until its last gradient has arrived, if no older push delays it.
+        pushing: that its pushes occupy the rank's link.
+        busy, transfer: compute, and waiting for fetches.
     """
 
     duration: _Floats
@@ -183,7 +181,7 @@ class _Lockstep:
             self._reduce(use.push_bytes)
 
     def _await(self, fetched: _Floats, took: float) -> None:
-        """Every rank stands still until it has what takes `took` to gather."""
+        """Every rank waits until it has what takes `took` to gather."""
         gone_on = np.maximum(self.now, fetched)
         self.transfer += np.minimum(gone_on - self.now, took)
         self.now = gone_on

@@ -1,8 +1,6 @@
 """What one step computes and moves: units in order of use, and the compute seconds of every microbatch.
 
-Chose a fixed share of a microbatch's compute for each unit over a cost model of every unit: layers are alike, and where
-inside a microbatch time passes matters only to barriers between ranks. The price: that attention weighs more in long
-microbatches than the head does is not seen.
+Each unit takes a fixed share of a microbatch's compute, whatever the microbatch's length.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class Unit:
         parameter_bytes: of the whole unit as fetched or gathered.
         gradient_bytes: of the whole unit as pushed or reduced.
         share: of a microbatch's compute, 0 to 1.
-        kept: not given up after forward, so not fetched again in backward (the root).
+        kept: stays gathered after forward, so it is not fetched again in backward (the root).
     """
 
     parameter_bytes: float
@@ -88,7 +86,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a unit. `first` of its pass: nothing before it in the pass during which it could be fetched ahead."""
+    """One use of a unit; the `first` of a pass has nothing before it during which it could be fetched ahead."""
 
     first: bool
     backward: bool
@@ -100,9 +98,9 @@ class Use:
 def even_model(
     layers: int, nbytes: float, *, root_bytes: float = 0.0, checkpointing: bool = False, unit_seconds: float = 0.0
 ) -> Model:
-    """`layers` equal units of together `nbytes` (parameters; gradients as many), after a root that stays.
+    """`layers` equal units, `nbytes` of parameters and of gradients in all, after a root that stays gathered.
 
-    The root (embedding and head) takes no compute of its own: the cost model counts its part with the layers'.
+    The root (embedding and head) takes no compute here: the cost model counts it with the layers.
     """
     layer = Unit(nbytes / layers, nbytes / layers, 1.0 / layers)
     root = (Unit(root_bytes, root_bytes, 0.0, kept=True),) if root_bytes else ()

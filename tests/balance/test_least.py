@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.balance import least
+from odc.balance import search
 from odc.balance.compiled import loops_of
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=60)
@@ -37,7 +37,7 @@ def by_heap(costs: Sequence[float], sizes: Sequence[int], room: int, parts: int)
 
 def by_scan(costs: Sequence[float], sizes: Sequence[int], room: int, parts: int) -> list[int] | None:
     owners = [-1] * len(costs)
-    found = least.least_load_first(costs, sizes, room, [0.0] * parts, [0] * parts, owners)
+    found = search.least_load_first(costs, sizes, room, [0.0] * parts, [0] * parts, owners)
     return owners if found else None
 
 
@@ -55,7 +55,7 @@ def test_the_compiled_loop_gives_the_same(room: int) -> None:
     sizes = [draw.randint(1, 1000) for _ in range(400)]
     costs = [24576.0 * size + size * size / 3 for size in sizes]
     expected = by_heap(costs, sizes, room, 40)
-    loops, arrays = loops_of(least, 1000)
+    loops, arrays = loops_of(search, 1000)
     owners = np.full(400, -1)
     assert arrays, "numba is there and not used"
     found = loops.least_load_first(np.array(costs), np.array(sizes), room, np.zeros(40), np.zeros(40, np.int64), owners)

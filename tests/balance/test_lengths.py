@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from odc.balance.lengths import read_lengths
+from odc.balance.inputs import read_lengths
 from odc.errors import DataError
 
 

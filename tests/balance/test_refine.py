@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.balance.refine import refine
+from odc.balance.partition import refine
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

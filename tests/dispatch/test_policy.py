@@ -173,7 +173,7 @@ def test_plans_are_the_same_without_numba(monkeypatch: pytest.MonkeyPatch, name:
         for instances in (1, 3, 16):
             with_numba = balance_flat(values, instances, POLICIES[name])
             with monkeypatch.context() as patch:
-                for module in ("odc.dispatch.unpadded", "odc.dispatch.padded", "odc.balance.partition"):
+                for module in ("odc.dispatch.algorithms", "odc.balance.partition"):
                     patch.setattr(sys.modules[module], "loops_of", lambda source, samples: (source, False))
                 without = balance_flat(values, instances, POLICIES[name])
             assert np.array_equal(with_numba, without)
@@ -182,7 +182,7 @@ def test_plans_are_the_same_without_numba(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_the_compiled_loops_were_used() -> None:
     pytest.importorskip("numba")
-    assert loops_of(sys.modules["odc.dispatch.loops"], 10_000)[1]
+    assert loops_of(sys.modules["odc.dispatch.algorithm_loops"], 10_000)[1]
 
 
 def test_mini_batches_are_rearranged_as_a_whole() -> None:

@@ -27,13 +27,9 @@ import test_accumulate as accumulate_  # noqa: E402 (found by the path above)
 import test_add as add_  # noqa: E402
 import test_gather as gather_  # noqa: E402
 import test_get as get_  # noqa: E402
-import test_pack as pack_  # noqa: E402
 import test_publish as publish_  # noqa: E402
 import test_put as put_  # noqa: E402
 import test_rows as rows_  # noqa: E402
-import test_signal as signal_  # noqa: E402
-import test_unpack as unpack_  # noqa: E402
-import test_wait as wait_  # noqa: E402
 from support.kernel_heaps import failures_of_threads, numbers, same_bits, shared, whole_numbers  # noqa: E402
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -69,14 +65,11 @@ def on_device(rank: int, world: int, function: Callable[..., Any], *args: Any) -
         (gather_.gathers_units, ([BF16] * 6, F32)),
         (gather_.gathers_units, ([F32] * 6, F16)),
         (put_.whole_once_signalled, ()),
-        (wait_.passes_the_baton, ()),
         *[(add_.owner_adds, (accumulator,)) for accumulator in (F32, F64)],
         (add_.staged_push, ()),
         *[(accumulate_.no_addition_is_lost, ([F32] * 3, accumulator)) for accumulator in (F32, F64)],
         (accumulate_.no_addition_is_lost, ([BF16, F32, F16], F32)),
         (publish_.publishes_for_peers, ()),
-        (pack_.sends_runs, ()),
-        (unpack_.gets_back_what_was_packed, ()),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -87,37 +80,11 @@ def test_between_ranks(ranks, world: int, function: Callable[..., Any], args: tu
 
 @pytest.mark.parametrize(
     "function",
-    [
-        rows_.finds_rows,
-        put_.odd_puts,
-        signal_.matches_reference,
-        wait_.gives_up_at_the_deadline,
-        pack_.any_runs,
-        unpack_.leaves_other_rows_alone,
-    ],
+    [rows_.finds_rows, put_.odd_puts],
     ids=lambda function: function.__name__,
 )
 def test_of_one_rank(ranks, function: Callable[..., Any]) -> None:
     ranks(1).run(on_device, function, timeout=240)
-
-
-def counts_everything(rank: int, world: int) -> None:
-    """All ranks add to the words of all by kernels at once."""
-    from odc.kernels import signal
-
-    rounds = 200
-    with shared("count", rank, world, 64) as heaps:
-        dist.barrier()
-        for _ in range(rounds):
-            for peer in range(world):
-                signal(heaps.word_table, peer, 0, (1 << 32) + 1, add=True)
-        dist.barrier()
-        assert heaps.words(rank).load(0) == world * rounds * ((1 << 32) + 1), "an addition was lost"
-        dist.barrier()
-
-
-def test_no_signal_is_lost(ranks) -> None:
-    ranks(2).run(on_device, counts_everything)
 
 
 def large_and_askew(rank: int, world: int) -> None:

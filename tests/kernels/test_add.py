@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.kernel_heaps import numbers, same_bits, shared, skew, wait_until
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -49,24 +49,25 @@ def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
 
 
 def staged_push(rank: int, world: int) -> None:
-    """Put into a slot and signal; the owner waits, adds and returns the slot: by kernels alone, ranks out of step."""
-    from odc.kernels import Signal, add, put, signal, wait
+    """Put into a slot and signal; the owner waits, adds and returns the slot, ranks out of step."""
+    from odc.kernels import Signal, add, put
 
     draw, rounds, to = random.Random(rank), 6, (rank + 1) % world
     source, arrived = (rank - 1) % world, torch.zeros(1, dtype=torch.int32)
     total, expected = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
-    with shared("staged", rank, world, SLOT) as heaps:  # the last two words of the region: sent, and taken
-        sent, taken = SLOT - 16, SLOT - 8
+    with shared("staged", rank, world, SLOT) as heaps:
+        word = SLOT // 8 - 1  # the last of the region: the number of the put that has arrived
+        region = heaps.memory(rank, torch.int64)
         dist.barrier()
         for i in range(1, rounds + 1):
             skew(draw)
-            wait(heaps.table, rank, taken, i - 1, f"rank {to} to free the slot", timeout_s=60, looks=20)
+            wait_until(lambda i=i: heaps.words(to).load(0) >= i - 1, f"rank {to} to free the slot")
             gradient = [numbers(10 * rank + i, 40, BF16), numbers(-10 * rank - i, 60, BF16)]
-            put(gradient, heaps.table, to, signal=Signal(sent, i, arrived), block=16)
+            put(gradient, heaps.table, to, signal=Signal(8 * word, i, arrived), block=16)
             skew(draw)
-            wait(heaps.table, rank, sent, i, f"rank {source} to push", timeout_s=60, looks=20)
+            wait_until(lambda i=i: int(region[word]) >= i, f"rank {source} to push")
             add([total[50:150]], [heaps.memory(rank, BF16)[:100]])
-            signal(heaps.table, source, taken, i)
+            heaps.words(rank).store(0, i)
             pushed = [numbers(10 * source + i, 40, BF16), numbers(-10 * source - i, 60, BF16)]
             expected[50:150] += torch.cat(pushed).float()
             assert same_bits(total, expected), f"round {i}"
@@ -90,7 +91,7 @@ def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_staged_push_by_kernels_alone(interpreted: Pools, world: int) -> None:
+def test_staged_push(interpreted: Pools, world: int) -> None:
     interpreted(world).run(staged_push)
 
 

@@ -102,38 +102,18 @@ def gathers_units(device: torch.device, width: int) -> None:
         assert all(map(same_bits, found, expected)), f"{theirs} to {dtype}"
 
 
-def packs_rows(device: torch.device, rows: int) -> None:
-    from odc import kernels
-
-    values = on(device, 0, rows * 6, BF16).view(rows, 6)
-    starts, lengths = [rows // 2, 0, 3, rows - 1], [rows // 2, rows // 3, 0, 1]
-    packed, expected = torch.zeros_like(values), torch.zeros_like(values)
-    count = kernels.pack(values, starts, lengths, packed)
-    assert count == kernels.pack_reference(values, starts, lengths, expected) and same_bits(packed, expected)
-    back, expected = torch.zeros_like(values), torch.zeros_like(values)
-    kernels.unpack(packed, starts[:2], lengths[:2], back)
-    kernels.unpack_reference(packed, starts[:2], lengths[:2], expected)
-    assert same_bits(back, expected)
-
-
 def puts_and_signals(device: torch.device, numel: int) -> None:
     from odc import kernels
 
     slot = torch.zeros(4 * numel + 64, dtype=torch.uint8, device=device)
     word = slot[-64:].view(torch.int64)
-    arrived, seen = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    table = table_of(slot)
+    arrived, table = torch.zeros(1, dtype=torch.int32, device=device), table_of(slot)
     at = slot.numel() - 64
     for i in range(1, 4):
         values = [on(device, i, numel, F32)[1:], on(device, -i, 1, F32)]
         kernels.put(values, table, 0, signal=kernels.Signal(at, i, arrived))
         assert same_bits(slot[:-64].view(F32), torch.cat(values)), f"round {i}"
         assert int(word[0]) == i and int(arrived) == 0
-        kernels.signal(table, 0, at + 8, 1 << 32, add=True)
-        kernels.poll(table, 0, at + 8, i << 32, seen, looks=5)
-        assert int(seen) == i << 32 == kernels.wait(table, 0, at + 8, i << 32, "the own word", timeout_s=10)
-    kernels.poll(table, 0, at, 9, seen, looks=5)
-    assert int(seen) == 3
 
 
 #: What a device gets, and what the interpreter.
@@ -141,7 +121,6 @@ BODIES: dict[str, tuple[Callable[..., None], tuple[object, ...], tuple[object, .
     "shares": (moves_any_share, ([1, 15, 16, 4096, 8191, 50_001], (0, 0), (1, 0), (0, 3), (8, 8)), ([17], (1, 3))),
     "conversions": (converts_every_number, (1 << 24,), (1 << 10,)),
     "units": (gathers_units, (1001,), (9,)),
-    "rows": (packs_rows, (30_000,), (20,)),
     "words": (puts_and_signals, (1_000_000,), (50,)),
 }
 
@@ -166,6 +145,8 @@ def test_on_a_device(cuda: torch.device, name: str) -> None:
 @pytest.mark.gpu
 def test_what_was_put_is_there_for_whoever_sees_the_word(cuda: torch.device) -> None:
     """One stream puts, another looks at the word at the same time and reads: the stores of all programs came first."""
+    from support.look_kernel import look
+
     from odc import kernels
 
     numel = 8 << 20
@@ -181,12 +162,12 @@ def test_what_was_put_is_there_for_whoever_sees_the_word(cuda: torch.device) -> 
         values = torch.full_like(slot, i)
         torch.cuda.synchronize(cuda)
         with torch.cuda.stream(looking):
-            kernels.poll(table, 0, at, i, seen, looks=1_000_000)
+            look(word, i, seen, looks=1_000_000)
             kernels.get(out, table, 0)
         with torch.cuda.stream(putting):
             kernels.put([values], table, 0, signal=kernels.Signal(at, i, arrived))
         torch.cuda.synchronize(cuda)
-        assert int(seen) == i, "the poll gave up: put and poll did not run at the same time"
+        assert int(seen) == i, "the look gave up: put and look did not run at the same time"
         assert bool((out == i).all()), f"round {i}: {int((out != i).sum())} elements came after the word"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from odc.errors import ConfigError, DataError
-from odc.simulate.lengths import NAMED, Sample, lengths_named
+from odc.simulate.lengths import NAMED, LengthSample, lengths_named
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -28,8 +28,8 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[5, 7]")
     (tmp_path / "a.jsonl").write_text('{"length": 5}\n{"input_ids": [1, 2, 3, 4, 5, 6, 7]}\n')
     for name in ("a.txt", "a.json", "a.jsonl"):
-        assert lengths_named(str(tmp_path / name)) == Sample((5, 7))
-    drawn = Sample((5, 7)).draw(100, np.random.default_rng(0), 6)
+        assert lengths_named(str(tmp_path / name)) == LengthSample((5, 7))
+    drawn = LengthSample((5, 7)).draw(100, np.random.default_rng(0), 6)
     assert set(drawn.tolist()) == {5, 6}
 
 
@@ -49,7 +49,7 @@ def test_unknown_names_list_the_known() -> None:
 def test_a_datasets_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets extra")
     datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]}).save_to_disk(str(tmp_path / "data"))
-    assert lengths_named(str(tmp_path / "data")) == Sample((2, 1))
+    assert lengths_named(str(tmp_path / "data")) == LengthSample((2, 1))
 
 
 def test_the_page_lists_them() -> None:

@@ -84,7 +84,7 @@ def test_sweeps_change_one_field(axis: str) -> None:
 
 def test_a_picture_of_sweeps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the plot extra")
-    from odc.simulate.draw import draw_sweeps
+    from odc.simulate.report import draw_sweeps
 
     studies = sweep(SMALL.with_(minibatches=1), "ranks", [1, 2])
     draw_sweeps(tmp_path / "a.png", {"ranks": studies}, "title")

@@ -33,12 +33,10 @@ from odc.kernels.launch import OPTIONS, TILE_BYTES
 from odc.kernels.nvshmem import LIBRARY, device_library
 from odc.kernels.publish import publish_kernel
 from odc.kernels.put import put_kernel
-from odc.kernels.signal import signal_kernel
-from odc.kernels.wait import poll_kernel
 
 #: Types of the kernels' arguments by name; what is not here is an int64.
 TYPES = {
-    **dict.fromkeys(("rows_at", "table", "seen"), "*i64"),
+    **dict.fromkeys(("rows_at", "table"), "*i64"),
     **dict.fromkeys(("arrived", "pes"), "*i32"),
     **dict.fromkeys(("first", "shards"), "i32"),
 }
@@ -57,9 +55,6 @@ def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield f"gather{end}", gather_kernel, {**copy, "NVSHMEM": far}
         yield f"put-signal{end}", put_kernel, {**words, "SIGNAL": True, "ONE": far, "NVSHMEM": far}
         yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
-        yield f"signal-set{end}", signal_kernel, {"ADD": False, "NVSHMEM": far}
-        yield f"signal-add{end}", signal_kernel, {"ADD": True, "NVSHMEM": far}
-        yield f"poll{end}", poll_kernel, {"NVSHMEM": far}
     yield "get-cast", get_kernel, {**cast, "NVSHMEM": False}
     yield "gather-cast", gather_kernel, {**cast, "NVSHMEM": False}
     yield "publish-cast", publish_kernel, cast

@@ -30,12 +30,10 @@ class Shared:
 
     Attributes:
         table: int64 [ranks]: address of each rank's region.
-        word_table: int64 [ranks]: address of each rank's words.
     """
 
     heap: SymmetricHeap
     table: torch.Tensor
-    word_table: torch.Tensor
 
     def memory(self, rank: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """1-D view of a rank's region."""
@@ -70,8 +68,7 @@ def shared(name: str, rank: int, world: int, nbytes: int) -> Iterator[Shared]:
         heap.allocate("region", nbytes)
         heap.allocate("words", 8 * WORDS)
         heap.seal()
-        bases = heap.base_addresses().to(heap.device)
-        yield Shared(heap, bases + heap.layout.offset("region"), bases + heap.layout.offset("words"))
+        yield Shared(heap, heap.base_addresses().to(heap.device) + heap.layout.offset("region"))
         dist.barrier()
 
 
@@ -87,6 +84,14 @@ def skew(draw: random.Random) -> None:
     """Now and then a nap, so that ranks do not run in step."""
     if draw.random() < 0.3:
         time.sleep(draw.random() / 50)
+
+
+def wait_until(reached: Callable[[], bool], what: str) -> None:
+    """Poll until `reached`; fails the test after a minute, naming `what` was waited for."""
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline, f"waited 60 s for {what}"
+        time.sleep(1e-4)
 
 
 def failures_of_threads(count: int, work: Callable[[int], None], timeout_s: float) -> list[str]:

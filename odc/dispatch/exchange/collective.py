@@ -1,8 +1,7 @@
-"""Exchange by one all-to-all with exact sizes (paper section 5.2.1), and the all-gather strawman it replaces.
+"""Exchange by one all-to-all with exact sizes (OrchMLLM, section 5.2.1), and the all-gather it replaces.
 
-Chose one all-to-all of bytes for all fields of a move: sizes follow from the plan, so nothing but the rows travels and
-a rank holds what it sends and what it gets, whatever the number of ranks. The price is that all ranks meet, and a
-24-byte head is gathered first so that ranks that planned differently refuse the step instead of moving garbage.
+One all-to-all of bytes moves all fields; sizes follow from the plan. A 24-byte head is gathered first, so that ranks
+with different plans refuse the step instead of moving garbage.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from odc.dispatch.exchange.base import sent_bytes
 from odc.dispatch.exchange.meeting import Meeting
-from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, signature
+from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, sent_bytes, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
@@ -25,8 +23,8 @@ from odc.runtime.presence import Store
 class CollectiveExchange:
     """An `Exchange` by collectives of torch.distributed (gloo, NCCL); see there for the methods.
 
-    Made by all ranks of the group together: it makes process groups of its own (one for data, gloo ones for heads and
-    for planning), so that its deadlines are its own and planning may run on another thread.
+    All ranks of the group construct it together. It makes its own process groups (one for data, gloo ones for heads and
+    for planning), so that it has its own deadlines and planning may run on another thread.
 
     Args:
         store: of the job; `torch.distributed.TCPStore` for example.
@@ -78,7 +76,7 @@ class CollectiveExchange:
         return sum(sent) - sent[self.me]
 
     def _exchange(self, route: Route, raw: dict[str, torch.Tensor], sent: list[int]) -> dict[str, torch.Tensor]:
-        """Own rows as bytes by field, in; the rows that are to lie here, out."""
+        """Local rows as bytes by field, in; the rows for this rank, out."""
         names = list(route.fields)
         packed = {name: _rows(raw[name], route.fields[name].pack) for name in names}
         parts = {name: _split(packed[name], route.fields[name].sent) for name in names}
@@ -99,7 +97,7 @@ class CollectiveExchange:
 
 
 class AllGatherExchange(CollectiveExchange):
-    """The strawman of the paper: every rank gathers all rows of all ranks and keeps what it needs. For comparison."""
+    """The baseline of the paper: every rank gathers all rows of all ranks and keeps what it needs."""
 
     def _traffic(self, sent: list[int]) -> int:
         return sum(sent) * (len(self.ranks) - 1)
@@ -140,6 +138,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _landed(chunks: list[torch.Tensor], width: int, field: FieldRoute) -> torch.Tensor:
-    """Chunks in receive order as uint8 [rows, width] in the order in which rows lie here."""
+    """Chunks in receive order as uint8 [rows, width] in the local order of rows."""
     rows = len(field.unpack)
     return _rows(_joined(chunks).view(rows, width) if width else chunks[0].new_empty(rows, 0), field.unpack)

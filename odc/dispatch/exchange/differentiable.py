@@ -1,8 +1,7 @@
 """A move that autograd knows: its backward is the inverse move of the gradients, over the same exchange.
 
-Chose one autograd function for all fields of a move, so that backward too is one exchange. The price is that every rank
-must run it: one that got no rows calls backward on its empty result all the same, or it misses the gradients of rows
-that it sent, and with collectives its peers wait for it.
+One autograd function covers all fields of a move. Every rank must run its backward: one that got no rows calls backward
+on its empty result all the same, or it misses the gradients of rows that it sent, and with collectives its peers wait.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from odc.dispatch.exchange.base import Exchange
+from odc.dispatch.exchange.rows import Exchange
 from odc.dispatch.route import Route
 
 BACK = ".back"

@@ -1,8 +1,6 @@
-"""Exchange without any collective: each rank lays its rows out and copies, one-sided, those that are for it.
+"""Exchange without any collective: each rank writes its rows to its arena, and peers copy theirs one-sided.
 
-Chose one copy into the own arena and one out of the peer's over an all-to-all: a rank waits only for the ranks it gets
-rows from, and only at the moment it needs them, so ranks that run apart (no barrier a layer, unequal microbatches) stay
-apart. The price: ranks share a host's memory in this version, and an arena is declared ahead.
+A rank waits only for the ranks it gets rows from, when it needs them. Ranks must share a host.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ class OnDemandExchange:
     Args:
         store: of the job; `torch.distributed.TCPStore` for example.
         ranks: global ranks of the instances.
-        rank: own global rank.
-        channels: every name that is moved or gathered under; a backward's is the forward's with ".back".
-        arena_bytes: room on each rank for rows that others have yet to copy. All that a rank sends in one step is
-            enough for none to wait; a channel's own bytes are the least.
+        rank: global rank of this process.
+        channels: every name that is moved or gathered under; a backward's is its forward's with ".back".
+        arena_bytes: room on each rank for rows that others have yet to copy, at least the bytes of one channel; with
+            all that a rank sends in one step nobody waits for room.
         timeout_s: seconds a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
     """
@@ -101,7 +99,7 @@ class OnDemandExchange:
     def _lay_out(
         self, step: int, channel: str, route: Route, raw: dict[str, torch.Tensor], widths: dict[str, int], mark: int
     ) -> None:
-        """Put what is for others: a head that says where each one's rows begin, then theirs, field by field."""
+        """Write what others get: a head that says where each rank's rows begin, then the rows, field by field."""
         heads, end = [0] * len(self.ranks), _HEAD * len(self.ranks)
         for reader in range(len(self.ranks)):
             heads[reader] = end
@@ -128,7 +126,7 @@ class OnDemandExchange:
     def _take(
         self, step: int, channel: str, route: Route, owner: int, got: dict[str, torch.Tensor], mark: int, what: str
     ) -> None:
-        """Copy the own rows out of the owner's arena."""
+        """Copy this rank's rows out of the owner's arena."""
         lying = self._arena.get(channel, step, owner)
         begin = recorder().now()
         try:
@@ -154,21 +152,21 @@ def _refuse_devices(tensors: Mapping[str, torch.Tensor], who: str) -> None:
 
 
 def _copy(to: int, source: int, runs: list[Run], width: int) -> None:
-    """Own rows to where they lie for a reader."""
+    """Copy local rows to where a reader finds them."""
     memmove = ctypes.memmove
     for there, here, rows in runs:
         memmove(to + there * width, source + here * width, rows * width)
 
 
 def _copy_out(to: int, source: int, runs: list[Run], width: int) -> None:
-    """Rows that lie ready to where they are to lie here."""
+    """Copy a peer's rows to their local places."""
     memmove = ctypes.memmove
     for there, here, rows in runs:
         memmove(to + here * width, source + there * width, rows * width)
 
 
 def _own_rows(raw: torch.Tensor, got: torch.Tensor, outgoing: list[Run], incoming: list[Run]) -> None:
-    """Rows that stay: through the order in which they would have travelled."""
+    """Copy the rows that stay on this rank, through the send order."""
     rows = sum(rows for _, _, rows in outgoing)
     between = torch.empty(rows, raw.shape[1], dtype=torch.uint8)
     _copy(between.data_ptr(), raw.data_ptr(), outgoing, raw.shape[1])

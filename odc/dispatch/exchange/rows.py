@@ -1,23 +1,76 @@
-"""Tensors as rows of bytes: what every exchange moves, whatever the dtype.
+"""What all exchanges share: the `Exchange` protocol, and tensors as rows of bytes, whatever their dtype.
 
-Chose bytes over dtypes, so that one exchange takes fields of several dtypes at once and none is left out (float8, bool,
-complex). The price is that a row is copied byte by byte by the kernels that gather rows.
+A move is identified by its step and its channel's name, so ranks that come to their moves in different orders still
+agree which is which.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route
 from odc.errors import PlanError, UnsupportedError
 
 
+class Exchange(Protocol):
+    """Moves tensors between the instances of one group.
+
+    Attributes:
+        ranks: global rank of each instance.
+        me: this instance.
+        moved: bytes that this rank sent to others since the start, by channel.
+        buffer_bytes: most bytes that this rank's buffers for sending and receiving took at once, so far.
+    """
+
+    ranks: tuple[int, ...]
+    me: int
+    moved: dict[str, int]
+    buffer_bytes: int
+
+    def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
+        """The int64 arrays [any length] of all instances; on the planning thread. Waits for all.
+
+        Raises:
+            WaitTimeoutError, PeerLostError: a rank, which is named, did not come.
+        """
+        ...
+
+    def move(
+        self, step: int, channel: str, route: Route, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Send local rows and return the rows for this rank, by field; not differentiable. On the main thread.
+
+        Args:
+            step: at most one move of each channel in a step; steps rise.
+            channel: names the move.
+            route: this rank's part of a move that all ranks planned alike.
+            tensors: by field [rows, features...], dense; also with 0 rows, so that dtype and features are known.
+
+        Raises:
+            PlanError: tensors are not what was planned, or another rank planned another move; the rank is named.
+            WaitTimeoutError, PeerLostError: a rank, which is named, did not come.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+def sent_bytes(route: Route, row_bytes: Mapping[str, int]) -> list[int]:
+    """[d] bytes for each destination, this instance included."""
+    totals = sum(field.sent * row_bytes[name] for name, field in route.fields.items())
+    listed: list[int] = totals.tolist()  # type: ignore[union-attr]  # a route has at least one field
+    return listed
+
+
 class Kind(NamedTuple):
-    """What a field's rows are, the same on every rank: dtype and features."""
+    """Dtype and features of a field's rows, the same on every rank."""
 
     dtype: torch.dtype
     features: tuple[int, ...]
@@ -60,7 +113,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(raw: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """[rows, features...] of bytes uint8 [rows, bytes of a row] that begin where the dtype may begin."""
+    """[rows, features...] from uint8 [rows, bytes of a row] that is aligned for the dtype."""
     if not raw.numel():
         return torch.empty(raw.shape[0], *kind.features, dtype=kind.dtype, device=raw.device)
     return raw.view(-1).view(kind.dtype).view(raw.shape[0], *kind.features)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odc.balance import QuadraticCost
-from odc.balance.flops import cost_from_config, transformer_cost
+from odc.balance.cost import cost_from_config, transformer_cost
 from odc.errors import ConfigError
 from odc.experiments.data.tokenizer import ByteTokenizer
 from odc.experiments.multimodal.minibatch import PHASES, Minibatch, Phase

@@ -15,7 +15,7 @@ import numpy as np
 
 from odc.balance import Cost, partition, quadratic
 from odc.balance.packing import pack, pack_evenly
-from odc.balance.refine import refine
+from odc.balance.partition import refine
 from odc.errors import PlanError
 
 #: verl's weight of a sample of l tokens: attention and matrices of width 4096, in units of 6 * 4096 FLOPs.

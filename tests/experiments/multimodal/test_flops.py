@@ -34,7 +34,7 @@ def test_audio() -> None:
 
 
 def test_language_model_counts_as_in_odc_balance() -> None:
-    from odc.balance.flops import transformer_cost
+    from odc.balance.cost import transformer_cost
 
     assert COSTS["llm"] == transformer_cost(16, 2, 24, 259, heads=2, kv_heads=1)
 

@@ -8,36 +8,34 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.balance import loops
-from odc.balance.state import SPLIT, Rules, State, new_state
+from odc.balance import partition_loops as loops
+from odc.balance.state import SPLIT, Assignment, Rules, new_assignment
 
 SPEEDS = st.sampled_from([1.0, 0.5, 0.8])
 SAMPLES = st.lists(st.tuples(st.integers(0, 60), st.booleans()), min_size=1, max_size=10)
 
 
-def two_parts(samples: list[tuple[int, bool]], speeds: tuple[float, float], rooms: tuple[int, int]) -> State:
+def two_parts(samples: list[tuple[int, bool]], speeds: tuple[float, float], rooms: tuple[int, int]) -> Assignment:
     falling = sorted(samples, reverse=True)
     costs = np.array([cost for cost, _ in falling], np.int64)
-    nothing = np.zeros(len(costs), np.int64)
-    limits = np.zeros(2, np.int64)
-    state = new_state(
-        costs, nothing, nothing + 1, 1 / np.array(speeds), limits, np.array(rooms, np.int64), arrays=False
+    state = new_assignment(
+        costs, 1 / np.array(speeds), sizes=np.ones(len(costs), np.int64), rooms=np.array(rooms, np.int64), arrays=False
     )
     loops.put(state, [int(second) for _, second in falling])
     return state
 
 
-def ends(state: State) -> list[float]:
+def ends(state: Assignment) -> list[float]:
     return [load * slow for load, slow in zip(state.loads, state.slowness, strict=True)]
 
 
-def members(state: State) -> list[list[int]]:
+def members(state: Assignment) -> list[list[int]]:
     owners = [-1] * len(state.costs)
     loops.get(state, owners)
     return [[i for i, owner in enumerate(owners) if owner == part] for part in (0, 1)]
 
 
-def check(state: State) -> None:
+def check(state: Assignment) -> None:
     for part, held in enumerate(members(state)):
         assert state.loads[part] == sum(state.costs[i] for i in held)
         assert state.used[part] == len(held) <= state.rooms[part]
@@ -55,7 +53,7 @@ def test_split_finds_the_best_division(samples, speed, other, counts):
         for some in combinations(range(n), many)
         for held in [sum(state.costs[i] for i in some)]
     )
-    traded = loops.split(state, late, 1 - late, Rules(0.0, counts=counts), False)
+    traded = loops.split(state, late, 1 - late, Rules(0.0, counts=counts))
     check(state)
     assert max(ends(state)) == (min(before, best) if n > 1 else before)
     assert traded == (max(ends(state)) < before)
@@ -83,23 +81,10 @@ def test_swap_finds_the_best_trade(samples, speed, other, counts, spare):
     assert max(ends(state)) == best
 
 
-def test_spread_divides_some_of_every_cost():
-    samples = [(1 << bit, bit == 31) for bit in range(32)]
-    state = two_parts(samples, (1.0, 1.0), (99, 99))
-    assert loops.split(state, 1, 0, Rules(0.0), False) is False, "none of the cheapest can help"
-    few = two_parts(samples[:SPLIT], (1.0, 1.0), (99, 99))
-    assert loops.split(few, 0, 1, Rules(0.0), True) is False, "these were divided before"
-    even = [(100, True)] * 2 + [(60, False)] * 2 + [(1, False)] * 20
-    state = two_parts(even, (1.0, 1.0), (99, 99))
-    assert loops.split(state, 1, 0, Rules(0.0), True)
-    check(state)
-    assert max(ends(state)) < 200
-
-
 def test_more_samples_than_can_be_divided_keep_the_costliest():
     samples = [(100, False), (90, False)] + [(n, False) for n in range(1, SPLIT + 1)]
     state = two_parts(samples, (1.0, 1.0), (99, 99))
-    assert loops.split(state, 0, 1, Rules(0.0), False)
+    assert loops.split(state, 0, 1, Rules(0.0))
     check(state)
     assert {0, 1} <= set(members(state)[0])
     assert state.loads == [190, 136]
@@ -108,11 +93,7 @@ def test_more_samples_than_can_be_divided_keep_the_costliest():
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=30), st.integers(1, 6))
 def test_longest_first_is_that(costs, parts):
     costs = sorted(costs, reverse=True)
-    nothing = np.zeros(max(len(costs), parts), np.int64)
-    state = new_state(
-        np.array(costs, np.int64), nothing[: len(costs)], nothing[: len(costs)], np.ones(parts),
-        nothing[:parts], nothing[:parts], arrays=False,
-    )  # fmt: skip
+    state = new_assignment(np.array(costs, np.int64), np.ones(parts), arrays=False)
     loops.longest_first(state, parts.bit_length())
     expected = [0] * parts
     for cost in costs:

@@ -1,18 +1,15 @@
-"""Post-balancing where padding counts: the paper's algorithms 2 (all of a batch padded) and 5 (attention alone).
+"""The post-balancing algorithms of OrchMLLM: 1 and 4 for packed examples, 2 and 5 for padded ones.
 
-Chose runs of the lengths in rising order under the least bound on a batch's cost. Where a batch costs its size times
-something that rises with its longest example, some best solution consists of such runs (swap two examples that stand
-the wrong way round: no batch grows) and the longest first run under a bound leaves the fewest after it. So algorithm 2
-is exact here, not an approximation, also with the quadratic term: L^2 / b = b max^2. Algorithm 5 has no such proof.
-
-Where the listings are loose, and what is done:
-* 2 takes `sorted[0]` of rising lengths for both ends of its search, and returns the last walk, which may have been for
-  a bound that is too small. Here the search runs from max(longest, mean) to longest x ceil(n / d), and the runs are cut
-  for the bound that it found. The mean may be too high a start for none: a batch costs at least the sum of its own.
-* 5 sorts falling, but `(len + 1) * s` is a padded size only if s is the longest, so the walk rises; `len > d` would
-  open d + 1 batches, so it stops at d; what is left over goes longest first onto the lightest sum. The listing never
-  looks at the cost it is for (short examples fill all d batches and the longest lie on top), so the best runs under
-  that cost are tried too, and the cheaper of both is returned.
+Where the published listings are loose, this is what they do here:
+* 1 and 4 balance the sum of what single examples cost, longest first onto the lightest instance. Where that leaves more
+  than a thousandth to the lower bound, the engine of `odc.balance` trades between instances.
+* 4 with a tolerance compares sums that are within it by their squares, which is no order. Here sums are compared in
+  whole steps of the tolerance, equal ones by squares, then by instance.
+* 2 returns the walk for the last bound it tried, which may be too small. Here runs of rising lengths are cut for the
+  least bound that is enough, which is exact: some best solution consists of such runs, also with the quadratic term.
+* 5 needs rising lengths for its padded size and must stop after d batches; the rest goes longest first onto the
+lightest
+  sum. It ignores the cost it is for, so the best runs under that cost are tried too and the cheaper result wins.
 """
 
 from __future__ import annotations
@@ -22,19 +19,78 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from odc.balance.bound import falling_bound
 from odc.balance.compiled import loops_of
-from odc.balance.partition import falling, to_ticks
-from odc.dispatch import loops as _loops
+from odc.balance.partition import falling, partition, to_ticks
+from odc.dispatch import algorithm_loops as _loops
 from odc.dispatch.rearrangement import Ints
-from odc.dispatch.unpadded import onto
+
+_NEAR = 1 + 1e-3  # times the lower bound
+
+
+def unpadded(costs: ArrayLike, instances: int) -> Ints:
+    """Algorithms 1 and 4: destination instance of every example, int64 [n], with a small greatest sum of costs.
+
+    Args:
+        costs: [n] finite numbers >= 0.
+        instances: d >= 1.
+
+    The greatest sum is at most 4/3 - 1/(3d) of the least possible (Graham 1969); equal inputs give equal results on
+    every machine.
+    """
+    ticks = to_ticks(np.asarray(costs), instances)
+    n = len(ticks)
+    if not n:
+        return np.empty(0, np.int64)
+    order = falling(ticks, None)
+    sorted_ticks = ticks[order]
+    found = onto(sorted_ticks, np.zeros(instances, np.int64))
+    latest = np.bincount(found, weights=sorted_ticks).max()  # exact: sums of ticks are below 2^53
+    if latest > falling_bound(sorted_ticks, instances, None) * _NEAR:
+        return partition(costs, instances)
+    owners = np.empty(n, np.int64)
+    owners[order] = found
+    return owners
+
+
+def onto(costs: Ints, sums: Ints) -> Ints:
+    """The instance of each cost, int64 [n]: in the order listed onto the least sum, starting from `sums` [d]."""
+    places, found = len(sums).bit_length(), np.empty(len(costs), np.int64)
+    loops, arrays = loops_of(_loops, len(costs))
+    given: list[Any] = [costs, sums, np.empty(len(sums), np.int64), found]
+    values = given if arrays else [array.tolist() for array in given]
+    loops.lightest(values[0], values[1], places, *values[2:])
+    found[:] = values[3]
+    return found
+
+
+def tolerant(lengths: Ints, instances: int, tolerance: int) -> Ints:
+    """Algorithm 4 as published: longest first, onto the least sum in steps of `tolerance`, then least sum of squares.
+
+    The greatest sum of lengths is below the mean plus the longest example plus the tolerance. Sums of squares are
+    compared by their leading bits, where sum, squares and instance do not fit into 63 bits.
+    """
+    order = falling(lengths, None)
+    n, longest = len(lengths), int(lengths.max(initial=1))
+    most = int(lengths.sum()) // instances + longest + tolerance  # no sum is greater
+    places = instances.bit_length()
+    wanted, left = (most * longest).bit_length(), 63 - places - (most // tolerance).bit_length()
+    bits = max(0, min(wanted, left))
+    loops, arrays = loops_of(_loops, n)
+    given: list[Any] = [lengths[order], *np.zeros((3, instances), np.int64), np.empty(n, np.int64)]
+    values = given if arrays else [array.tolist() for array in given]
+    loops.within(values[0], tolerance, *values[1:3], wanted - bits, bits, places, *values[3:])
+    owners = np.empty(n, np.int64)
+    owners[order] = values[4]
+    return owners
 
 
 def padded(costs: ArrayLike, instances: int) -> Ints:
-    """Destination instance of every example, int64 [n], with the least possible max over batches of size x costliest.
+    """Algorithm 2: destination instance of every example, int64 [n], with the least max over batches of size x
+    costliest.
 
     Args:
-        costs: [n] finite numbers >= 0, what one example costs if none in its batch costs more: its length, or
-            alpha l + beta l^2.
+        costs: [n] finite numbers >= 0, of one example if none in its batch costs more.
         instances: d >= 1.
 
     Exact for integers whose sum is below 2^52; others are rounded to 2^-52 of n times the largest.
@@ -55,9 +111,9 @@ def padded(costs: ArrayLike, instances: int) -> Ints:
 
 
 def padded_attention(lengths: Ints, instances: int, alpha: float, beta: float) -> Ints:
-    """Destination instance of every example where a batch costs alpha x sum + beta x size x longest^2 (algorithm 5).
+    """Algorithm 5: destination instance of every example where a batch costs alpha x sum + beta x size x longest^2.
 
-    The cheaper of the published listing and the best runs of rising lengths. No factor to the optimum is known.
+    The cheaper of the published algorithm and the best runs of rising lengths. No factor to the optimum is known.
     """
     n = len(lengths)
     if not n:
@@ -91,10 +147,10 @@ def _best_runs(rising: Ints, sums: Ints, instances: int, alpha: float, beta: flo
 
 
 def _listing(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float, worth: float) -> Ints | None:
-    """The published algorithm 5, for lengths in rising order; None where it is seen to cost `worth` or more.
+    """The published algorithm 5, for lengths in rising order; None where it must cost `worth` or more.
 
     If it fills all batches before the end, each has (size + 1) x longest > bound >= the mean sum, and one of them gets
-    the longest of all. If not, it is made of runs, of which the best are known.
+    the longest of all. Otherwise it consists of runs, and the best runs are known.
     """
     n, longest = len(rising), float(rising[-1])
     if alpha * longest + beta * longest * max(longest, float(sums[n]) / instances) >= worth:

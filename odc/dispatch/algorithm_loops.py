@@ -1,7 +1,6 @@
-"""The inner loops of post-balancing: walks along sorted lengths, and a heap of the lightest instances.
+"""The inner loops of the post-balancing algorithms: walks along sorted lengths, and a heap of the lightest instances.
 
-Chose one source for both ways to run it, as `odc.balance.loops`: only integers below 2**53 and products of two floats,
-no numpy, so a plan is the same with numba and without. The price is C-like code.
+Like `odc.balance.partition_loops` they run compiled or interpreted with the same result.
 """
 
 from __future__ import annotations
@@ -88,7 +87,8 @@ def least_mixed_bound(lengths: Any, sums: Any, alpha: float, beta: float, most: 
 def within(
     lengths: Any, tolerance: int, sums: Any, squares: Any, shift: int, bits: int, places: int, heap: Any, owners: Any
 ) -> None:
-    """Each length, as listed, to the instance with the least sum in steps of `tolerance`, then least sum of squares.
+    """Put each length, as listed, on the instance with the least sum in steps of `tolerance`, then least sum of
+    squares.
 
     `sums` and `squares` hold what lies there already. `heap`, [d], is of (steps << bits + places | squares >> shift <<
     places | instance), which fits into 63 bits; 2**places > d, and squares >> shift is below 2**bits.
@@ -109,7 +109,7 @@ def within(
 
 
 def lightest(costs: Any, sums: Any, places: int, heap: Any, owners: Any) -> None:
-    """Each cost, as listed, to the instance with the least sum, of equals the first; `sums` lie there already.
+    """Put each cost, as listed, on the instance with the least of `sums`, of equals the first.
 
     `heap`, [d], is of (sum << places | instance), which fits into 63 bits; 2**places > d.
     """

@@ -1,22 +1,23 @@
 """The inner loops of the partition engine: place every sample once, then trade between pairs of parts.
 
-Chose one source for both ways to run it: these functions use only what numba compiles and Python runs alike (integers
-below 2**53, products of two floats, no numpy), so a plan is the same with numba and without. The price is C-like
-code. `odc.balance.compiled` compiles a copy; nothing here knows of that. A sample is its place in `state.costs`.
+They run compiled by numba (`odc.balance.compiled`) or interpreted, with the same result, so they use only integers
+below 2**53, products of two floats, and neither numpy nor functions of other modules. A sample is its place in
+`state.costs`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from odc.balance.state import Rules, State
+from odc.balance.state import Assignment, Rules
 
 _ROUNDS = 24
+_FIRST_GAP = 29524  # of the sort; a third of each gap, rounded down, is the next: ..., 40, 13, 4, 1
 _STALE = 3  # rounds that leave the latest part as late as it was
 _TRADES = 256  # at least so many may follow the rounds
 
 
-def solve(state: State, rules: Rules) -> None:
+def solve(state: Assignment, rules: Rules) -> None:
     """Trade until no part ends after the goal or no trade helps.
 
     Rounds first: the latest part trades with the earliest, the next with the next. Then only the latest, with many, and
@@ -25,7 +26,7 @@ def solve(state: State, rules: Rules) -> None:
     best, stale = -1.0, 0
     many = len(state.costs) > len(state.chosen) * len(state.loads)  # swaps find something near to every ideal
     for _ in range(_ROUNDS):
-        _by_time(state)
+        _sort_by_time(state, _FIRST_GAP)
         low, high = 0, len(state.loads) - 1
         latest = _time(state, state.order[high])
         stale = stale + 1 if 0 <= best <= latest else 0
@@ -43,7 +44,7 @@ def solve(state: State, rules: Rules) -> None:
     if rules.everywhere:
         trades = max(trades, 4 * len(state.loads))
     while trades > 0 and active > 0:
-        _again_by_time(state)
+        _sort_by_time(state, 1)
         if _time(state, state.order[active]) <= rules.goal:
             break
         if _shorten(state, active, rules):
@@ -54,25 +55,23 @@ def solve(state: State, rules: Rules) -> None:
             break
 
 
-def _time(state: State, part: int) -> float:
+def _time(state: Assignment, part: int) -> float:
     time: float = state.loads[part] * state.slowness[part]
     return time
 
 
-def _trade(state: State, late: int, early: int, rules: Rules) -> bool:
+def _trade(state: Assignment, late: int, early: int, rules: Rules) -> bool:
     slow, fast = state.slowness[late], state.slowness[early]
     together = (state.loads[late] + state.loads[early]) * slow * fast / (slow + fast)
     if together >= _time(state, late) * (1.0 - rules.worth):
         return False
     traded = swap(state, late, early, rules)
-    if _time(state, late) > rules.goal and split(state, late, early, rules, False):
-        traded = True
-    if _time(state, late) > rules.goal and split(state, late, early, rules, True):
+    if _time(state, late) > rules.goal and split(state, late, early, rules):
         traded = True
     return traded
 
 
-def _shorten(state: State, active: int, rules: Rules) -> bool:
+def _shorten(state: Assignment, active: int, rules: Rules) -> bool:
     """One trade of the part at `active` in `order` with the first of the earliest that helps; False if none does."""
     at, partners = 0, min(rules.partners, active)
     while at < partners and not _trade(state, state.order[active], state.order[at], rules):
@@ -80,41 +79,25 @@ def _shorten(state: State, active: int, rules: Rules) -> bool:
     return at < partners
 
 
-def _by_time(state: State) -> None:
-    """List the parts in `order` by rising time, equals by part."""
-    order, spare = state.order, state.spare
-    k, width = len(order), 1
-    while width < k:
-        for low in range(0, k, 2 * width):
-            left, right, end = low, min(low + width, k), min(low + 2 * width, k)
-            middle = right
-            for to in range(low, end):
-                if right == end or (left < middle and not _before(state, order[right], order[left])):
-                    spare[to], left = order[left], left + 1
-                else:
-                    spare[to], right = order[right], right + 1
-        for at in range(k):
-            order[at] = spare[at]
-        width *= 2
-
-
-def _again_by_time(state: State) -> None:
-    """The same where `order` is nearly right."""
+def _sort_by_time(state: Assignment, gap: int) -> None:
+    """Shell sort of `order` by rising time, equals by part. Gap 1 is insertion sort, for an order nearly right."""
     order = state.order
-    for at in range(1, len(order)):
-        part, to = order[at], at
-        while to > 0 and _before(state, part, order[to - 1]):
-            order[to] = order[to - 1]
-            to -= 1
-        order[to] = part
+    while gap > 0:
+        for at in range(gap, len(order)):
+            part, to = order[at], at
+            while to >= gap and _before(state, part, order[to - gap]):
+                order[to] = order[to - gap]
+                to -= gap
+            order[to] = part
+        gap //= 3
 
 
-def _before(state: State, one: int, other: int) -> bool:
+def _before(state: Assignment, one: int, other: int) -> bool:
     first, second = _time(state, one), _time(state, other)
     return first < second or (first == second and one < other)
 
 
-def longest_first(state: State, bits: int) -> None:
+def longest_first(state: Assignment, bits: int) -> None:
     """Each sample, costliest first, to the part that would end it first; of equals the first kind, then the first part.
 
     Each kind of parts has a heap of (load << bits | part), which fits into 63 bits; 2**bits > k. Sizes are not counted.
@@ -145,7 +128,7 @@ def longest_first(state: State, bits: int) -> None:
         state.loads[heap[at] & mask] = heap[at] >> bits
 
 
-def _first_to_end(state: State, sample: int, bits: int) -> int:
+def _first_to_end(state: Assignment, sample: int, bits: int) -> int:
     """The kind of parts whose least loaded part would end `sample` first, among those it may lie on."""
     best, soonest = -1, 0.0
     for kind in range(len(state.kinds) - 1):
@@ -157,16 +140,16 @@ def _first_to_end(state: State, sample: int, bits: int) -> int:
     return best
 
 
-def deal(state: State) -> None:
+def deal(state: Assignment) -> None:
     """As many samples as there are parts at a time, costliest first, the costliest to the part that ends first."""
     n, k = len(state.costs), len(state.loads)
     for start in range(0, n, k):
-        _by_time(state)
+        _sort_by_time(state, _FIRST_GAP)
         for at in range(min(k, n - start)):
             place(state, start + at, state.order[at])
 
 
-def place(state: State, i: int, part: int) -> None:
+def place(state: Assignment, i: int, part: int) -> None:
     """Put sample i, cheaper than those placed before it, on a part."""
     state.links[i] = state.heads[part]
     state.heads[part] = i
@@ -174,13 +157,13 @@ def place(state: State, i: int, part: int) -> None:
     state.used[part] += state.sizes[i]
 
 
-def put(state: State, owners: Any) -> None:
+def put(state: Assignment, owners: Any) -> None:
     """Place every sample i on part `owners[i]`."""
     for i in range(len(state.costs)):
         place(state, i, owners[i])
 
 
-def get(state: State, owners: Any) -> None:
+def get(state: Assignment, owners: Any) -> None:
     """Write the part of every sample i to `owners[i]`."""
     for part in range(len(state.heads)):
         i = state.heads[part]
@@ -189,7 +172,7 @@ def get(state: State, owners: Any) -> None:
             i = state.links[i]
 
 
-def swap(state: State, late: int, early: int, rules: Rules) -> bool:
+def swap(state: Assignment, late: int, early: int, rules: Rules) -> bool:
     """Trade one sample of `late` for one (or none, unless counts stay) of `early` so that the later ends soonest.
 
     Tries the samples nearest to the ideal trade and `reach` further ones on either side, as rooms may forbid the
@@ -222,7 +205,7 @@ def swap(state: State, late: int, early: int, rules: Rules) -> bool:
     return True
 
 
-def _gather(state: State, part: int, other: int, samples: Any, costs: Any, counts: bool) -> int:
+def _gather(state: Assignment, part: int, other: int, samples: Any, costs: Any, counts: bool) -> int:
     """List the samples of `part` that may go to `other`, cheapest first, after a -1 for none unless `counts`."""
     all_costs, needs, links, limit = state.costs, state.needs, state.links, state.limits[other]
     found = 0
@@ -238,7 +221,7 @@ def _gather(state: State, part: int, other: int, samples: Any, costs: Any, count
     return found
 
 
-def _fits(state: State, late: int, early: int, give: int, take: int) -> bool:
+def _fits(state: Assignment, late: int, early: int, give: int, take: int) -> bool:
     moved = 0
     if give >= 0:
         moved += state.sizes[give]
@@ -248,7 +231,7 @@ def _fits(state: State, late: int, early: int, give: int, take: int) -> bool:
     return fits
 
 
-def _move(state: State, sample: int, source: int, target: int) -> None:
+def _move(state: Assignment, sample: int, source: int, target: int) -> None:
     """Relink one sample, keeping both lists by rising cost; -1 is no sample."""
     if sample < 0:
         return
@@ -273,18 +256,24 @@ def _move(state: State, sample: int, source: int, target: int) -> None:
     state.used[target] += state.sizes[sample]
 
 
-def split(state: State, late: int, early: int, rules: Rules, spread: bool) -> bool:
-    """Divide some samples of two parts anew between them: the best of all divisions.
-
-    They are the cheapest that `chosen` has room for, or with `spread` some of every cost, unless that is all again.
+def split(state: Assignment, late: int, early: int, rules: Rules) -> bool:
+    """Divide the cheapest samples of two parts, as many as `chosen` holds, in the best of all ways between them.
 
     Horowitz and Sahni (1974): the subset sums of two halves, then two pointers. Where counts stay, an offset larger
     than any sum, added to every cost, leaves only subsets of the right size near the ideal. Returns whether there was
     a better division.
     """
-    found, held, total, count, size = _choose(state, late, early, spread)
+    found, on_late = _choose(state, late, early)
     if found < 2:
         return False
+    held, total, count, size = 0, 0, 0, 0  # cost of those on `late` and of all, number and size of those on `late`
+    for at in range(found):
+        sample = state.chosen[at]
+        total += state.costs[sample]
+        if on_late & (1 << at):
+            held += state.costs[sample]
+            size += state.sizes[sample]
+            count += 1
     offset = total + 1 if rules.counts else 0
     half = found // 2
     left = _subsets(state, 0, half, offset, 0)
@@ -306,46 +295,33 @@ def split(state: State, late: int, early: int, rules: Rules, spread: bool) -> bo
                     best, soonest = state.masks[left + i] | state.masks[right + at], end
     if best < 0:
         return False
-    _divide(state, late, early, found, best)
+    for at in range(found):
+        bit = 1 << at
+        if on_late & bit and not best & bit:
+            _move(state, state.chosen[at], late, early)
+        elif best & bit and not on_late & bit:
+            _move(state, state.chosen[at], early, late)
     return True
 
 
-def _choose(state: State, late: int, early: int, spread: bool) -> tuple[int, int, int, int, int]:
-    """List samples that may lie on either part, cheapest first; those of `late` get their bit in `mine[0]`.
-
-    Returns how many, the cost of those on `late`, of all, and the number and size of those on `late`.
-    """
+def _choose(state: Assignment, late: int, early: int) -> tuple[int, int]:
+    """List in `chosen` samples that may lie on either part, cheapest first; how many, and a bit for each on `late`."""
     mine = _gather(state, late, early, state.mine, state.mine_costs, True)
     theirs = _gather(state, early, late, state.theirs, state.their_costs, True)
-    both, room = mine + theirs, len(state.chosen)
-    found, held, total, count, size = 0, 0, 0, 0, 0
     i, j, on_late = 0, 0, 0
-    if spread and both <= room:
-        return 0, 0, 0, 0, 0
-    while found < room and i + j < both:
+    while i + j < min(mine + theirs, len(state.chosen)):
         # The larger place is the cheaper sample.
-        from_late = j == theirs or (i < mine and state.mine[i] > state.theirs[j])
-        sample = state.mine[i] if from_late else state.theirs[j]
-        skipped = spread and (i + j) * room // both == (i + j - 1) * room // both
-        if from_late:
+        if j == theirs or (i < mine and state.mine[i] > state.theirs[j]):
+            state.chosen[i + j] = state.mine[i]
+            on_late |= 1 << (i + j)
             i += 1
         else:
+            state.chosen[i + j] = state.theirs[j]
             j += 1
-        if skipped:
-            continue
-        if from_late:
-            held += state.costs[sample]
-            size += state.sizes[sample]
-            count += 1
-            on_late |= 1 << found
-        state.chosen[found] = sample
-        total += state.costs[sample]
-        found += 1
-    state.mine[0] = on_late
-    return found, held, total, count, size
+    return i + j, on_late
 
 
-def _subsets(state: State, first: int, last: int, offset: int, base: int) -> int:
+def _subsets(state: Assignment, first: int, last: int, offset: int, base: int) -> int:
     """Sums of all subsets of `chosen[first:last]`, rising, from `base` or a quarter further on; returns where."""
     sums, weights, masks = state.sums, state.weights, state.masks
     source, target = base, base + len(state.sums) // 4
@@ -365,15 +341,3 @@ def _subsets(state: State, first: int, last: int, offset: int, base: int) -> int
                 with_it += 1
         source, target = target, source
     return source
-
-
-def _divide(state: State, late: int, early: int, found: int, on_late: int) -> None:
-    """Leave of the chosen samples those with a bit in `on_late` on `late` and the others on `early`."""
-    before = state.mine[0]
-    for at in range(found):
-        bit = 1 << at
-        if (on_late & bit) != (before & bit):
-            if before & bit:
-                _move(state, state.chosen[at], late, early)
-            else:
-                _move(state, state.chosen[at], early, late)
