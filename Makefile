@@ -71,7 +71,6 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.dynamic --results $(RESULTS))
-	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.server_homes --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))

@@ -41,28 +41,6 @@ def gather() -> str:
     return table(lines) + below(result, 4)
 
 
-def server_homes() -> str:
-    """docs/server.md: thread or process."""
-    result = load("server_homes")
-    lines = [
-        {
-            "owner's main thread": row["owner's main thread"],
-            "thread in the rank": f"{row['thread_GBps']:.2f}",
-            "process beside it": f"{row['process_GBps']:.2f}",
-        }
-        for row in result["rows"]
-    ]
-    computes = find(result, **{"owner's main thread": "multiplies matrices"})
-    (process,) = [cost for cost in result["costs"] if cost["home"] == "process"]
-    said = (
-        f"While pushes come in without pause, a thread slows the owner's own matrix products to "
-        f"{computes['thread_owner_pace']:.0%} of their pace, a process to "
-        f"{computes['process_owner_pace']:.0%}. The process took {process['start_s']:.1f} s to start and "
-        f"{process['private_MiB']:.0f} MiB of memory of its own.{note(result, 2)}"
-    )
-    return f"{table(lines)}\n\n{prose(said)}"
-
-
 def handover() -> str:
     """docs/rl.md: a reader outside the job."""
     rates, steps = load("handover"), load("handover_steps")

@@ -17,6 +17,7 @@ from odc.cli.bench import bench
 from odc.cli.compare import compare
 from odc.cli.doctor import doctor
 from odc.cli.grpo import grpo
+from odc.cli.options import Commands
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.train import train
@@ -25,6 +26,7 @@ from odc.errors import OdcError
 
 app = typer.Typer(
     name="odc",
+    cls=Commands,
     help="Train models sharded over ranks, with parameters fetched on demand instead of gathered by collectives.",
     no_args_is_help=True,
     add_completion=False,

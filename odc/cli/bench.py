@@ -31,11 +31,11 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def bench(
     only: Annotated[
         str | None,
-        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(CUDA_ONLY)}. [default: all]"),
+        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(CUDA_ONLY)}. (default: all)"),
     ] = None,
-    ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. [default: what fits]")] = None,
-    sizes: Annotated[str | None, Option(help="Bytes, with commas. [default: 64K,1M,16M,64M,256M]")] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. (default: what fits)")] = None,
+    sizes: Annotated[str | None, Option(help="Bytes, with commas. (default: 64K,1M,16M,64M,256M)")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda. (default: cuda where there is one)")] = None,
     quick: Annotated[bool, Option("--quick", help="Few rounds: does it run, not how fast.")] = False,
     json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
     compare: Annotated[

@@ -1,63 +1,130 @@
-"""The options that `odc train`, `odc compare` and `odc train-mm` share, each written once."""
+"""Command options made from configuration dataclasses.
+
+A field whose metadata has a "help" text is an option: its name, type, default and help stand in the dataclass alone.
+Metadata may also name a "panel" of the help page and another "flag" than the field's name.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import importlib
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, fields
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from typer import Option
+import typer
+from typer.core import TyperGroup
 
-_MODEL, _WORK, _OPTIMIZER, _RUNTIME = "Model and data", "Work", "Optimizer", "Runtime"
+Command = Callable[..., None]
+_DELAYED = "odc_with_options"  # attribute of a command that does not have its options yet
 
-Tokenizer = Annotated[str | None, Option(help="auto, bytes or bpe. [default: auto]", rich_help_panel=_MODEL)]
-Vocab = Annotated[int | None, Option(help="Tokens of the trained BPE. [default: 4096]", rich_help_panel=_MODEL)]
-Precision = Annotated[str | None, Option(help="fp32 or bf16. [default: fp32]", rich_help_panel=_MODEL)]
-Checkpointing = Annotated[
-    bool | None,
-    Option("--activation-checkpointing", help="Recompute blocks in backward.", rich_help_panel=_MODEL),
-]
-Cache = Annotated[
-    str | None, Option(help="Folder for tokenizers and ids. [default: ~/.cache/odc]", rich_help_panel=_MODEL)
-]
 
-Ranks = Annotated[int | None, Option(help="Processes on this machine. [default: 2]", rich_help_panel=_WORK)]
-PerNode = Annotated[
-    int | None, Option(help="Ranks of one declared node, for hybrid arms. [default: 2]", rich_help_panel=_WORK)
-]
-Device = Annotated[
-    str | None, Option(help="cpu, or cuda: this machine's devices in turn. [default: cpu]", rich_help_panel=_WORK)
-]
-Steps = Annotated[int | None, Option(help="Optimizer steps. [default: 10]", rich_help_panel=_WORK)]
-MinibatchSize = Annotated[
-    int | None, Option(help="Samples of one step, over all ranks. [default: 8]", rich_help_panel=_WORK)
-]
-MaxTokens = Annotated[int | None, Option(help="Most tokens of one microbatch. [default: 4096]", rich_help_panel=_WORK)]
-Long = Annotated[
-    str | None,
-    Option(help="Documents over --max-tokens: error, split or drop. [default: error]", rich_help_panel=_WORK),
-]
-Seed = Annotated[int | None, Option(help="Of weights and sample order. [default: 0]", rich_help_panel=_WORK)]
+def options_from(
+    *configs: str,
+    without: Collection[str] = (),
+    optional: Collection[str] = (),
+    helps: Mapping[str, str] | None = None,
+) -> Callable[[Command], Command]:
+    """Decorates a command, whose first parameter becomes a dict of the fields that the user gave, by name.
 
-Lr = Annotated[float | None, Option(help="Peak learning rate. [default: 3e-4]", rich_help_panel=_OPTIMIZER)]
-Warmup = Annotated[int | None, Option(help="Steps of linear warm-up. [default: 0]", rich_help_panel=_OPTIMIZER)]
-MinLr = Annotated[
-    float | None, Option(help="Fraction of --lr that the cosine ends at. [default: 0.1]", rich_help_panel=_OPTIMIZER)
-]
-WeightDecay = Annotated[float | None, Option(help="Of AdamW. [default: 0.1]", rich_help_panel=_OPTIMIZER)]
-Clip = Annotated[
-    float | None, Option(help="Largest gradient norm; 0: no clipping. [default: 1]", rich_help_panel=_OPTIMIZER)
-]
+    Its other parameters are ordinary options; they take precedence over fields of the same name. A field with a tuple
+    of texts is written with commas.
 
-Reproducible = Annotated[
-    bool | None, Option("--reproducible", help="fp64 accumulators under the odc arms.", rich_help_panel=_RUNTIME)
-]
-Accumulate = Annotated[
-    str | None, Option(help="server, direct or per_source. [default: server]", rich_help_panel=_RUNTIME)
-]
-Timeout = Annotated[
-    float | None,
-    Option("--timeout", help="Seconds to wait for a rank without progress. [default: 600]", rich_help_panel=_RUNTIME),
-]
-Slow = Annotated[
-    str | None,
-    Option(help="RANK:FACTOR, with commas: emulate slower devices by sleeping.", rich_help_panel=_RUNTIME),
-]
+    Args:
+        configs: "module:Dataclass", loaded when the command is chosen, since some of them load torch.
+        without: fields that are no options of this command.
+        optional: fields without default that need not be given.
+        helps: help texts in place of the fields' own.
+    """
+
+    def decorate(command: Command) -> Command:
+        def with_options() -> Command:
+            return _with_options(command, configs, without, optional, helps or {})
+
+        stub = functools.wraps(command)(lambda: None)
+        stub.__signature__ = Signature()  # type: ignore[attr-defined]
+        stub.__annotations__ = {}
+        setattr(stub, _DELAYED, with_options)
+        return stub
+
+    return decorate
+
+
+class Commands(TyperGroup):
+    """A group that gives a command its options when it is chosen."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """As the base class does."""
+        name, command, rest = super().resolve_command(ctx, args)
+        callback = getattr(command, "callback", None)
+        delayed = getattr(getattr(callback, "__wrapped__", callback), _DELAYED, None)
+        if delayed is not None:
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(name)(delayed())
+            command = typer.main.get_command(app)
+        return name, command, rest
+
+
+def _with_options(
+    command: Command,
+    configs: Collection[str],
+    without: Collection[str],
+    optional: Collection[str],
+    helps: Mapping[str, str],
+) -> Command:
+    _, *own = signature(command, eval_str=True).parameters.values()
+    taken = {*without, *(parameter.name for parameter in own)}
+    options: dict[str, Parameter] = {}
+    lists: set[str] = set()
+    for config in configs:
+        module, _, name = config.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        hints = get_type_hints(cls)
+        for one in fields(cls):
+            if "help" in one.metadata and one.name not in taken | options.keys():
+                text = helps.get(one.name, one.metadata["help"])
+                options[one.name] = _option(one, hints[one.name], text, one.name in optional)
+                lists |= {one.name} if isinstance(one.default, tuple) else set()
+
+    @functools.wraps(command)
+    def wrapper(ctx: typer.Context, **values: Any) -> None:
+        fields_given = {name: value for name, value in values.items() if name in options and _is_given(ctx, name)}
+        for name in lists & fields_given.keys():
+            fields_given[name] = tuple(word.strip() for word in fields_given[name].split(","))
+        command(fields_given, **{name: value for name, value in values.items() if name not in options})
+
+    context = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    every = [context, *(one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own, *options.values()))]
+    wrapper.__signature__ = Signature(every)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {one.name: one.annotation for one in every}
+    return wrapper
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:
+    kind, default = _kind_of(hint), one.default
+    if isinstance(default, tuple):
+        default = ",".join(default)
+    elif default is MISSING:
+        default = None if optional else Parameter.empty
+    flag = one.metadata.get("flag", f"--{one.name.replace('_', '-')}")
+    if default is True:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"))
+    annotation = Annotated[kind | None if default is None else kind, option]
+    return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _kind_of(hint: Any) -> Any:
+    """The type on the command line: whether a choice is one is checked by the dataclass, whose message names them."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (one for one in get_args(hint) if one is not type(None))
+    if get_origin(hint) is Literal:
+        return type(get_args(hint)[0])
+    return str if get_origin(hint) is tuple else hint

@@ -11,76 +11,41 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from odc.cli.options import options_from
 from odc.errors import ConfigError
 
-_DATA, _MACHINE, _OUTPUT = "Data and model", "Machine", "Output"
+_OUTPUT = "Output"
 
 
+@options_from("odc.simulate.scenario:Scenario")
 def simulate(
+    given: dict[str, Any],
     file: Annotated[str | None, Argument(help="YAML file with any of the options below, by name.")] = None,
-    lengths: Annotated[
-        str | None,
-        Option(help="longalign, swe-smith, swe-smith-32k, aime, grpo, or a file or datasets folder.",
-               rich_help_panel=_DATA),
-    ] = None,
-    sigma: Annotated[float | None, Option(help="Width of a named distribution.", rich_help_panel=_DATA)] = None,
-    max_length: Annotated[int | None, Option(help="Cut samples at so many tokens.", rich_help_panel=_DATA)] = None,
-    packing_ratio: Annotated[
-        float | None, Option(help="Tokens of a microbatch over the longest sample. [default: 1]", rich_help_panel=_DATA)
-    ] = None,
-    samples_per_rank: Annotated[int | None, Option(help="In a minibatch. [default: 4]", rich_help_panel=_DATA)] = None,
-    minibatches: Annotated[int | None, Option(help="Drawn and simulated. [default: 20]", rich_help_panel=_DATA)] = None,
-    model: Annotated[
-        str | None,
-        Option(help="qwen2.5-1.5b, -7b, -14b, -32b, or a Hugging Face config. [default: qwen2.5-1.5b]",
-               rich_help_panel=_DATA),
-    ] = None,
-    checkpointing: Annotated[
-        bool | None, Option("--checkpointing/--no-checkpointing", help="[default: on]", rich_help_panel=_DATA)
-    ] = None,
-    seed: Annotated[int | None, Option(help="Of lengths and jitter. [default: 0]", rich_help_panel=_DATA)] = None,
-    machine: Annotated[
-        str | None,
-        Option(help="a100-roce, a100, a100-free, h100 or mi300x. [default: a100-roce]", rich_help_panel=_MACHINE),
-    ] = None,
-    ranks: Annotated[int | None, Option(help="Devices. [default: 8]", rich_help_panel=_MACHINE)] = None,
-    ranks_per_node: Annotated[int | None, Option(help="[default: the machine's]", rich_help_panel=_MACHINE)] = None,
-    efficiency: Annotated[
-        float | None, Option(help="Share of peak FLOPs. [default: 0.4]", rich_help_panel=_MACHINE)
-    ] = None,
-    intra_bandwidth: Annotated[float | None, Option(help="Bytes/s in a node.", rich_help_panel=_MACHINE)] = None,
-    inter_bandwidth: Annotated[float | None, Option(help="Bytes/s to others.", rich_help_panel=_MACHINE)] = None,
-    collective: Annotated[str | None, Option(help="ring or tree.", rich_help_panel=_MACHINE)] = None,
-    prefetch: Annotated[int | None, Option(help="Units ahead, 0 or 1. [default: 1]", rich_help_panel=_MACHINE)] = None,
-    owner_skew: Annotated[
-        float | None, Option(help="Fullest owner's share over the mean. [default: 1]", rich_help_panel=_MACHINE)
-    ] = None,
-    jitter: Annotated[
-        float | None, Option(help="Sigma of compute noise. [default: 0]", rich_help_panel=_MACHINE)
-    ] = None,
     slow: Annotated[
-        list[str] | None, Option(help="RANK=FACTOR on its compute time; repeatable.", rich_help_panel=_MACHINE)
+        list[str] | None, Option(help="RANK=FACTOR on its compute time; repeatable.", rich_help_panel="Machine")
     ] = None,
-    arms: Annotated[str | None, Option(help="Which, with commas; the first is the base of speed-ups.")] = None,
     sweeps: Annotated[
         str | None,
-        Option("--sweep", help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.",
-               rich_help_panel=_OUTPUT),
+        Option(
+            "--sweep",
+            help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
-    picture: Annotated[str | None, Option(help="Where the sweeps are drawn.", rich_help_panel=_OUTPUT)] = None,
+    picture: Annotated[
+        str | None, Option(help="Where the sweeps are drawn. (default: simulated.png)", rich_help_panel=_OUTPUT)
+    ] = None,
     json: Annotated[str | None, Option(help="Where figures are written.", rich_help_panel=_OUTPUT)] = None,
     reproduce: Annotated[
-        str | None, Option(help="Write docs/reproduction.md there: published ratios beside simulated ones.",
-                           rich_help_panel=_OUTPUT),
+        str | None,
+        Option(
+            help="Write docs/reproduction.md there: published ratios beside simulated ones.", rich_help_panel=_OUTPUT
+        ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""
-    own = {"file", "sweeps", "picture", "json", "reproduce"}
-    given = {name: value for name, value in locals().items() if value is not None and name not in {"own", *own}}
-    if "arms" in given:
-        given["arms"] = tuple(name.strip() for name in given["arms"].split(","))
-    if "slow" in given:
-        given["slow"] = _slow(given["slow"])
+    if slow:
+        given["slow"] = _slow(slow)
     if reproduce:
         _reproduce(given, file, reproduce, json)
     else:

@@ -2,71 +2,59 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from odc.cli import options
+from odc.cli.compare import carry_out, progress
+from odc.cli.options import options_from
 from odc.errors import ConfigError
-from odc.experiments.config import JobConfig
 
-_DEMO: dict[str, Any] = {"model": "mm-demo", "steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
+_MODEL = "mm-demo"
+_DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
+_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
 
 
+@options_from(
+    "odc.experiments.compare:CompareConfig",
+    "odc.experiments.config:JobConfig",
+    without=("arm", "save_every", "resume", "export", *_TEXT_ONLY),
+    optional=("data",),
+    helps={
+        "data": "JSONL of `messages` with text, image and audio parts; files relative to it.",
+        "max_tokens": "Most positions of one example.",
+    },
+)
 def train_mm(
-    model: Annotated[
-        str | None, Option(help="Multimodal config (JSON), or a shipped one's name. [default: mm-demo]")
-    ] = None,
-    data: Annotated[
-        str | None, Option(help="JSONL of `messages` with text, image and audio parts; files relative to it.")
-    ] = None,
+    given: dict[str, Any],
+    model: Annotated[str, Option(help="Multimodal config (JSON), or a shipped one's name.")] = _MODEL,
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
     arms: Annotated[
         str | None,
         Option(
-            help="TRANSPORT/BALANCE with commas: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
+            help="TRANSPORT/BALANCE with commas: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full. "
+            "(default: all)"
         ),
     ] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
-    repeats: Annotated[int, Option(help="Runs of each arm, interleaved.")] = 1,
-    skip: Annotated[int, Option(help="First steps of every run that are not counted.")] = 1,
     output: Annotated[
-        str | None, Option(help="Folder for figures, pictures and traces. [default: runs/train-mm-DATE]")
+        str | None, Option(help="Folder for figures, pictures and traces. (default: runs/train-mm-DATE)")
     ] = None,
-    json: Annotated[str | None, Option(help="Where the figures go. [default: OUTPUT/train-mm.json]")] = None,
-    ranks: options.Ranks = None,
-    steps: options.Steps = None,
-    minibatch_size: options.MinibatchSize = None,
-    max_tokens: Annotated[int | None, Option(help="Most positions of one example. [default: 4096]")] = None,
-    seed: options.Seed = None,
-    lr: options.Lr = None,
-    warmup: options.Warmup = None,
-    min_lr: options.MinLr = None,
-    weight_decay: options.WeightDecay = None,
-    clip: options.Clip = None,
-    reproducible: options.Reproducible = None,
-    accumulate: options.Accumulate = None,
-    timeout_s: options.Timeout = None,
+    json: Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/train-mm.json)")] = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model under every balance and transport; print a table."""
-    own = {"demo", "arms", "per_node", "repeats", "skip", "output", "json"}
-    given = {name: value for name, value in locals().items() if value is not None and name not in {"own", *own}}
-    fields = {"model": "mm-demo", **(_DEMO if demo else {}), **given}
+    comparison = {name: given.pop(name) for name in ("repeats", "skip") if name in given}
+    fields = {"model": model, **(_DEMO if demo else {}), **given}
     if "data" not in fields and not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")
     folder = output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}"
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"odc train-mm [{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
-
+    say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
+    from odc.experiments.config import JobConfig
     from odc.experiments.multimodal.compare import CompareConfig
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
@@ -75,29 +63,11 @@ def train_mm(
         say("making a corpus")
         fields["data"] = str(write_corpus(Path(folder) / "corpus", CorpusConfig(seed=fields.get("seed", 0))))
     job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
-    chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
-    _compare(CompareConfig(job, repeats=repeats, skip=skip, **chosen), Path(json) if json else None, say)
-
-
-def _compare(config: Any, json: Path | None, say: Any) -> None:
-    from rich.console import Console
-
+    if arms is not None:
+        comparison["arms"] = tuple(arm.strip() for arm in arms.split(","))
+    config = CompareConfig(job, **comparison)
     from odc.experiments.multimodal.compare import run_arms, write_pictures
     from odc.experiments.multimodal.report import report, table
-    from odc.experiments.preflight import writable_folder
-    from odc.experiments.report import write_report
-    from odc.provenance import begin
 
-    path = json or config.output / "train-mm.json"
-    writable_folder(path.parent, "json")
-    begun = begin()
-    figures = report(config, run_arms(config, say), ["odc", *sys.argv[1:]]) | begun.facts()
-    write_report(path, figures)
-    say("drawing")
-    written = {"figures": path} | write_pictures(config)
-    console = Console()
-    console.print(table(figures))
-    width = max(map(len, written))
-    for kind, where in written.items():
-        console.print(f"{kind:<{width}}  {shlex.quote(str(where))}", highlight=False, soft_wrap=True)
-    say("done")
+    path = Path(json) if json else config.output / "train-mm.json"
+    carry_out(config, path, say, run_arms, report, lambda figures, _: [table(figures)], write_pictures)

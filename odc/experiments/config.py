@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
@@ -63,37 +63,70 @@ class JobConfig:
         label: name shown before the progress.
     """
 
-    model: str
-    data: str
-    output: str | None = None
-    arm: ArmName = "odc"
-    per_node: int = 2
-    ranks: int = 2
-    device: Device = "cpu"
-    steps: int = 10
-    minibatch_size: int = 8
-    max_tokens: int = 4096
-    long: Long = "error"
-    tokenizer: TokenizerName = "auto"
-    vocab: int = 4096
-    lr: float = 3e-4
-    warmup: int = 0
-    min_lr: float = 0.1
-    weight_decay: float = 0.1
+    model: str = field(metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."})
+    data: str = field(
+        metadata={"help": "Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`."}
+    )
+    output: str | None = field(
+        default=None, metadata={"help": "New folder for checkpoints and steps.jsonl, or --resume's.", "panel": "Files"}
+    )
+    arm: ArmName = field(default="odc", metadata={"help": f"One of {', '.join(ARM_NAMES)}."})
+    per_node: int = field(default=2, metadata={"help": "Ranks of one declared node, for hybrid arms.", "panel": "Work"})
+    ranks: int = field(default=2, metadata={"help": "Processes on this machine.", "panel": "Work"})
+    device: Device = field(
+        default="cpu", metadata={"help": "cpu, or cuda: this machine's devices in turn.", "panel": "Work"}
+    )
+    steps: int = field(default=10, metadata={"help": "Optimizer steps.", "panel": "Work"})
+    minibatch_size: int = field(default=8, metadata={"help": "Samples of one step, over all ranks.", "panel": "Work"})
+    max_tokens: int = field(default=4096, metadata={"help": "Most tokens of one microbatch.", "panel": "Work"})
+    long: Long = field(
+        default="error", metadata={"help": "Documents over --max-tokens: error, split or drop.", "panel": "Work"}
+    )
+    tokenizer: TokenizerName = field(
+        default="auto", metadata={"help": "auto, bytes or bpe.", "panel": "Model and data"}
+    )
+    vocab: int = field(default=4096, metadata={"help": "Tokens of the trained BPE.", "panel": "Model and data"})
+    lr: float = field(default=3e-4, metadata={"help": "Peak learning rate.", "panel": "Optimizer"})
+    warmup: int = field(default=0, metadata={"help": "Steps of linear warm-up.", "panel": "Optimizer"})
+    min_lr: float = field(
+        default=0.1, metadata={"help": "Fraction of --lr that the cosine ends at.", "panel": "Optimizer"}
+    )
+    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of AdamW.", "panel": "Optimizer"})
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    clip: float = 1.0
-    precision: Precision = "fp32"
-    activation_checkpointing: bool = False
-    save_every: int = 0
-    resume: str | None = None
-    export: str | None = None
-    seed: int = 0
-    reproducible: bool = False
-    accumulate: Accumulate = "server"
-    timeout_s: float = 600.0
-    slow: str | None = None
-    cache: str | None = None
+    clip: float = field(default=1.0, metadata={"help": "Largest gradient norm; 0: no clipping.", "panel": "Optimizer"})
+    precision: Precision = field(default="fp32", metadata={"help": "fp32 or bf16.", "panel": "Model and data"})
+    activation_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute blocks in backward.", "panel": "Model and data"}
+    )
+    save_every: int = field(
+        default=0, metadata={"help": "Steps between checkpoints; 0: only at the end.", "panel": "Files"}
+    )
+    resume: str | None = field(
+        default=None, metadata={"help": "Checkpoint, or output folder (its latest).", "panel": "Files"}
+    )
+    export: str | None = field(
+        default=None, metadata={"help": "Folder for the model as Hugging Face safetensors.", "panel": "Files"}
+    )
+    seed: int = field(default=0, metadata={"help": "Seeds weights and sample order.", "panel": "Work"})
+    reproducible: bool = field(
+        default=False, metadata={"help": "fp64 accumulators under the odc arms.", "panel": "Runtime"}
+    )
+    accumulate: Accumulate = field(
+        default="server", metadata={"help": "server, direct or per_source.", "panel": "Runtime"}
+    )
+    timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "Seconds to wait for a rank without progress.", "panel": "Runtime", "flag": "--timeout"},
+    )
+    slow: str | None = field(
+        default=None,
+        metadata={"help": "RANK:FACTOR, with commas: emulate slower devices by sleeping.", "panel": "Runtime"},
+    )
+    cache: str | None = field(
+        default=None,
+        metadata={"help": "Folder for tokenizers and ids. (default: ~/.cache/odc)", "panel": "Model and data"},
+    )
     spans: str | None = None
     label: str = ""
 

@@ -62,27 +62,60 @@ class Scenario:
         seed: of lengths and jitter.
     """
 
-    lengths: str = "longalign"
-    sigma: float | None = None
-    max_length: int | None = None
-    packing_ratio: float = 1.0
-    samples_per_rank: int = 4
-    minibatches: int = 20
-    model: str = "qwen2.5-1.5b"
-    checkpointing: bool = True
-    machine: str = "a100-roce"
-    ranks: int = 8
-    ranks_per_node: int | None = None
-    efficiency: float = 0.4
-    intra_bandwidth: float | None = None
-    inter_bandwidth: float | None = None
-    collective: Algorithm = "ring"
-    prefetch: int = 1
-    owner_skew: float = 1.0
-    jitter: float = 0.0
+    lengths: str = field(
+        default="longalign",
+        metadata={
+            "help": "longalign, swe-smith, swe-smith-32k, aime, grpo, or a file or datasets folder.",
+            "panel": "Data and model",
+        },
+    )
+    sigma: float | None = field(
+        default=None, metadata={"help": "Width of a named distribution.", "panel": "Data and model"}
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Cut samples at so many tokens.", "panel": "Data and model"}
+    )
+    packing_ratio: float = field(
+        default=1.0, metadata={"help": "Tokens of a microbatch over the longest sample.", "panel": "Data and model"}
+    )
+    samples_per_rank: int = field(
+        default=4, metadata={"help": "Samples of a rank in a minibatch.", "panel": "Data and model"}
+    )
+    minibatches: int = field(
+        default=20, metadata={"help": "Minibatches that are drawn and simulated.", "panel": "Data and model"}
+    )
+    model: str = field(
+        default="qwen2.5-1.5b",
+        metadata={"help": "qwen2.5-1.5b, -7b, -14b, -32b, or a Hugging Face config.", "panel": "Data and model"},
+    )
+    checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in backward.", "panel": "Data and model"}
+    )
+    machine: str = field(
+        default="a100-roce", metadata={"help": "a100-roce, a100, a100-free, h100 or mi300x.", "panel": "Machine"}
+    )
+    ranks: int = field(default=8, metadata={"help": "Devices.", "panel": "Machine"})
+    ranks_per_node: int | None = field(
+        default=None, metadata={"help": "Devices of one node. (default: the machine's)", "panel": "Machine"}
+    )
+    efficiency: float = field(default=0.4, metadata={"help": "Share of peak FLOPs.", "panel": "Machine"})
+    intra_bandwidth: float | None = field(
+        default=None, metadata={"help": "Bytes/s in a node. (default: the machine's)", "panel": "Machine"}
+    )
+    inter_bandwidth: float | None = field(
+        default=None, metadata={"help": "Bytes/s to other nodes. (default: the machine's)", "panel": "Machine"}
+    )
+    collective: Algorithm = field(default="ring", metadata={"help": "ring or tree.", "panel": "Machine"})
+    prefetch: int = field(default=1, metadata={"help": "Units ahead, 0 or 1.", "panel": "Machine"})
+    owner_skew: float = field(
+        default=1.0, metadata={"help": "Fullest owner's share over the mean.", "panel": "Machine"}
+    )
+    jitter: float = field(default=0.0, metadata={"help": "Sigma of compute noise.", "panel": "Machine"})
     slow: Mapping[int, float] = field(default_factory=dict)
-    arms: tuple[str, ...] = _ARMS
-    seed: int = 0
+    arms: tuple[str, ...] = field(
+        default=_ARMS, metadata={"help": "Which, with commas; the first is the base of speed-ups."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seeds lengths and jitter.", "panel": "Data and model"})
 
     def __post_init__(self) -> None:
         for name in ("samples_per_rank", "minibatches", "ranks"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.errors import ConfigError
@@ -47,33 +47,50 @@ class GrpoConfig:
         show: print a line a step on standard error.
     """
 
-    model: str = "qwen2-toy"
-    arm: GrpoArm = "odc"
-    balance: Balance = "arm"
-    ranks: int = 2
-    steps: int = 20
-    prompts: int = 8
-    group: int = 4
-    prompt_tokens: int = 6
-    response_tokens: int = 32
-    lengths: Lengths = "model"
-    minibatches: int = 1
-    max_tokens: int = 256
-    lag: Literal[0, 1] = 0
+    model: str = field(
+        default="qwen2-toy",
+        metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."},
+    )
+    arm: GrpoArm = field(default="odc", metadata={"help": "odc, odc-equal, fsdp2 or fsdp2-resident."})
+    balance: Balance = field(default="arm", metadata={"help": "arm (the arm's own planner) or verl (equal counts)."})
+    ranks: int = field(default=2, metadata={"help": "Training processes on this machine.", "panel": "Work"})
+    steps: int = field(default=20, metadata={"help": "Rollouts, each followed by its updates."})
+    prompts: int = field(default=8, metadata={"help": "Prompts of a step.", "panel": "Rollout"})
+    group: int = field(default=4, metadata={"help": "Responses to each prompt.", "panel": "Rollout"})
+    prompt_tokens: int = field(default=6, metadata={"help": "Tokens of a prompt.", "panel": "Rollout"})
+    response_tokens: int = field(default=32, metadata={"help": "Most tokens of a response.", "panel": "Rollout"})
+    lengths: Lengths = field(
+        default="model",
+        metadata={"help": "model, or drawn: cut at skewed lengths, for measurements.", "panel": "Rollout"},
+    )
+    minibatches: int = field(default=1, metadata={"help": "Optimizer steps a rollout.", "panel": "Objective"})
+    max_tokens: int = field(default=256, metadata={"help": "Most tokens of one microbatch."})
+    lag: Literal[0, 1] = field(
+        default=0, metadata={"help": "1: generate one step ahead, while training.", "panel": "Rollout"}
+    )
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 3.0
-    kl: float = 0.0
-    objective: ObjectiveName = "auto"
-    lr: float = 5e-3
+    kl: float = field(default=0.0, metadata={"help": "Weight of the KL to the initial model.", "panel": "Objective"})
+    objective: ObjectiveName = field(
+        default="auto", metadata={"help": "auto, verl or odc: whose functions.", "panel": "Objective"}
+    )
+    lr: float = field(default=5e-3, metadata={"help": "Learning rate.", "panel": "Objective"})
     weight_decay: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-    reproducible: bool = False
-    second_buffer: bool = False
-    timeout_s: float = 600.0
+    clip: float = field(default=1.0, metadata={"help": "Largest gradient norm; 0: no clipping.", "panel": "Optimizer"})
+    seed: int = field(default=0, metadata={"help": "Seeds weights, prompts and sampling.", "panel": "Work"})
+    reproducible: bool = field(
+        default=False, metadata={"help": "fp64 accumulators under the odc arms.", "panel": "Runtime"}
+    )
+    second_buffer: bool = field(
+        default=False, metadata={"help": "Keep two published versions for the rollout.", "panel": "Rollout"}
+    )
+    timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "Seconds to wait for a rank without progress.", "panel": "Runtime", "flag": "--timeout"},
+    )
     spans: str | None = None
-    output: str | None = None
+    output: str | None = field(default=None, metadata={"help": "New file that gets one line of JSON a step."})
     show: bool = False
 
     def __post_init__(self) -> None:

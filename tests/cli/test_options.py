@@ -1,0 +1,94 @@
+"""Options made from dataclasses: what the user gave reaches the command, and each default shows in the help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+import pytest
+
+typer = pytest.importorskip("typer", reason="needs the cli extra")
+pytest.importorskip("transformers", reason="needs the train extra")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from odc.cli.app import app  # noqa: E402
+from odc.cli.options import Commands, options_from  # noqa: E402
+from odc.experiments.config import JobConfig  # noqa: E402
+from odc.experiments.grpo import GrpoConfig  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Told:
+    name: str = field(metadata={"help": "A name."})
+    size: int | None = field(default=None, metadata={"help": "A size."})
+    kind: Literal["a", "b"] = field(default="a", metadata={"help": "a or b.", "panel": "Kinds"})
+    lag: Literal[0, 1] = field(default=0, metadata={"help": "A lag."})
+    timeout_s: float = field(default=6.5, metadata={"help": "Seconds.", "flag": "--timeout"})
+    words: tuple[str, ...] = field(default=("x", "y"), metadata={"help": "With commas."})
+    fast: bool = field(default=False, metadata={"help": "Fast."})
+    checked: bool = field(default=True, metadata={"help": "Checked."})
+    unnamed: int = 3
+    left_out: int = field(default=4, metadata={"help": "Not here."})
+
+
+told: list[Any] = []
+
+
+def run(*arguments: str) -> str:
+    commands = typer.Typer(cls=Commands, add_completion=False)
+
+    @commands.command()
+    @options_from(f"{__name__}:Told", without=("left_out",))
+    def say(given: dict[str, Any], lag: int = 7, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
+        """Say it."""
+        told.append((given, lag, loud))
+
+    @commands.command()
+    def other() -> None: ...
+
+    told.clear()
+    done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(commands, ["say", *arguments])
+    return done.output
+
+
+def test_only_what_was_given_reaches_the_command() -> None:
+    run("--name", "n")
+    assert told == [({"name": "n"}, 7, False)]
+    run("--name", "n", "--size", "0", "--kind", "c", "--timeout", "6.5", "--words", "x, z", "--fast", "--no-checked")
+    assert told == [
+        ({"name": "n", "size": 0, "kind": "c", "timeout_s": 6.5, "words": ("x", "z"), "fast": True, "checked": False},
+         7, False)
+    ]  # fmt: skip
+
+
+def test_own_parameters_come_before_fields() -> None:
+    run("--name", "n", "--lag", "1", "--loud")
+    assert told == [({"name": "n"}, 1, True)]
+
+
+def test_what_is_missing_or_no_option_is_refused() -> None:
+    assert "Missing option" in run() and not told
+    for flag in ("--unnamed", "--left-out", "--no-fast"):
+        assert "No such option" in run("--name", "n", flag), flag
+    assert "Invalid value" in run("--name", "n", "--size", "many")
+
+
+def test_help_shows_each_default() -> None:
+    said = run("--help")
+    for text in ("Say it.", "A name.", "Kinds", "[default: a]", "[default: 6.5]", "[default: x,y]", "--no-checked"):
+        assert text in said, text
+
+
+@pytest.mark.parametrize(("command", "config"), [("train", JobConfig), ("grpo", GrpoConfig)])
+def test_defaults_of_a_command_are_those_of_its_configuration(command: str, config: type) -> None:
+    said = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [command, "--help"]).output
+    lines = {line.split("--")[1].split()[0]: line for line in said.splitlines() if "--" in line[:12]}
+    for one in fields(config):
+        if "help" in one.metadata:
+            flag = one.metadata.get("flag", one.name.replace("_", "-")).removeprefix("--")
+            assert (
+                isinstance(one.default, bool)
+                or not isinstance(one.default, int | float)
+                or (f"[default: {one.default}]" in lines[flag])
+            ), flag
