@@ -33,19 +33,12 @@ def evaluate(
     Args:
         lm: an `lmms_eval.api.model.lmms` around the sharded model. It still holds the model afterwards, unlike in
             lmms-eval's own way.
-        tasks: names, configs or task objects, the same on every rank.
-        pad: run equally many requests on every rank, for a model with collectives in its forward (FSDP2). This is not a
-            complete remedy: see docs/evaluation.md.
+        tasks, pad: as for `odc.integrations.lm_eval.evaluate`.
         cost: cost of a request, for spreading work evenly. None takes the characters of its texts and ignores images.
         options: options of `simple_evaluate`, except caches and budgets.
 
-    Returns:
-        What `simple_evaluate` returns, on rank 0; None on the others.
-
-    Raises:
-        ConfigError: lmms-eval is not installed.
-        UnsupportedError: an option or a kind of task needs one rank, or the session does not hold all ranks.
-        PlanError: ranks built different requests.
+    Returns what `simple_evaluate` returns, on rank 0; None on the others. Raises as lm-eval's `evaluate` does, and
+    UnsupportedError if the session does not hold all ranks.
     """
     try:
         from lmms_eval.evaluator import simple_evaluate

@@ -108,7 +108,7 @@ def test_other_types_are_refused_by_name(value: Any, name: str) -> None:
 def test_a_value_that_holds_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(ResultsError, match="nested too deeply, or holds itself"):
+    with pytest.raises(ResultsError, match="nested too deeply or contains itself"):
         plain_json.dumps(value, "it")
 
 

@@ -1,7 +1,7 @@
 """What rank processes left behind: processes, shared-memory files, memfds.
 
-Chose to recognise what a rank started by its session (each rank opens its own) over its parent: a killed rank's
-children are re-parented and would be missed.
+Each rank opens a session of its own, and what it started is recognised by that session: a killed rank's children are
+re-parented, so a search by parent would miss them.
 """
 
 from __future__ import annotations

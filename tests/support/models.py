@@ -1,7 +1,7 @@
 """A tiny transformer with awkward shapes, and one training loop for every arm that is compared.
 
-Chose odd widths (33, 5 rows over 4 ranks, one element over any) over round ones: padding and empty chunks are where
-sharding goes wrong. Both arms run the same lines below; only `fully_shard` and how microbatches are marked differ.
+Widths are odd (33, 5 rows over 4 ranks, one element over any), because sharding goes wrong in padding and empty chunks.
+Both arms run the same lines below; only `fully_shard` and how microbatches are marked differ.
 AdamW's eps is 1e-4: with less, attention's key biases (gradient zero but for rounding) would turn rounding into steps.
 """
 

@@ -100,7 +100,7 @@ def test_epochs_are_chosen(tmp_path):
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(TraceError, match="at least one panel"):
         draw(tmp_path / "t.png", [])
-    with pytest.raises(TraceError, match="arm: none of the minibatches asked for"):
+    with pytest.raises(TraceError, match="arm: all ranks recorded none of the requested minibatches"):
         draw(tmp_path / "t.png", [("arm", trace(2, waits=True))], epochs=[9])
     with pytest.raises(TraceError, match="nothing is left"):
         draw(tmp_path / "t.png", [("arm", {0: []})])

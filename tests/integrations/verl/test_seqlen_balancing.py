@@ -123,7 +123,7 @@ def test_counts():
         rearrange_micro_batches(batch, 30, min_num_micro_batch=8)
     with pytest.raises(PlanError, match="samples from 1 on, 1 together, have 31 tokens, more than the cap of 30"):
         rearrange_micro_batches(padded([10, 31]), 30)
-    with pytest.raises(PlanError, match="not made of groups of 2"):
+    with pytest.raises(PlanError, match="does not divide into groups of 2"):
         rearrange_micro_batches(batch, 30, force_group_size=2)
 
 
