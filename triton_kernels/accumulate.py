@@ -93,16 +93,3 @@ def accumulate(
             FROM=kernel_dtype(source),
             BLOCK=size,
         )
-
-
-def accumulate_reference(
-    gradients: Sequence[torch.Tensor],
-    shard_numels: Sequence[int],
-    offsets: Sequence[int],
-    accumulators: Sequence[torch.Tensor],
-) -> None:
-    """The same in plain torch; `accumulators` are the owners', 1-D."""
-    for shard, total in enumerate(accumulators):
-        for gradient, numel, offset in zip(gradients, shard_numels, offsets, strict=True):
-            part = gradient.view(-1)[shard * numel : (shard + 1) * numel]
-            total[offset : offset + part.numel()] += part.to(total.dtype)

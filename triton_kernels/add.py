@@ -48,9 +48,3 @@ def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block
 
 def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
     return accumulator_dtype(to), kernel_dtype(source)
-
-
-def add_reference(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """The same in plain torch."""
-    for place, value in zip(places, values, strict=True):
-        place += value.to(place.dtype)

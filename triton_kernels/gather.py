@@ -113,19 +113,3 @@ def _lines(out: torch.Tensor, dim: int, shards: int) -> tuple[int, int]:
         raise ValueError(f"a parameter of shape {tuple(out.shape)} does not divide into {shards} shards along {dim}")
     lines = out.shape[:dim].numel() if dim else 1
     return lines, out.numel() // (lines * shards) if lines else 0
-
-
-def gather_reference(
-    outs: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    peers: Sequence[torch.Tensor],
-    *,
-    dims: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """The same in plain torch; `peers` are the owners' memories, uint8 and 1-D."""
-    for out, offset, dim in zip(outs, offsets, dims or [0] * len(outs), strict=True):
-        own = dtype or out.dtype
-        for part, peer in zip(out.chunk(len(peers), dim), peers, strict=True):
-            shard = peer[offset : offset + part.numel() * own.itemsize].clone().view(own)
-            part.copy_(shard.view(part.shape))

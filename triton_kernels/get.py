@@ -126,12 +126,3 @@ def refuse_conversion(dtype: torch.dtype | None, outs: Sequence[torch.Tensor], s
         raise UnsupportedError(
             f"peers without a pointer send bytes: {dtype} cannot be converted on the way; publish in compute dtype"
         )
-
-
-def get_reference(
-    out: torch.Tensor, peers: Sequence[torch.Tensor], peer: int, offset: int = 0, *, dtype: torch.dtype | None = None
-) -> None:
-    """The same in plain torch; `peers` are the peers' memories, uint8 and 1-D."""
-    dtype = dtype or out.dtype
-    nbytes = out.numel() * dtype.itemsize
-    out.copy_(peers[peer][offset : offset + nbytes].clone().view(dtype).view(out.shape))

@@ -49,9 +49,3 @@ def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
     if to == source:
         to = source = word_dtype([to])
     return kernel_dtype(to), kernel_dtype(source)
-
-
-def publish_reference(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """The same in plain torch."""
-    for place, shard in zip(places, shards, strict=True):
-        place.copy_(shard)

@@ -172,19 +172,3 @@ def put(
         ONE=len(values) == 1,
         **constants,
     )
-
-
-def put_reference(
-    values: Sequence[torch.Tensor],
-    peers: Sequence[torch.Tensor],
-    peer: int,
-    offset: int = 0,
-    *,
-    signal: Signal | None = None,
-) -> None:
-    """The same in plain torch; `peers` are the peers' memories, uint8 and 1-D."""
-    for value in values:
-        peers[peer][offset : offset + value.nbytes] = value.view(-1).view(torch.uint8)
-        offset += value.nbytes
-    if signal is not None and any(value.numel() for value in values):
-        peers[peer][signal.offset : signal.offset + 8].view(torch.int64).fill_(signal.value)

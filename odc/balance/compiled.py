@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
+
+import numpy as np
 
 WORTH = 128  # samples from which loading numba pays in a process that has not done so
 
@@ -21,6 +26,16 @@ def loops_of(module: ModuleType, samples: int) -> tuple[ModuleType, bool]:
         return module, False
     compiled = _compiled(module) if _numba() is not None else None
     return (module, False) if compiled is None else (compiled, True)
+
+
+def run_loop(function: Callable[..., Any], samples: int, *given: Any) -> tuple[Any, list[Any]]:
+    """Call a function of a module of loops, compiled on arrays or interpreted on lists.
+
+    Returns its result and the arguments as it left them, arrays or lists.
+    """
+    module, arrays = loops_of(sys.modules[function.__module__], samples)
+    values = [value if arrays or not isinstance(value, np.ndarray) else value.tolist() for value in given]
+    return getattr(module, function.__name__)(*values), values
 
 
 @cache

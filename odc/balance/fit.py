@@ -63,8 +63,8 @@ def fit(microbatches: Sequence[Sequence[int]], seconds: Sequence[float]) -> Fit:
             lengths.
     """
     _check(microbatches, seconds)
-    tokens = [float(sum(own)) for own in microbatches]
-    squares = [float(sum(length * length for length in own)) for own in microbatches]
+    tokens = [float(sum(lengths)) for lengths in microbatches]
+    squares = [float(sum(length * length for length in lengths)) for lengths in microbatches]
     fixed, a, b = _least_squares([[1.0] * len(seconds), tokens, squares], seconds)
     if a == 0 and b == 0:
         raise PlanError("measured seconds do not grow with the lengths: there is nothing to fit a cost model to")
@@ -74,7 +74,7 @@ def fit(microbatches: Sequence[Sequence[int]], seconds: Sequence[float]) -> Fit:
 def fit_scale(cost: Cost, microbatches: Sequence[Sequence[int]], seconds: Sequence[float]) -> Fit:
     """The best `fixed + scale * cost` for a cost model that is given (FLOPs of a config, say). Raises as `fit`."""
     _check(microbatches, seconds)
-    given = [float(sum(cost(length) for length in own)) for own in microbatches]
+    given = [float(sum(cost(length) for length in lengths)) for lengths in microbatches]
     fixed, scale = _least_squares([[1.0] * len(seconds), given], seconds)
     if scale == 0:
         raise PlanError("measured seconds do not grow with the given cost")
@@ -94,7 +94,7 @@ def _judged(
     cost: Cost, scale: float, fixed: float, microbatches: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> Fit:
     found = Fit(cost, scale, fixed, 0.0, 0.0, len(seconds))
-    errors = [abs(found.predict(own) / second - 1) for own, second in zip(microbatches, seconds, strict=True)]
+    errors = [abs(found.predict(lengths) / second - 1) for lengths, second in zip(microbatches, seconds, strict=True)]
     return Fit(cost, scale, fixed, math.sqrt(fmean(error * error for error in errors)), max(errors), len(seconds))
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from odc.balance import search as _search
-from odc.balance.compiled import loops_of
+from odc.balance.compiled import loops_of, run_loop
 from odc.balance.state import new_tree
 
 STEPS = 4000  # of the search, in all, for one call
@@ -98,19 +97,20 @@ def pack_evenly(
     Each sample goes to the cheapest microbatch that has room. Where that fails, `pack` decides.
     Returns `count` lists, some perhaps empty, or None when neither finds a way.
     """
-    loops, arrays = loops_of(_search, len(order))
-    fields: list[Any] = [
+    fitted, given = run_loop(
+        _search.least_load_first,
+        len(order),
         np.array([costs[i] for i in order], np.float64),
         np.array([lengths[i] for i in order], np.int64),
+        max_tokens,
         np.zeros(count),
         np.zeros(count, np.int64),
         np.zeros(len(order), np.int64),
-    ]
-    by_cost, sizes, loads, used, owners = fields if arrays else [field.tolist() for field in fields]
-    if not loops.least_load_first(by_cost, sizes, max_tokens, loads, used, owners):
+    )
+    if not fitted:
         bins = pack(lengths, order, max_tokens)
         return bins + [[] for _ in range(count - len(bins))] if len(bins) <= count else None
     bins = [[] for _ in range(count)]
-    for i, chosen in zip(order, owners, strict=True):
+    for i, chosen in zip(order, given[-1], strict=True):
         bins[chosen].append(i)
     return bins

@@ -90,7 +90,7 @@ def within(
     """Put each length, as listed, on the instance with the least sum in steps of `tolerance`, then least sum of
     squares.
 
-    `sums` and `squares` hold what lies there already. `heap`, [d], is of (steps << bits + places | squares >> shift <<
+    `sums` and `squares` hold the starting values. `heap`, [d], is of (steps << bits + places | squares >> shift <<
     places | instance), which fits into 63 bits; 2**places > d, and squares >> shift is below 2**bits.
     """
     d, mask = len(heap), (1 << places) - 1

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from odc.balance.bound import falling_bound
-from odc.balance.compiled import loops_of
+from odc.balance.compiled import run_loop
 from odc.balance.partition import falling, partition, to_ticks
 from odc.dispatch import algorithm_loops as _loops
 from odc.dispatch.rearrangement import Ints
@@ -55,13 +55,9 @@ def unpadded(costs: ArrayLike, instances: int) -> Ints:
 
 def onto(costs: Ints, sums: Ints) -> Ints:
     """The instance of each cost, int64 [n]: in the order listed onto the least sum, starting from `sums` [d]."""
-    places, found = len(sums).bit_length(), np.empty(len(costs), np.int64)
-    loops, arrays = loops_of(_loops, len(costs))
-    given: list[Any] = [costs, sums, np.empty(len(sums), np.int64), found]
-    values = given if arrays else [array.tolist() for array in given]
-    loops.lightest(values[0], values[1], places, *values[2:])
-    found[:] = values[3]
-    return found
+    scratch = np.empty(len(sums), np.int64), np.empty(len(costs), np.int64)
+    _, given = run_loop(_loops.lightest, len(costs), costs, sums, len(sums).bit_length(), *scratch)
+    return np.asarray(given[-1], np.int64)
 
 
 def tolerant(lengths: Ints, instances: int, tolerance: int) -> Ints:
@@ -76,18 +72,16 @@ def tolerant(lengths: Ints, instances: int, tolerance: int) -> Ints:
     places = instances.bit_length()
     wanted, left = (most * longest).bit_length(), 63 - places - (most // tolerance).bit_length()
     bits = max(0, min(wanted, left))
-    loops, arrays = loops_of(_loops, n)
-    given: list[Any] = [lengths[order], *np.zeros((3, instances), np.int64), np.empty(n, np.int64)]
-    values = given if arrays else [array.tolist() for array in given]
-    loops.within(values[0], tolerance, *values[1:3], wanted - bits, bits, places, *values[3:])
+    loads, squares, heap = np.zeros((3, instances), np.int64)
+    scratch = wanted - bits, bits, places, heap, np.empty(n, np.int64)
+    _, given = run_loop(_loops.within, n, lengths[order], tolerance, loads, squares, *scratch)
     owners = np.empty(n, np.int64)
-    owners[order] = values[4]
+    owners[order] = given[-1]
     return owners
 
 
 def padded(costs: ArrayLike, instances: int) -> Ints:
-    """Algorithm 2: destination instance of every example, int64 [n], with the least max over batches of size x
-    costliest.
+    """Algorithm 2: destination instance of every example, int64 [n]; the least max over batches of size x costliest.
 
     Args:
         costs: [n] finite numbers >= 0, of one example if none in its batch costs more.
@@ -103,11 +97,10 @@ def padded(costs: ArrayLike, instances: int) -> Ints:
     rising = ticks[order]
     longest = int(rising[-1])
     low, high = max(longest, -(-int(rising.sum()) // instances)), longest * -(-n // instances)
-    loops, arrays = loops_of(_loops, n)
     ends = np.zeros(instances, np.int64)
-    values, cuts = (rising, ends) if arrays else (rising.tolist(), ends.tolist())
-    bound = loops.least_bound(values, instances, low, high, cuts)
-    return _owners(order, cuts, loops.runs(values, bound, instances, cuts))
+    bound, _ = run_loop(_loops.least_bound, n, rising, instances, low, high, ends)
+    number, given = run_loop(_loops.runs, n, rising, bound, instances, ends)
+    return _owners(order, given[-1], number)
 
 
 def padded_attention(lengths: Ints, instances: int, alpha: float, beta: float) -> Ints:
@@ -136,14 +129,12 @@ def padded_attention(lengths: Ints, instances: int, alpha: float, beta: float) -
 def _best_runs(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float) -> Ints:
     """Where the runs of the least bound begin, and n; `sums[i]` is the sum of the first i lengths."""
     n, longest = len(rising), float(rising[-1])
-    loops, arrays = loops_of(_loops, n)
     alone = alpha * float(sums[n]) + beta * float((rising.astype(np.float64) ** 2).sum())
     low = max(alpha * longest + beta * longest * longest, alone / instances * (1 - 1e-9))
     ends = np.zeros(instances, np.int64)
-    values, totals, cuts = (rising, sums, ends) if arrays else (rising.tolist(), sums.tolist(), ends.tolist())
-    bound = loops.least_mixed_bound(values, totals, alpha, beta, instances, low, cuts)
-    number = loops.mixed_runs(values, totals, alpha, beta, bound, instances, cuts)
-    return np.array([0, *cuts[:number]], np.int64)
+    bound, _ = run_loop(_loops.least_mixed_bound, n, rising, sums, alpha, beta, instances, low, ends)
+    number, given = run_loop(_loops.mixed_runs, n, rising, sums, alpha, beta, bound, instances, ends)
+    return np.array([0, *given[-1][:number]], np.int64)
 
 
 def _listing(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float, worth: float) -> Ints | None:
@@ -157,11 +148,9 @@ def _listing(rising: Ints, sums: Ints, instances: int, alpha: float, beta: float
         return None
     falls = np.ascontiguousarray(rising[::-1])
     bound = int(np.bincount(onto(falls, np.zeros(instances, np.int64)), weights=falls).max())  # of algorithm 1
-    loops, arrays = loops_of(_loops, n)
-    ends = np.zeros(instances, np.int64)
-    filled, values = (ends, rising) if arrays else (ends.tolist(), rising.tolist())
-    number = min(loops.runs(values, bound, instances, filled), instances)
-    cuts = np.array([0, *filled[:number]], np.int64)
+    number, given = run_loop(_loops.runs, n, rising, bound, instances, np.zeros(instances, np.int64))
+    number = min(number, instances)
+    cuts = np.array([0, *given[-1][:number]], np.int64)
     done = int(cuts[-1])
     owners = np.empty(n, np.int64)
     owners[:done] = _owners(np.arange(done), cuts[1:], number)

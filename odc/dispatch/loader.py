@@ -93,12 +93,12 @@ class PlannedLoader(Generic[B]):
                 if not _put(ready, (batch, self._orchestrator.plan(records)), stop):
                     return
             _put(ready, None, stop)
-        except BaseException as error:  # whatever it was, the training loop raises it
+        except BaseException as error:  # the training loop raises it
             _put(ready, error, stop)
 
 
 def _put(ready: queue.Queue[T], item: T, stop: threading.Event) -> bool:
-    """Wait for room; False once nobody asks any more."""
+    """Wait for room in the queue; False once the iteration has stopped."""
     while not stop.is_set():
         try:
             ready.put(item, timeout=_POLL_S)

@@ -11,14 +11,8 @@ from typing import Any
 _MULTIPLIER, _INCREMENT, _MASK = 1103515245, 12345, (1 << 31) - 1
 
 
-def scatter(batches: Any, senders: Any, sizes: Any, d: int, volume: Any) -> None:
-    """Write the volume of every (batch, sender) that has one."""
-    for e in range(len(sizes)):
-        volume[batches[e] * d + senders[e]] = sizes[e]
-
-
 def kept(groups: Any, sizes: Any, rooms: Any, total: Any) -> None:
-    """Add to each group's total its first sizes, as many as it has room for."""
+    """Add to each group's total the first of its sizes, as many as it has room for."""
     for e in range(len(groups)):
         if rooms[groups[e]] > 0:
             rooms[groups[e]] -= 1
@@ -199,7 +193,7 @@ def stay(
 
     Args:
         order, cuts: examples that may trade places are order[cuts[g]] to order[cuts[g + 1] - 1].
-        homes, owners: [n] instance on which an example lies, and to which it was to go.
+        homes, owners: [n] instance that holds an example, and its planned destination.
         heads: [d] scratch, all -1; links: [n] scratch; taken: [n] scratch, zeros.
         found: [n] in: all -1; out: the instance to which each example goes.
     """

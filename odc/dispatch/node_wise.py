@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from odc.balance.compiled import loops_of
+from odc.balance.compiled import run_loop
 from odc.balance.partition import falling
 from odc.dispatch import node_exact
 from odc.dispatch import node_loops as _loops
@@ -24,7 +24,7 @@ from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.errors import PlanError
 
 Method = Literal["exchange", "exact"]
-_NEAR_S, _FAR_S = 25e-9, 40e-9  # an exchange looked at, where the volumes fit into the cache and where not (measured)
+_NEAR_S, _FAR_S = 25e-9, 40e-9  # to look at one exchange, with volumes in the cache and outside of it (measured)
 _CACHED = 512  # instances
 _LEAST_STEPS = 64
 _STEPS_EACH = 64  # times the instances: more steps found nothing better (measured), and small problems run uncompiled
@@ -53,7 +53,7 @@ class NodeWise:
 
     @property
     def gap(self) -> float:
-        """How far the cost lies above the bound, cost / bound - 1; of the exact method 0 within HiGHS's tolerance."""
+        """How far the cost is above the bound: cost / bound - 1, 0 within HiGHS's tolerance for the exact method."""
         return self.cost / self.bound - 1.0 if self.bound > 0 else float(self.cost > 0)
 
 
@@ -66,7 +66,7 @@ def node_wise(
     method: Method = "exchange",
     linear_bound: bool = False,
 ) -> NodeWise:
-    """Permute the new mini-batches of a rearrangement over the instances, so that little crosses nodes.
+    """Permute the new mini-batches of a rearrangement over the instances, so that little moves between nodes.
 
     Args:
         rearrangement: of any post-balancing; what a mini-batch holds is not changed.
@@ -77,7 +77,7 @@ def node_wise(
         method: "exchange", or "exact" for the optimum by HiGHS (needs scipy; milliseconds to minutes).
         linear_bound: report the bound of the linear relaxation (needs scipy), which is higher than the one of counting.
 
-    Raises PlanError for bad input, and for the exact method without scipy. Pure: waits for nobody.
+    Raises PlanError for bad input, and for the exact method without scipy. Pure; does not wait.
     """
     known = np.asarray(sizes, np.int64)
     if len(known) != len(rearrangement.order) or (len(known) and known.min() < 0):
@@ -106,7 +106,7 @@ def place_batches(
     method: Method = "exchange",
     linear_bound: bool = False,
 ) -> tuple[Ints, tuple[int, int, float, str]]:
-    """`node_wise` for what lies anywhere: `sizes[e]` of batch `batches[e]` lies with `senders[e]`.
+    """`node_wise` for data in any place: instance `senders[e]` holds `sizes[e]` of batch `batches[e]`.
 
     Returns the instance of each batch, and (cost, cost before, bound, method).
     """
@@ -177,11 +177,7 @@ class _Placement:
     def volume(self) -> Ints:
         """[d * d] what sender i has of batch j, at j * d + i."""
         volume = np.zeros(len(self.totals) ** 2, np.int64)
-        loops, arrays = loops_of(_loops, len(self.sizes))
-        if arrays:
-            loops.scatter(self.batches, self.senders, self.sizes, len(self.totals), volume)
-        else:
-            volume[self.batches * len(self.totals) + self.senders] = self.sizes
+        volume[self.batches * len(self.totals) + self.senders] = self.sizes
         return volume
 
     @property
@@ -216,44 +212,32 @@ class _Placement:
         pair_batch, pair_node, overlap = key[falls] // m, key[falls] % m, overlap[falls]
         by_sender = np.argsort(self.senders.astype(np.int16) if d < 1 << 15 else self.senders, kind="stable")
         begins = np.concatenate([[0], np.cumsum(np.bincount(self.senders, minlength=d))])
-        node = np.full(d, -1)
-        members, at, best = np.empty((3, d), np.int64)
-        given = [self.volume, begins, self.batches[by_sender], self.firsts, self.node_of, self.totals.copy()]
-        given += [node, members, at, best, pair_batch, pair_node, self.rooms]
-        loops, arrays = loops_of(_loops, len(self.sizes))
-        values: list[Any] = given if arrays else [array.tolist() for array in given]
-        loops.place(*values[-3:], values[6])
-        loops.improve(*values[:-3], steps, _KICK)
-        return np.asarray(values[9], np.int64), self._bound(pair_node, overlap)
+        _, given = run_loop(_loops.place, len(self.sizes), pair_batch, pair_node, self.rooms, np.full(d, -1))
+        node, scratch = np.asarray(given[-1], np.int64), np.empty((3, d), np.int64)
+        fixed = self.volume, begins, self.batches[by_sender], self.firsts, self.node_of, self.totals.copy()
+        _, given = run_loop(_loops.improve, len(self.sizes), *fixed, node, *scratch, steps, _KICK)
+        return np.asarray(given[-3], np.int64), self._bound(pair_node, overlap)
 
     def _bound(self, pair_node: Ints, overlap: Ints) -> float:
-        """No placement lets all senders send less than this.
+        """Lower bound on what the busiest sender sends.
 
         A sender keeps at most as many of its batches as its node takes, its largest; the senders of a node together
         keep at most the largest of those of the whole node, and the most sent is at least their mean.
         """
-        d, m = len(self.totals), len(self.firsts) - 1
         falls = falling(self.sizes, None)
-        alone, together = np.zeros(d, np.int64), np.zeros(m, np.int64)
-        given = [self.senders[falls], self.sizes[falls], self.rooms[self.node_of], alone]
-        given += [pair_node, overlap, self.rooms, together]
-        loops, arrays = loops_of(_loops, len(self.sizes))
-        values: list[Any] = given if arrays else [array.tolist() for array in given]
-        loops.kept(*values[:4])
-        loops.kept(*values[4:])
-        means = (np.add.reduceat(self.totals, self.firsts[:-1]) - np.asarray(values[7], np.int64)) / self.rooms
-        alone = self.totals - np.asarray(values[3], np.int64)
-        most = [0.0, float(alone.max()), float(means.max())]
-        return max(most)
+        n, m = len(self.sizes), len(self.firsts) - 1
+        room_of, none = self.rooms[self.node_of], np.zeros(len(self.totals), np.int64)
+        _, alone = run_loop(_loops.kept, n, self.senders[falls], self.sizes[falls], room_of, none)
+        _, together = run_loop(_loops.kept, n, pair_node, overlap, self.rooms, np.zeros(m, np.int64))
+        means = (np.add.reduceat(self.totals, self.firsts[:-1]) - np.asarray(together[-1], np.int64)) / self.rooms
+        return max(0.0, float((self.totals - np.asarray(alone[-1], np.int64)).max()), float(means.max()))
 
     def seated(self, node: Ints) -> Ints:
-        """The instance of each batch, within its node where most of it is."""
+        """The instance of each batch: within its node, the one with most of it where possible."""
         d = len(node)
-        given = [self.volume, self.firsts, node, np.empty(d, np.int64), np.zeros(d, np.int64), np.full(d, -1)]
-        loops, arrays = loops_of(_loops, len(self.sizes))
-        values: list[Any] = given if arrays else [array.tolist() for array in given]
-        loops.seat(*values)
-        return np.asarray(values[5], np.int64)
+        scratch = np.empty(d, np.int64), np.zeros(d, np.int64), np.full(d, -1)
+        _, given = run_loop(_loops.seat, len(self.sizes), self.volume, self.firsts, node, *scratch)
+        return np.asarray(given[-1], np.int64)
 
 
 def keep_local(
@@ -265,7 +249,7 @@ def keep_local(
 
     Args:
         owners: int64 [n] destination instance of each example.
-        homes: int64 [n] instance on which it lies.
+        homes: int64 [n] instance that holds the example.
         lengths: int64 [n] >= 1.
         instances: d.
         per_node: instances of a node.
@@ -280,16 +264,13 @@ def keep_local(
     step = lengths if tolerance == 0 else _ladder(lengths, tolerance)
     order = np.argsort(step, kind="stable")
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(step[order])) + 1, [n]])
-    given: list[Any] = [order, cuts, homes, owners, np.full(instances, -1), np.empty(n, np.int64)]
-    given += [np.zeros(n, np.int64), np.full(n, -1)]
-    loops, arrays = loops_of(_loops, n)
-    values = given if arrays else [array.tolist() for array in given]
-    loops.stay(*values[:4], per_node, *values[4:])
-    return np.asarray(values[7], np.int64)
+    scratch = np.full(instances, -1), np.empty(n, np.int64), np.zeros(n, np.int64), np.full(n, -1)
+    _, given = run_loop(_loops.stay, n, order, cuts, homes, owners, per_node, *scratch)
+    return np.asarray(given[-1], np.int64)
 
 
 def _ladder(lengths: Ints, tolerance: float) -> Ints:
-    """The step of a ladder that each length lies on; steps begin at whole numbers."""
+    """The step of the ladder for each length; steps begin at whole numbers."""
     begins, top = [1], int(lengths.max())
     while begins[-1] <= top:
         begins.append(max(begins[-1] + 1, int(begins[-1] * (1 + tolerance))))

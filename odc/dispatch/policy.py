@@ -82,7 +82,7 @@ def post_balance(lengths: Sequence[ArrayLike], policy: BalancePolicy) -> Rearran
         policy: what a batch costs.
 
     Raises PlanError, naming instance and example, for a length that is no integer (NaN too), is below 1 or above the
-    policy's longest. New mini-batches may be empty. Pure: waits for nobody.
+    policy's longest. New mini-batches may be empty. Pure; does not wait.
     """
     counts, flat = check_lengths(lengths, policy.longest)
     return Rearrangement.to(counts, balance_flat(flat, len(counts), policy))

@@ -106,14 +106,14 @@ class Route:
 
 def _field(move: Rearrangement, rows: Ints, me: int) -> FieldRoute:
     d = move.instances
-    own = np.arange(move.starts[me], move.starts[me + 1])
+    local = np.arange(move.starts[me], move.starts[me + 1])
     landing = np.empty(len(move.order), np.int64)
     landing[move.order] = np.arange(len(move.order))
-    by_destination = own[np.argsort(landing[own])]
-    brought = rows[own]
+    by_destination = local[np.argsort(landing[local])]
+    brought = rows[local]
     first = np.cumsum(brought) - brought
     pack = _ranges(first[by_destination - move.starts[me]], rows[by_destination])
-    sent = np.bincount(move.owners[own], weights=brought, minlength=d).astype(np.int64)
+    sent = np.bincount(move.owners[local], weights=brought, minlength=d).astype(np.int64)
     arriving = move.arriving(me)
     origin, got = move.sources[arriving], rows[arriving]
     by_source = np.argsort(origin, kind="stable")

@@ -159,7 +159,7 @@ def plan_step(
         llm: its policy balances interleaved lengths.
         nodes: with it mini-batches are placed node-wise (algorithm 3) and examples of equal length stay where they can.
 
-    Raises PlanError, naming the instance, for records that no plan may hold. Pure: waits for nobody.
+    Raises PlanError, naming the instance, for records that no plan may hold. Pure; does not wait.
     """
     if not records:
         raise PlanError("there are no instances to plan for")

@@ -91,14 +91,14 @@ class _Simulation:
                 yield from self._microbatch(rank, job, last=False)
             yield _Sleep(self.cluster.claim_seconds())  # the claim that finds nothing left
             return
-        begin = sum(len(own) for own in self.step.seconds[:rank])
-        own, count = len(self.step.seconds[rank]), self.step.counts[rank]
+        begin = sum(map(len, self.step.seconds[:rank]))
+        real, count = len(self.step.seconds[rank]), self.step.counts[rank]
         if self.step.transport == "resident":
             for use in self.uses:
                 if not use.backward:
                     yield from self._wait(rank, self._fetch(rank, use))
         for m in range(count):
-            yield from self._microbatch(rank, begin + m if m < own else None, last=m == count - 1)
+            yield from self._microbatch(rank, begin + m if m < real else None, last=m == count - 1)
 
     def _microbatch(self, rank: int, job: int | None, *, last: bool) -> _Program:
         self.ran[rank] += 1
@@ -140,10 +140,10 @@ class _Simulation:
             done = self._send("push", rank, use.push_bytes).done or 0.0
             self.last_arrival = max(self.last_arrival, done)
             return
-        own = self.reductions[rank]
-        own.append(self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards)))
-        if len(own) > self.cluster.reductions_in_flight:
-            yield from self._wait(rank, own.popleft())
+        pending = self.reductions[rank]
+        pending.append(self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards)))
+        if len(pending) > self.cluster.reductions_in_flight:
+            yield from self._wait(rank, pending.popleft())
 
     def _collective(self, rank: int, seconds: float) -> _Transfer:
         """The rank's next collective; its last caller starts it."""

@@ -76,10 +76,10 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
         upper, lower = grid[0][column], grid[1][column]
         for figures in studies[0].arms:
             colour, line = _STYLE.get(figures.arm, ("#777777", "-"))
-            own = [one[figures.arm] for one in studies]
+            line_of = [one[figures.arm] for one in studies]
             look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5, "label": figures.arm}
-            upper.plot(range(len(values)), [100 * f.bubble for f in own], **look)
-            lower.plot(range(len(values)), [f.speedup for f in own], **look)
+            upper.plot(range(len(values)), [100 * f.bubble for f in line_of], **look)
+            lower.plot(range(len(values)), [f.speedup for f in line_of], **look)
         for panel in (upper, lower):
             panel.set_xticks(range(len(values)), [_short(value) for value in values])
             panel.grid(color="#d5dade", linewidth=0.6)

@@ -89,7 +89,7 @@ class StepResult:
     Args:
         seconds: from the first rank's start to the end of the optimizer's update.
         busy: compute seconds by rank, the optimizer's included.
-        transfer: seconds by rank in which it stood still while its own transfer or collective moved bytes.
+        transfer: seconds by rank in which it waited while its transfer or collective moved bytes.
         microbatches: by rank, dummies included.
     """
 
@@ -105,7 +105,7 @@ class StepResult:
 
     @property
     def transfer_share(self) -> float:
-        """Mean share of the step in which a rank stood still for transfers."""
+        """Mean share of the step in which a rank waited for transfers."""
         return fmean(self.transfer) / self.seconds if self.seconds > 0 else 0.0
 
     @property

@@ -67,7 +67,7 @@ class ArmFigures:
         step_s: mean seconds a step.
         speedup: all steps of the first arm / all steps of this one.
         bubble: 1 - busy / step over all steps.
-        transfer, waiting: the bubble's two parts: standing still for transfers, and for other ranks.
+        transfer, waiting: the bubble's two parts: waiting for transfers, and for other ranks.
         microbatches: mean for each rank and step, dummies included.
         steps_s: each step.
     """

@@ -50,7 +50,7 @@ class _Chain(NamedTuple):
 
 
 def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Chain:
-    """All microbatches at once, each from its own start, use after use."""
+    """All microbatches at once, use after use, with times relative to the start of each."""
     cluster, pushing = step.cluster, 0.0
     now, arrived, busy, transfer = (np.zeros_like(seconds) for _ in range(4))
     fetched = start = now
@@ -73,8 +73,8 @@ def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -
 
 
 def _compute(step: Step, share: float, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Floats:
-    own = seconds * share if noise is None else seconds * share * noise
-    return (own + step.model.unit_seconds) * slow
+    scaled = seconds * share if noise is None else seconds * share * noise
+    return (scaled + step.model.unit_seconds) * slow
 
 
 def _on_demand(step: Step) -> StepResult:
@@ -82,7 +82,7 @@ def _on_demand(step: Step) -> StepResult:
     slowness = np.array(step.cluster.slowness())
     if step.transport == "dynamic":
         return _dynamic(step, jobs, slowness, noise)
-    counts = np.array([len(own) for own in step.seconds])
+    counts = np.array([len(seconds) for seconds in step.seconds])
     owner = np.repeat(np.arange(ranks), counts)
     chain = _chain(step, jobs, slowness[owner], noise)
     begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
@@ -135,8 +135,8 @@ class _Lockstep:
     def __init__(self, step: Step) -> None:
         self.step, self.uses, self.noise = step, step.model.uses(), step.noise()
         self.counts = np.array(step.counts)
-        self.own = np.array([len(own) for own in step.seconds])
-        self.begins = np.concatenate(([0], np.cumsum(self.own)[:-1]))
+        self.real = np.array([len(seconds) for seconds in step.seconds])
+        self.begins = np.concatenate(([0], np.cumsum(self.real)[:-1]))
         self.jobs = step.jobs()
         ranks = step.cluster.ranks
         self.slow = np.array(step.cluster.slowness())
@@ -173,11 +173,11 @@ class _Lockstep:
             if not use.backward:
                 fetched, took = self._gather(self.now, use.fetch_bytes)
                 self._await(fetched, took)
-        for m in range(int(self.own.max(initial=0))):
+        for m in range(int(self.real.max(initial=0))):
             for k in range(len(self.uses)):
-                self._use(m, k, self.now, 0.0, np.flatnonzero(self.own > m))
+                self._use(m, k, self.now, 0.0, np.flatnonzero(self.real > m))
         for k, use in enumerate(self.uses):
-            self._use(self.own, k, self.now, 0.0, slice(None))
+            self._use(self.real, k, self.now, 0.0, slice(None))
             self._reduce(use.push_bytes)
 
     def _await(self, fetched: _Floats, took: float) -> None:
@@ -202,9 +202,9 @@ class _Lockstep:
 
     def _seconds(self, m: int | NDArray[np.intp], k: int) -> _Floats:
         """Compute of use k in microbatch m by rank; a dummy takes only the fixed time."""
-        real = np.flatnonzero(self.own > m)
+        real = np.flatnonzero(self.real > m)
         at = (self.begins + m)[real]
-        seconds, noise = np.zeros(len(self.own)), np.ones(len(self.own))
+        seconds, noise = np.zeros(len(self.real)), np.ones(len(self.real))
         seconds[real] = self.jobs[at]
         if self.noise is not None:
             noise[real] = self.noise[at, k]
@@ -218,7 +218,7 @@ class _Lockstep:
         return self._collective(asked, took), took
 
     def _reduce(self, nbytes: float) -> None:
-        """Each rank calls a reduction now, and goes on once few enough of its own are under way."""
+        """Each rank calls a reduction now, and continues once few enough of its reductions are under way."""
         if not nbytes:
             return
         took = self.step.cluster.gather_seconds(nbytes, self.step.shards)

@@ -111,7 +111,7 @@ def checked_seconds(seconds: Sequence[Sequence[float]], ranks: int) -> list[list
     """`seconds[r][m]` of compute as lists of floats; ConfigError unless all finite, >= 0, and one list a rank."""
     if len(seconds) != ranks:
         raise ConfigError(f"the plan is for {len(seconds)} ranks, the cluster has {ranks}")
-    plain = [[float(second) for second in own] for own in seconds]
-    if any(not 0 <= second < math.inf for own in plain for second in own):
+    plain = [[float(second) for second in listed] for listed in seconds]
+    if any(not 0 <= second < math.inf for listed in plain for second in listed):
         raise ConfigError("compute seconds of a microbatch must be finite, 0 or more")
     return plain

@@ -49,7 +49,7 @@ def test_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     owners, homes, lengths = made(12, 400, 1, 30)
     expected = keep_local(owners, homes, lengths, 12, 4, tolerance=0.1)
-    monkeypatch.setattr(sys.modules["odc.dispatch.keep_local"], "loops_of", lambda source, samples: (source, False))
+    monkeypatch.setattr(sys.modules["odc.balance.compiled"], "loops_of", lambda source, samples: (source, False))
     assert np.array_equal(expected, keep_local(owners, homes, lengths, 12, 4, tolerance=0.1))
 
 

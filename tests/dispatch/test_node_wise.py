@@ -85,7 +85,7 @@ def test_plans_are_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("numba")
     move, sizes = drawn(24, 8, 3)
     with_numba = node_wise(move, sizes, 4)
-    monkeypatch.setattr(sys.modules["odc.dispatch.node_wise"], "loops_of", lambda source, samples: (source, False))
+    monkeypatch.setattr(sys.modules["odc.balance.compiled"], "loops_of", lambda source, samples: (source, False))
     without = node_wise(move, sizes, 4)
     assert np.array_equal(with_numba.places, without.places)
     assert (with_numba.cost, with_numba.bound) == (without.cost, without.bound)

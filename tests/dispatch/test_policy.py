@@ -173,7 +173,7 @@ def test_plans_are_the_same_without_numba(monkeypatch: pytest.MonkeyPatch, name:
         for instances in (1, 3, 16):
             with_numba = balance_flat(values, instances, POLICIES[name])
             with monkeypatch.context() as patch:
-                for module in ("odc.dispatch.algorithms", "odc.balance.partition"):
+                for module in ("odc.balance.compiled", "odc.balance.partition"):
                     patch.setattr(sys.modules[module], "loops_of", lambda source, samples: (source, False))
                 without = balance_flat(values, instances, POLICIES[name])
             assert np.array_equal(with_numba, without)

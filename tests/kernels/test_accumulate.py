@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew, whole_numbers
+from support.kernel_references import accumulate_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -28,7 +29,7 @@ def gradients_of(source: int, round_: int, world: int, dtypes: list[torch.dtype]
 
 
 def no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumulator: torch.dtype) -> None:
-    from odc.kernels import accumulate, accumulate_reference
+    from odc.kernels import accumulate
 
     draw = random.Random(rank)
     with shared(f"accumulate-{accumulator}-{dtypes[0]}-{world}", rank, world, 4096) as heaps:
@@ -53,7 +54,7 @@ def no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumu
 
 
 def rounds_as_torch_does(rank: int, world: int) -> None:
-    from odc.kernels import accumulate, accumulate_reference
+    from odc.kernels import accumulate
 
     for source in (F32, BF16, F16):
         gradients = [numbers(1, 300, source), numbers(2, 8, source)]

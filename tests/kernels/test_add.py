@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew, wait_until
+from support.kernel_references import add_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -18,7 +19,7 @@ ELEMENTS, SLOT = 200, 1024
 
 def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
     """Slots hold blocks of different dtypes; places follow each other and lie askew."""
-    from odc.kernels import add, add_reference
+    from odc.kernels import add
 
     draw = random.Random(rank)
     kinds = [F32, BF16, F16]

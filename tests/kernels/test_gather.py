@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.kernel_references import gather_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -37,7 +38,7 @@ def layout(dtypes: list[torch.dtype]) -> list[int]:
 
 
 def gathers_units(rank: int, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
-    from odc.kernels import gather, gather_reference
+    from odc.kernels import gather
 
     draw, dims = random.Random(rank), [dim for _, dim in SHARDS]
     theirs = own if published is None else [published] * len(SHARDS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.kernel_references import get_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -16,7 +17,7 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 def gets_slices_of_peers(rank: int, world: int, own: torch.dtype, theirs: torch.dtype) -> None:
-    from odc.kernels import get, get_reference
+    from odc.kernels import get
 
     draw = random.Random(rank)
     with shared(f"get-{own}-{theirs}", rank, world, 16384) as heaps:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.kernel_heaps import numbers, same_bits, whole_numbers
+from support.kernel_references import accumulate_reference, add_reference, gather_reference, publish_reference
 from support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
@@ -49,7 +50,7 @@ def moves_any_share(device: torch.device, sizes: list[int], *shifts: tuple[int, 
                     values = on(device, n, n + 8, source)[here : here + n]
                     found, expected = on(device, 1, n + 9, target), on(device, 1, n + 9, target)
                     kernels.publish([found[there : there + n]], [values])
-                    kernels.publish_reference([expected[there : there + n]], [values])
+                    publish_reference([expected[there : there + n]], [values])
                     assert same_bits(found, expected), f"publish: {what}"
                     kernels.get(found[: n // 2], table_of(values), 0, dtype=source)
                     expected[: n // 2] = values[: n // 2].to(target)
@@ -57,10 +58,10 @@ def moves_any_share(device: torch.device, sizes: list[int], *shifts: tuple[int, 
                     if target in (F16, BF16):
                         continue
                     kernels.add([found[there : there + n]], [values])
-                    kernels.add_reference([expected[there : there + n]], [values])
+                    add_reference([expected[there : there + n]], [values])
                     assert same_bits(found, expected), f"add: {what}"
                     kernels.accumulate([values], [n], [there], table_of(found), dtype=target)
-                    kernels.accumulate_reference([values], [n], [there], [expected])
+                    accumulate_reference([values], [n], [there], [expected])
                     assert same_bits(found, expected), f"accumulate: {what}"
 
 
@@ -98,7 +99,7 @@ def gathers_units(device: torch.device, width: int) -> None:
         )
         dims = [dim for _, dim in shapes]
         kernels.gather(found, offsets, table_of(*owners), dims=dims, dtype=published, first=1)
-        kernels.gather_reference(expected, offsets, owners, dims=dims, dtype=published)
+        gather_reference(expected, offsets, owners, dims=dims, dtype=published)
         assert all(map(same_bits, found, expected)), f"{theirs} to {dtype}"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.kernel_references import publish_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -32,7 +33,7 @@ def shards_of(rank: int, epoch: int) -> list[torch.Tensor]:
 
 
 def publishes_for_peers(rank: int, world: int) -> None:
-    from odc.kernels import publish, publish_reference
+    from odc.kernels import publish
 
     draw = random.Random(rank)
     with shared("publish", rank, world, 4096) as heaps:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
+from support.kernel_references import put_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -25,7 +26,7 @@ def blocks_of(source: int, round_: int) -> list[torch.Tensor]:
 
 def whole_once_signalled(rank: int, world: int) -> None:
     """Every rank puts into its slot at the next rank and reads what the rank before has put, in no common rhythm."""
-    from odc.kernels import Signal, put, put_reference
+    from odc.kernels import Signal, put
 
     draw, arrived = random.Random(rank), torch.zeros(1, dtype=torch.int32)
     to, source = (rank + 1) % world, (rank - 1) % world

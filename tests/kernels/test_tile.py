@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_heaps import numbers, same_bits
+from support.kernel_references import accumulate_reference, add_reference, get_reference, publish_reference
 from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -17,7 +18,7 @@ ROOM = 160
 
 def any_share(rank: int, world: int) -> None:
     """Elements left over after whole groups of 16, addresses off by one element and more, shares longer than a step."""
-    from odc.kernels import accumulate, accumulate_reference, add, add_reference, publish, publish_reference
+    from odc.kernels import accumulate, add, publish
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -49,7 +50,7 @@ def any_share(rank: int, world: int) -> None:
 
 def long_steps(rank: int, world: int) -> None:
     """Unaligned shares go in steps of 1024."""
-    from odc.kernels import get, get_reference
+    from odc.kernels import get
 
     memory = numbers(1, 5000, F32).view(torch.uint8)
     for offset in (0, 4, 16):

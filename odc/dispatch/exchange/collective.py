@@ -54,13 +54,13 @@ class CollectiveExchange:
     ) -> dict[str, torch.Tensor]:
         who, what = f"rank {self.ranks[self.me]}", f"moving {channel} of step {step}"
         kinds: dict[str, Kind] = {}
-        refusal, own = "", 0
+        refusal, mark = "", 0
         try:
             kinds = kinds_of(route, tensors, who)
-            own = signature(route, kinds)
+            mark = signature(route, kinds)
         except OdcError as error:
             refusal = str(error)
-        self._heads.agree(what, refusal, own, step)
+        self._heads.agree(what, refusal, mark, step)
         raw = {name: as_bytes(tensor) for name, tensor in tensors.items()}
         sent = sent_bytes(route, {name: kind.row_bytes for name, kind in kinds.items()})
         self.moved[channel] += self._traffic(sent)

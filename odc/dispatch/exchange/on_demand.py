@@ -127,15 +127,15 @@ class OnDemandExchange:
         self, step: int, channel: str, route: Route, owner: int, got: dict[str, torch.Tensor], mark: int, what: str
     ) -> None:
         """Copy this rank's rows out of the owner's arena."""
-        lying = self._arena.get(channel, step, owner)
+        entry = self._arena.get(channel, step, owner)
         begin = recorder().now()
         try:
-            refuse_strangers([(mark,), (lying.signature,)], (self.ranks[self.me], self.ranks[owner]), 0, what)
+            refuse_strangers([(mark,), (entry.signature,)], (self.ranks[self.me], self.ranks[owner]), 0, what)
         except PlanError as error:
             self._arena.refuse(str(error))
             raise
-        base = lying.raw.data_ptr()  # `lying` holds the memory while it is copied
-        at = base + int(lying.raw[: _HEAD * len(self.ranks)].view(torch.int64)[self.me])
+        base = entry.raw.data_ptr()  # `entry` keeps the memory mapped
+        at = base + int(entry.raw[: _HEAD * len(self.ranks)].view(torch.int64)[self.me])
         first = at
         for name, field in route.fields.items():
             width = got[name].shape[1]
