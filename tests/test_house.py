@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "balance": frozenset(),
     "eval": frozenset({"runtime"}),
     "trace": frozenset(),
+    "ranks": frozenset(),
     "memory": frozenset(),
     "microbatch": frozenset({"trace"}),
     "kernels": frozenset(),
