@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from odc.bench.ranks import RankPool
 from odc.dispatch import BalancePolicy, Rearrangement, keep_local, node_wise, post_balance
 from odc.dispatch.node_wise import place_batches
 
@@ -166,7 +167,7 @@ def test_three_phases_against_the_papers_overhead(note, instances: int):
 # exchange ---------------------------------------------------------------------------------------------------------
 
 
-def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) -> dict[str, list[float]]:
+def exchange_rank(rows: int, width: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of every kind of exchange, interleaved; of every `world` examples a rank keeps one."""
     import torch.distributed as dist
 
@@ -174,7 +175,7 @@ def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) ->
     from odc.dispatch.route import Route
     from odc.fsdp._torch_compat import default_store
 
-    store = default_store()
+    store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     examples = 4 * world
     move = Rearrangement.to([examples] * world, np.arange(examples * world) % world)
     route = Route.of(move, {"rows": np.full(examples * world, rows // examples)}, rank)
@@ -202,15 +203,9 @@ def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) ->
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("mib", [1, 16])
 def test_exchange(note, world: int, mib: int):
-    from tests.support.ranks import RankPool, close_nurseries
-
     width = 1024
-    pool = RankPool(world)
-    try:
-        found = pool.run(exchange_rank, mib * (1 << 20) // (4 * width), width, 12)
-    finally:
-        pool.close()
-        close_nurseries()
+    with RankPool(world) as pool:
+        found = pool.each(exchange_rank, mib * (1 << 20) // (4 * width), width, 12)
     medians = {name: np.median([max(one) for one in zip(*(r[name] for r in found), strict=True)]) for name in found[0]}
     for name, seconds in medians.items():
         note(
@@ -221,7 +216,7 @@ def test_exchange(note, world: int, mib: int):
         )
 
 
-def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str, float]:
+def loader_rank(steps: int, compute_s: float) -> dict[str, float]:
     """Milliseconds a step: planning on the loader's thread, waited for it, and planned between steps."""
     import torch.distributed as dist
 
@@ -231,7 +226,7 @@ def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str
     from odc.dispatch.orchestrator import Orchestrator, channels
     from odc.fsdp._torch_compat import default_store
 
-    names = ["images", "audio"]
+    names, rank, world = ["images", "audio"], dist.get_rank(), dist.get_world_size()
     drawn = [(name, phase_of(name, steps * EACH, rank)[0].reshape(steps, EACH).tolist()) for name in [*names, TEXT]]
     batches = [[[(name, lengths[step][i]) for name, lengths in drawn] for i in range(EACH)] for step in range(steps)]
 
@@ -264,14 +259,8 @@ def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str
 
 def test_planning_ahead(note):
     """Real gathering and planning on 2 ranks; compute is emulated by sleeping, so that a core is free."""
-    from tests.support.ranks import RankPool, close_nurseries
-
-    pool = RankPool(2)
-    try:
-        found = pool.run(loader_rank, 40, 0.05)
-    finally:
-        pool.close()
-        close_nurseries()
+    with RankPool(2) as pool:
+        found = pool.each(loader_rank, 40, 0.05)
     mean = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     note(
         what="planning a step, three phases, compute emulated: ahead, on the loader's thread",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.sharded import PlainCopy
 from odc.bench.units import MIB, Shape, build, drop
 from odc.fsdp import root_of
@@ -86,12 +86,12 @@ def bookkeeping(rounds: int) -> list[float]:
 
 @pytest.mark.parametrize(("pages", "mib", "dtype", "shape"), CASES)
 def test_fetch(
-    pages: Pages, mib: int, dtype: torch.dtype, shape: Shape, crew: Crew, note: Callable[..., None], benchmark: Any
+    pages: Pages, mib: int, dtype: torch.dtype, shape: Shape, pool: RankPool, note: Callable[..., None], benchmark: Any
 ) -> None:
     pin(pages)
-    crew.each(build, "fsdp2", mib * MIB, dtype, shape)
-    gloo = median(crew.each(unshard_times, _GLOO)[0])
-    crew.each(build_and_open, mib * MIB, dtype, shape)
+    pool.each(build, "fsdp2", mib * MIB, dtype, shape)
+    gloo = median(pool.each(unshard_times, _GLOO)[0])
+    pool.each(build_and_open, mib * MIB, dtype, shape)
     memcpy = PlainCopy(root_of(held.module), held.module, "cpu")
     copies: list[float] = []
 
@@ -119,4 +119,4 @@ def test_fetch(
         gloo_ms=gloo * 1e3,
         rounds=rounds,
     )
-    crew.each(drop)
+    pool.each(drop)

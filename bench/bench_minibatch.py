@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.units import MIB, Unit, build, drop
 from odc.trace import recorder
 
@@ -73,12 +73,12 @@ def barriers(count: int) -> float:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_empty(world: int, note: Callable[..., None], benchmark: Any) -> None:
-    with Crew(world) as crew:
-        crew.each(build_layers)
-        crew.start(empty_minibatches, _ROUNDS + _WARM)
+    with RankPool(world) as pool:
+        pool.each(build_layers)
+        pool.start(empty_minibatches, _ROUNDS + _WARM)
         benchmark.pedantic(empty_minibatch, rounds=_ROUNDS, warmup_rounds=_WARM)
-        crew.finish()
-        barrier = crew.each(barriers, _ROUNDS)[0]
+        pool.finish()
+        barrier = pool.each(barriers, _ROUNDS)[0]
     note(
         what="empty minibatch",
         ranks=world,
@@ -94,8 +94,8 @@ def test_stale_check(mib: int, note: Callable[..., None], benchmark: Any) -> Non
     from odc.fsdp import root_of
     from odc.fsdp.stale import refuse_stale
 
-    with Crew(2) as crew:
-        crew.each(build_and_open, mib * MIB)
+    with RankPool(2) as pool:
+        pool.each(build_and_open, mib * MIB)
         root = root_of(held.module)
         shards = [[param.shard() for param in group.odc_params] for group in root.groups]
         fetches: list[float] = []
@@ -155,10 +155,10 @@ def steps(count: int) -> tuple[list[float], list[float], int]:
 
 
 def test_recorder(note: Callable[..., None]) -> None:
-    with Crew(2) as crew:
-        crew.each(build_linears)
-        crew.each(steps, 5)
-        on, off, spans = crew.each(steps, _STEPS)[0]
+    with RankPool(2) as pool:
+        pool.each(build_linears)
+        pool.each(steps, 5)
+        on, off, spans = pool.each(steps, _STEPS)[0]
     note(
         what=f"step, recorder on ({spans} spans)",
         ranks=2,

@@ -18,7 +18,7 @@ from torch import nn
 
 from bench.emulated import _Sleep
 from odc import Settings
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.units import drop
 
 UNITS, WIDTH, TOKENS, MICROBATCHES = 8, 1024, 256, 3
@@ -65,11 +65,11 @@ def times(compute: Compute, settings: Settings) -> list[float]:
 
 
 @pytest.mark.parametrize("compute", ["real", "emulated"])
-def test_overlap(compute: Compute, crew: Crew, note: Callable[..., None]) -> None:
+def test_overlap(compute: Compute, pool: RankPool, note: Callable[..., None]) -> None:
     found: dict[tuple[int, bool], list[float]] = {choice: [] for choice in CHOICES}
     for _ in range(_ROUNDS):
         for prefetch, overlap in CHOICES:
-            mine = crew.each(times, compute, Settings(prefetch=prefetch, push_overlap=overlap))[0]
+            mine = pool.each(times, compute, Settings(prefetch=prefetch, push_overlap=overlap))[0]
             found[prefetch, overlap] += mine
     base = median(found[0, False])
     for (prefetch, overlap), seconds in found.items():
@@ -82,4 +82,4 @@ def test_overlap(compute: Compute, crew: Crew, note: Callable[..., None]) -> Non
             fastest_ms=min(seconds) * 1e3,
             steps=len(seconds),
         )
-    crew.each(drop)
+    pool.each(drop)

@@ -25,7 +25,7 @@ import pytest
 
 from odc.balance import lb_micro, lb_mini, local_sort, lower_bound, partition
 from odc.balance.state import Ints
-from odc.bench.plans import COST, draw_lengths, owners_of, plain_lpt, sparse_kk
+from odc.bench.dispatching import COST, draw_lengths, owners_of, plain_lpt, sparse_kk
 
 SIZES = [(512, 64), (2048, 64), (4096, 64), (153_600, 2560), (1_000_000, 4096)]
 KK_UP_TO = 4096
@@ -54,27 +54,27 @@ def above_mean(costs: Ints, owners: Ints, parts: int) -> str:
 def test_partition(note, samples: int, parts: int, equal_sizes: bool):
     lengths = draw_lengths(samples)
     costs = 24576 * lengths + lengths**2
-    rivals: dict[str, Callable[[], Ints]] = {"odc": lambda: partition(costs, parts, equal_sizes=equal_sizes)}
+    baselines: dict[str, Callable[[], Ints]] = {"odc": lambda: partition(costs, parts, equal_sizes=equal_sizes)}
     if not equal_sizes:
-        rivals["LPT"] = lambda: plain_lpt(costs, parts)
+        baselines["LPT"] = lambda: plain_lpt(costs, parts)
     if samples <= KK_UP_TO:
-        rivals["KK"] = lambda: sparse_kk(costs, parts, equal_sizes)
+        baselines["KK"] = lambda: sparse_kk(costs, parts, equal_sizes)
         if (verls := verl_kk()) is not None:
-            rivals["verl_KK"] = lambda: verls(costs, parts, equal_sizes)
-    least = dict.fromkeys(rivals, math.inf)
-    owners = {name: rival() for name, rival in rivals.items()}
+            baselines["verl_KK"] = lambda: verls(costs, parts, equal_sizes)
+    least = dict.fromkeys(baselines, math.inf)
+    owners = {name: baseline() for name, baseline in baselines.items()}
     for repeat in range(30 if samples < 10_000 else 10):
-        for name, rival in rivals.items():
+        for name, baseline in baselines.items():
             if "KK" in name and repeat >= 3:
                 continue
             began = time.perf_counter()
-            rival()
+            baseline()
             least[name] = min(least[name], time.perf_counter() - began)
     row: dict[str, Any] = {"samples": samples, "parts": parts, "sizes": "equal" if equal_sizes else "unequal"}
     for name in ("odc", "LPT", "KK", "verl_KK"):
-        row[f"{name}_ms"] = f"{least[name] * 1e3:.3g}" if name in rivals else ""
+        row[f"{name}_ms"] = f"{least[name] * 1e3:.3g}" if name in baselines else ""
     for name in ("odc", "LPT", "KK", "verl_KK"):
-        row[f"{name}_above_mean"] = above_mean(costs, owners[name], parts) if name in rivals else ""
+        row[f"{name}_above_mean"] = above_mean(costs, owners[name], parts) if name in baselines else ""
     row["bound_above_mean"] = f"{lower_bound(costs, parts) / (costs.sum() / parts) - 1:.1e}"
     note(**row)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from odc import Settings
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.units import MIB, build, drop
 
 OWNER = 1
@@ -114,11 +114,13 @@ class Local:
 
 
 @pytest.mark.parametrize(("mode", "mib", "dtype"), CASES)
-def test_push(mode: str, mib: int, dtype: torch.dtype, crew: Crew, note: Callable[..., None], benchmark: Any) -> None:
-    crew.each(build_and_open, mib * MIB, MODES[mode])
+def test_push(
+    mode: str, mib: int, dtype: torch.dtype, pool: RankPool, note: Callable[..., None], benchmark: Any
+) -> None:
+    pool.each(build_and_open, mib * MIB, MODES[mode])
     push = Push(dtype)
     local = Local(push.unit.numel, dtype)
-    gloo = median(crew.each(reduce_scatters, push.unit.numel, _GLOO)[0])
+    gloo = median(pool.each(reduce_scatters, push.unit.numel, _GLOO)[0])
     adds: list[float] = []
     copies: list[float] = []
 
@@ -128,7 +130,7 @@ def test_push(mode: str, mib: int, dtype: torch.dtype, crew: Crew, note: Callabl
 
     nbytes = push.unit.numel * 4
     benchmark.pedantic(push, setup=between, rounds=min(_MOST, max(_LEAST, _BYTES // nbytes)), warmup_rounds=2)
-    assert crew.others(accumulated) == [(push.times, push.times)], "a gradient of ones was added once a push"
+    assert pool.others(accumulated) == [(push.times, push.times)], "a gradient of ones was added once a push"
     took = benchmark.stats.stats.median
     ratio = median(adds) / took
     benchmark.extra_info.update(ratio=ratio, add_s=median(adds), gloo_s=gloo)
@@ -144,4 +146,4 @@ def test_push(mode: str, mib: int, dtype: torch.dtype, crew: Crew, note: Callabl
         gloo_ms=gloo * 1e3,
         slots=push.space.ring.slots,
     )
-    crew.each(drop)
+    pool.each(drop)

@@ -1,4 +1,4 @@
-"""Fixtures of all benchmarks: a crew of ranks, and a notebook that prints and stores a module's rows at its end."""
+"""Fixtures of all benchmarks: a pool of ranks, and a notebook that prints and stores a module's rows at its end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Any]:
+def pool() -> Iterator[Any]:
     """Two ranks: this process and a child."""
-    from odc.bench.crew import Crew
+    from odc.bench.ranks import RankPool
 
-    with Crew(2) as crew:
-        yield crew
+    with RankPool(2) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")

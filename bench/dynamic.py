@@ -30,7 +30,7 @@ from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
 from odc.arms import ARMS
 from odc.balance import Plan
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.experiments.arms import run_minibatch, run_queue, shard_model
@@ -109,11 +109,11 @@ def run_arm(run: Run) -> Any:
     return spans, counts[1:]
 
 
-def measure(crew: Crew, run: Run) -> dict[str, Any]:
+def measure(pool: RankPool, run: Run) -> dict[str, Any]:
     """Seconds of all steps, the bubble (1 - mean time slept / time), and the share of microbatches of the last rank."""
     from odc.trace import breakdown, split_waits
 
-    answers = crew.each(run_arm, run)
+    answers = pool.each(run_arm, run)
     steps = breakdown(split_waits({rank: spans for rank, (spans, _) in enumerate(answers)}).spans_by_rank).steps
     seconds = sum(step.step_s for step in steps)
     slept = sum(mean(row["compute"] for row in step.nanoseconds.values()) / 1e9 for step in steps)
@@ -121,7 +121,7 @@ def measure(crew: Crew, run: Run) -> dict[str, Any]:
     return {"seconds": seconds, "bubble": 1 - slept / seconds, "last": counts[-1] / sum(counts), "n": sum(counts)}
 
 
-def rows_of(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each arm and slowdown; arms are run in turn."""
     world = arguments.ranks
     drawn, cap = draw_minibatches("longalign", world * arguments.samples, arguments.steps, arguments.seed)
@@ -137,7 +137,7 @@ def rows_of(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in COMPARED}
         for repeat in range(arguments.repeats):
             for arm in COMPARED:
-                found[arm].append(measure(crew, Run(arm, minibatches, plans[arm], scale, slowdown)))
+                found[arm].append(measure(pool, Run(arm, minibatches, plans[arm], scale, slowdown)))
                 print(f"{slowdown:g}x, {repeat + 1}: {arm} {found[arm][-1]['seconds']:.2f} s", file=sys.stderr)
         bound = work / (world - 1 + 1 / slowdown)
         seconds = {arm: [one["seconds"] for one in runs] for arm, runs in found.items()}
@@ -170,8 +170,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begun = begin()
-    with Crew(arguments.ranks, timeout_s=1800) as crew:
-        rows = rows_of(crew, arguments)
+    with RankPool(arguments.ranks, timeout_s=1800) as pool:
+        rows = rows_of(pool, arguments)
     store(
         arguments.results,
         "dynamic",

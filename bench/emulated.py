@@ -32,7 +32,7 @@ from torch import nn
 from odc import Settings
 from odc.arms import ARMS, ArmName
 from odc.balance import Plan, quadratic
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.experiments.arms import run_minibatch, shard_model
@@ -141,11 +141,11 @@ def run_arm(run: Run) -> Any:
     return spans
 
 
-def measure(crew: Crew, run: Run) -> dict[str, Any]:
+def measure(pool: RankPool, run: Run) -> dict[str, Any]:
     """Seconds by step and the measured bubble of one arm."""
     from odc.trace import breakdown, split_waits
 
-    spans = split_waits(dict(enumerate(crew.each(run_arm, run)))).spans_by_rank
+    spans = split_waits(dict(enumerate(pool.each(run_arm, run)))).spans_by_rank
     figures = breakdown(spans)
     compute = [mean(row["compute"] for row in step.nanoseconds.values()) / 1e9 for step in figures.steps]
     return {"steps": [step.step_s for step in figures.steps], "compute": compute, "spans": spans}
@@ -162,13 +162,13 @@ def control_plan(regime: str) -> Plan:
     return Plan.of([[[2 * rank], [2 * rank + 1]] for rank in range(RANKS)], [cost] * (2 * RANKS))
 
 
-def find_scale(crew: Crew, plan: Plan, scale: float, longest_s: float) -> tuple[float, list[dict[str, Any]]]:
+def find_scale(pool: RankPool, plan: Plan, scale: float, longest_s: float) -> tuple[float, list[dict[str, Any]]]:
     """Seconds a unit of cost at which the arms are within NEAR on the control `plan`, and the rows of each try."""
     rows: list[dict[str, Any]] = []
     for _ in range(_TRIES):
         plans = (plan,) * 3
         control: tuple[ArmName, ...] = ("fsdp2", "odc")
-        times = {arm: median(measure(crew, Run(arm, plans, scale))["steps"]) for arm in control}
+        times = {arm: median(measure(pool, Run(arm, plans, scale))["steps"]) for arm in control}
         compute = plan.longest * scale
         apart = times["fsdp2"] / times["odc"] - 1
         rows.append({"slept_s": compute, "fsdp2_s": times["fsdp2"], "odc_s": times["odc"], "fsdp2/odc": 1 + apart})
@@ -183,13 +183,15 @@ def find_scale(crew: Crew, plan: Plan, scale: float, longest_s: float) -> tuple[
     raise SystemExit(f"the control is not within {NEAR:.0%} below {longest_s:g} s a step on this machine: {rows}")
 
 
-def table(crew: Crew, regime: str, scale: float, steps: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def table(
+    pool: RankPool, regime: str, scale: float, steps: int, seed: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows, one an arm, and each arm's spans."""
     minibatches, cap = draw_minibatches(regime, RANKS * REGIMES[regime], steps, seed)
     results, plans = {}, {}
     for name in COMPARED:
         plans[name] = tuple(ARMS[name].plan(lengths, RANKS, cap, COST, 0) for lengths in minibatches)
-        results[name] = measure(crew, Run(name, plans[name], scale))
+        results[name] = measure(pool, Run(name, plans[name], scale))
         print(f"{name}: {mean(results[name]['steps']):.2f} s a step", file=sys.stderr, flush=True)
     base, bound = sum(results[COMPARED[0]]["steps"]), sum(p.bound for p in plans["odc"]) * scale
     rows = []
@@ -226,9 +228,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begun = begin()
-    with Crew(RANKS, timeout_s=1800) as crew:
-        scale, control = find_scale(crew, control_plan(arguments.regime), arguments.scale, arguments.longest)
-        rows, spans = table(crew, arguments.regime, scale, arguments.steps, arguments.seed)
+    with RankPool(RANKS, timeout_s=1800) as pool:
+        scale, control = find_scale(pool, control_plan(arguments.regime), arguments.scale, arguments.longest)
+        rows, spans = table(pool, arguments.regime, scale, arguments.steps, arguments.seed)
     named, name = NAMED[arguments.regime], f"emulated_{arguments.regime.replace('-', '_')}"
     store(
         arguments.results,

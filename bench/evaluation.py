@@ -28,7 +28,7 @@ from bench.emulated import WIDTH, Model
 from odc import Settings
 from odc.arms import ARMS
 from odc.balance import partition
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.eval import RequestPlan, gather_results, run_requests, session
@@ -91,17 +91,17 @@ def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
     return took, ran
 
 
-def forward_rows(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def forward_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a way; times against the first way's."""
     docs = documents(arguments.documents, arguments.seconds, arguments.seed)
     seconds = [one for doc in docs for one in doc]
     runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
     for _ in range(arguments.repeats):
         for way in WAYS:
-            runs[way].append(crew.each(evaluate, way, docs))
+            runs[way].append(pool.each(evaluate, way, docs))
     took = {way: [max(one for one, _ in run) for run in some] for way, some in runs.items()}
-    dealt = owners(docs, crew.world, False)
-    waste = RequestPlan({"requests": tuple(dealt.count(rank) for rank in range(crew.world))}, 0).waste()
+    dealt = owners(docs, pool.world, False)
+    waste = RequestPlan({"requests": tuple(dealt.count(rank) for rank in range(pool.world))}, 0).waste()
     rows = []
     for way, times in took.items():
         counts = [count for _, count in runs[way][0]]
@@ -113,7 +113,7 @@ def forward_rows(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, An
                 "forwards": sum(counts),
                 "s (median)": median(times),
                 "times as fast as the first": median(a / b for a, b in zip(took["fsdp2, padded"], times, strict=True)),
-                "share of the best": sum(seconds) / crew.world / median(times),
+                "share of the best": sum(seconds) / pool.world / median(times),
             }
         )
     return rows
@@ -146,14 +146,14 @@ def gather(way: str, count: int, trace: bool) -> tuple[float, int]:
     return took, peak
 
 
-def gather_rows(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def gather_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a way; times and memory on rank 0."""
     ways = ("dist.gather_object", "in order, into a list", "in order, into a function")
     took: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(arguments.repeats):
         for way in ways:
-            took[way].append(crew.each(gather, way, arguments.results_count, False)[0][0])
-    peaks = {way: crew.each(gather, way, arguments.results_count, True)[0][1] for way in ways}
+            took[way].append(pool.each(gather, way, arguments.results_count, False)[0][0])
+    peaks = {way: pool.each(gather, way, arguments.results_count, True)[0][1] for way in ways}
     return [
         {
             "way": way,
@@ -178,8 +178,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begun = begin()
-    with Crew(arguments.ranks, timeout_s=1800) as crew:
-        forwards, gathered = forward_rows(crew, arguments), gather_rows(crew, arguments)
+    with RankPool(arguments.ranks, timeout_s=1800) as pool:
+        forwards, gathered = forward_rows(pool, arguments), gather_rows(pool, arguments)
     title = f"{arguments.documents} documents on {arguments.ranks} ranks: scheduling, with slept compute"
     lengths = f"LongAlign-like; the mean request sleeps {arguments.seconds:g} s"
     best = "all work, evenly over the ranks, without any communication"

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 
-from odc.bench.crew import Crew, alone, held
+from odc.bench.ranks import RankPool, alone, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.provenance import begin
@@ -121,10 +121,10 @@ def settle() -> None:
 
 def run(arm: str, ranks: int, steps: int, device: str) -> dict[str, Any]:
     """One arm's row; its losses beside."""
-    with Crew(ranks, 300.0, device) as crew:
-        crew.each(build, arm, device)
-        answers = crew.each(train, arm, steps)
-        crew.each(drop)
+    with RankPool(ranks, 300.0, device) as pool:
+        pool.each(build, arm, device)
+        answers = pool.each(train, arm, steps)
+        pool.each(drop)
     losses, seconds = answers[0][0], [max(each) for each in zip(*(answer[1] for answer in answers), strict=True)]
     return {
         "arm": arm,

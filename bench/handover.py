@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.provenance import begin
 
@@ -170,26 +170,26 @@ class Outsider:
         self.process.join(30)
 
 
-def rate_rows(crew: Crew, mibs: list[int], rounds: int) -> list[dict[str, Any]]:
+def rate_rows(pool: RankPool, mibs: list[int], rounds: int) -> list[dict[str, Any]]:
     rows = []
     for mib in mibs:
-        outsider = Outsider(crew.each(build, mib // 4, 0.0, False)[0])
+        outsider = Outsider(pool.each(build, mib // 4, 0.0, False)[0])
         rows += outsider.ask(("rates", rounds))
         outsider.end()
         print(f"{mib} MiB: {[round(row['ratio'], 2) for row in rows[-2:]]} of memcpy", file=sys.stderr)
     return rows
 
 
-def step_row(crew: Crew, mib: int, seconds: float, second_buffer: bool, pairs: int, count: int) -> dict[str, Any]:
+def step_row(pool: RankPool, mib: int, seconds: float, second_buffer: bool, pairs: int, count: int) -> dict[str, Any]:
     """`pairs` rounds of `count` steps without and with a reader, in turn."""
-    outsider = Outsider(crew.each(build, mib // 4, seconds, second_buffer)[0])
-    crew.each(steps, 2)
+    outsider = Outsider(pool.each(build, mib // 4, seconds, second_buffer)[0])
+    pool.each(steps, 2)
     alone, read, loops = [], [], []
     for _ in range(pairs):
-        alone += crew.each(steps, count)[0]
+        alone += pool.each(steps, count)[0]
         outsider.pipe.send("start")
         time.sleep(_SETTLE_S)
-        read += crew.each(steps, count)[0]
+        read += pool.each(steps, count)[0]
         loops.append(outsider.ask("stop"))
         time.sleep(_SETTLE_S)
     outsider.end()
@@ -219,10 +219,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of one round")
     given = parser.parse_args()
     begun = begin()
-    with Crew(2, timeout_s=1800) as crew:
-        rates_ = rate_rows(crew, given.mib, given.rounds)
+    with RankPool(2, timeout_s=1800) as pool:
+        rates_ = rate_rows(pool, given.mib, given.rounds)
         loads = [
-            step_row(crew, min(given.mib), given.seconds, second, given.pairs, given.steps) for second in (False, True)
+            step_row(pool, min(given.mib), given.seconds, second, given.pairs, given.steps) for second in (False, True)
         ]
     store(
         given.results,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from odc import Settings
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.bench.units import MIB, drop, sharded_by
 from odc.provenance import begin
@@ -131,13 +131,13 @@ def main() -> None:
     arguments = parser.parse_args()
     begun = begin()
     rows = rows_of(interleaved(alone(arguments.mib * MIB // 4), arguments.rounds), arguments.mib, torch.float32)
-    with Crew(2, timeout_s=1800) as crew:
-        crew.each(build_all, arguments.mib * MIB)
+    with RankPool(2, timeout_s=1800) as pool:
+        pool.each(build_all, arguments.mib * MIB)
         for dtype in (torch.float32, torch.bfloat16):
             pushes = {name: Push(name, dtype) for name in WAYS}
             found = rows_of(interleaved(dict(pushes), arguments.rounds), arguments.mib, dtype)
             rows += [row | {"accumulator_bytes": pushes[row["what"]].accumulator_bytes} for row in found]
-        crew.each(drop)
+        pool.each(drop)
     title = "Sums that do not depend on the order of arrival: what they cost a push (measured)"
     store(arguments.results, "order", title, rows, begun=begun)
 

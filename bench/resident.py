@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.convergence import commit
 from bench.emulated import COST, WIDTH, Model, draw_minibatches
 from odc import Settings
 from odc.arms import ARMS
 from odc.balance import Plan
-from odc.bench.crew import Crew, held
+from odc.bench.ranks import RankPool, held
 from odc.bench.report import store
 from odc.bench.units import drop
 from odc.experiments import arms
+from odc.provenance import begin
 
 ARM = ARMS["fsdp2-resident"]
 
@@ -71,15 +71,15 @@ def run_way(run: Run) -> list[float]:
     return took[1:]
 
 
-def rows_of(crew: Crew, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a way; the ways are run in turn."""
-    drawn, cap = draw_minibatches("longalign", crew.world * arguments.samples, arguments.steps, arguments.seed)
-    plans = tuple(ARM.plan(lengths, crew.world, cap, COST, 0) for lengths in drawn)
+    drawn, cap = draw_minibatches("longalign", pool.world * arguments.samples, arguments.steps, arguments.seed)
+    plans = tuple(ARM.plan(lengths, pool.world, cap, COST, 0) for lengths in drawn)
     longest = sum(plan.longest for plan in plans) * arguments.scale
     found: dict[tuple[bool, bool], list[float]] = {way: [] for way in product((False, True), repeat=2)}
     for repeat in range(arguments.repeats):
         for (ahead, dummy), runs in found.items():
-            by_rank = crew.each(run_way, Run(ahead, dummy, plans, arguments.scale))
+            by_rank = pool.each(run_way, Run(ahead, dummy, plans, arguments.scale))
             runs.append(sum(max(ranks) for ranks in zip(*by_rank, strict=True)))
             print(f"{repeat + 1}: ahead {ahead}, dummy {dummy}: {runs[-1]:.2f} s", file=sys.stderr, flush=True)
     return [
@@ -104,10 +104,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with Crew(arguments.ranks, timeout_s=1800) as crew:
-        rows = rows_of(crew, arguments)
+    begun = begin()
+    with RankPool(arguments.ranks, timeout_s=1800) as pool:
+        rows = rows_of(pool, arguments)
     title = f"{arguments.ranks} ranks, emulated (slept) compute, real communication: where FSDP2 meets, LB-Mini's plans"
-    store(arguments.results, "resident", title, rows, commit=commit(), seed=arguments.seed, scale=arguments.scale)
+    store(arguments.results, "resident", title, rows, begun=begun, seed=arguments.seed, scale=arguments.scale)
 
 
 if __name__ == "__main__":

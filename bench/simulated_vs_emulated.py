@@ -21,7 +21,7 @@ from typing import Any
 from bench.emulated import COMPARED, COST, REGIMES, UNITS, Run, draw_minibatches, measure
 from odc.arms import ARMS, ArmName, Transport
 from odc.balance import Plan
-from odc.bench.crew import Crew
+from odc.bench.ranks import RankPool
 from odc.bench.report import store
 from odc.provenance import begin
 from odc.simulate import Cluster, Model, Step, Unit, simulate
@@ -38,10 +38,10 @@ def idle_plan(ranks: int, microbatches: int) -> Plan:
     return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
 
 
-def overheads(crew: Crew, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
+def overheads(pool: RankPool, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
     """Measured seconds of one microbatch, and of a step beside its microbatches, when compute takes no time."""
     few, many = (
-        median(measure(crew, Run(arm, (idle_plan(ranks, count),) * steps, 0.0))["steps"]) for count in (_FEW, _MANY)
+        median(measure(pool, Run(arm, (idle_plan(ranks, count),) * steps, 0.0))["steps"]) for count in (_FEW, _MANY)
     )
     each = max(0.0, (many - few) / (_MANY - _FEW))
     return each, max(0.0, few - _FEW * each)
@@ -61,7 +61,7 @@ def slowed(plan: Plan, rank: int, factor: float) -> Plan:
     return replace(plan, costs=costs)
 
 
-def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list[dict[str, Any]]:
+def compare(pool: RankPool, ranks: int, scale: float, steps: int, seed: int) -> list[dict[str, Any]]:
     """One row for each arm, and one more with a slow rank."""
     minibatches, cap = draw_minibatches(REGIME, ranks * REGIMES[REGIME], steps, seed)
     rows = []
@@ -70,11 +70,11 @@ def compare(crew: Crew, ranks: int, scale: float, steps: int, seed: int) -> list
         plans = tuple(ARMS[name].plan(lengths, ranks, cap, COST, 0) for lengths in minibatches)
         how = ARMS[name].transport
         if how not in known:
-            known[how] = overheads(crew, name, ranks, 5)
+            known[how] = overheads(pool, name, ranks, 5)
         units, call = model(how, *known[how])
         for factor in (1.0, SLOW):
             run = Run(name, tuple(slowed(plan, ranks - 1, factor) for plan in plans), scale)
-            emulated = sum(measure(crew, run)["steps"])
+            emulated = sum(measure(pool, run)["steps"])
             cluster = Cluster(ranks, call_seconds=call, reductions_in_flight=0, slow={ranks - 1: factor})
             simulated = sum(simulated_step(plan, how, cluster, units, scale) for plan in plans)
             rows.append(
@@ -109,8 +109,8 @@ def main() -> None:
     begun = begin()
     rows = []
     for ranks in arguments.ranks:
-        with Crew(ranks, timeout_s=1800) as crew:
-            rows += compare(crew, ranks, arguments.scale, arguments.steps, arguments.seed)
+        with RankPool(ranks, timeout_s=1800) as pool:
+            rows += compare(pool, ranks, arguments.scale, arguments.steps, arguments.seed)
     store(
         arguments.results,
         "simulated_vs_emulated",

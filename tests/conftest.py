@@ -72,6 +72,6 @@ def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int],
 
 
 def pytest_unconfigure() -> None:
-    """End the process that forks ranks, if any test started it."""
-    if "support.ranks" in sys.modules:
-        sys.modules["support.ranks"].close_nurseries()
+    """End the processes that fork ranks, if any test started one."""
+    if "odc.ranks.processes" in sys.modules:
+        sys.modules["odc.ranks.processes"].close_fork_servers()

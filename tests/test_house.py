@@ -24,7 +24,7 @@ TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 GROUND = frozenset({"errors", "settings", "provenance"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
-    frozenset({"balance", "kernels", "memory", "trace"}),
+    frozenset({"balance", "kernels", "memory", "ranks", "trace"}),
     frozenset({"arms", "microbatch", "runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
     frozenset({"handover", "split"}),
@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "balance": frozenset(),
     "kernels": frozenset(),
     "memory": frozenset(),
+    "ranks": frozenset(),
     "trace": frozenset(),
     "arms": frozenset({"balance"}),
     "microbatch": frozenset({"trace"}),

@@ -1,8 +1,7 @@
 """Cases on a bare heap: get, put, add, and a signal there and back.
 
-Chose heaps without a model around them, one region of data and one of words: what is timed is the memory and the copy,
-as one rank would do it to one peer. All ranks do it at once, each with the next rank. On a device every way of doing it
-is there, side by side: by size, as odc chooses, and each alone.
+The heap has one region of data and one of words and no model around it. All ranks measure at once, each with the next
+rank. On a device each way to move data is measured alone, beside the way that odc chooses by size.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from odc.bench import rivals
-from odc.bench.crew import held, meet
+from odc.bench import baselines
+from odc.bench.ranks import held, meet
 from odc.bench.rounds import Action
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
 
 _TRIPS = 100
 _DEADLINE_S = 60.0
-_SMALL = 1 << 20  # bytes; below, an action is a loop, or the clock would be measured too
+_SMALL = 1 << 20  # bytes; smaller copies are repeated, or the clock would be measured too
 DEVICE_SPAN, _DEVICE_TIMES = 256 << 20, 256  # the same on a device: bytes, and launches that its queue takes
 
 Pieces = Sequence[torch.Tensor]
-Ways = dict[str, Callable[[int], object]]  # by name: does it once, on the i-th piece of memory
+Ways = dict[str, Callable[[int], object]]  # by name; each moves the i-th piece of memory
 COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL = "cuMemcpyAsync", "torch's kernel", "Triton kernel"
 
 
 def open_heap(nbytes: int, device: str) -> SymmetricHeap:
-    """A sealed heap of every rank, with regions "words" and "data" (`nbytes`); calls a collective. Kept in `held`."""
+    """A heap of every rank with regions "words" and "data" (`nbytes`), closed by `let_go`. Calls a collective."""
     ranks, me = tuple(range(dist.get_world_size())), dist.get_rank()
-    places: list[tuple[int, int, int, str]] = []
+    members: list[tuple[int, int, int, str]] = []
 
     def connect(member: int) -> Attachment:
-        pid, descriptor, size, digest = places[member]
+        pid, descriptor, size, digest = members[member]
         # A memory file has no name, but its owner's descriptor has one, for processes of the same user.
         return Attachment(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), size, digest)
 
@@ -45,7 +44,7 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
     heap.allocate("words", 64, words=True)
     heap.allocate("data", nbytes)
     heap.seal()
-    places += _gathered((os.getpid(), host.fd, host.nbytes, host.digest))
+    members += _gathered((os.getpid(), host.fd, host.nbytes, host.digest))
     heap.base_addresses()
     held.closing = [heap]
     return heap
@@ -56,7 +55,7 @@ def _on_device(host: ShmHeap) -> SymmetricHeap:
 
     here = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
-    assert group is not None  # the crew made it
+    assert group is not None  # the pool made it
     return CudaHeap(host, here, CudaLanes(here), group, meet)
 
 
@@ -71,22 +70,27 @@ def _next() -> int:
 
 
 def _times(nbytes: int, device: str) -> int:
-    """How often an action does it: a device copies 16 MiB in microseconds, and needs as many to be asked."""
+    """How often an action repeats a copy of `nbytes`: a device copies 16 MiB in as little time as a launch takes."""
     return max(1, (_SMALL if device == "cpu" else min(DEVICE_SPAN, _DEVICE_TIMES * nbytes)) // nbytes)
 
 
 def get(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of the next rank's heap into private memory; on a device in each way that there is."""
-    times = _times(nbytes, device)
-    heap = open_heap(nbytes * rivals.slices(times, device), device)
-    peers = heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
-    mine = torch.empty(len(peers) * nbytes // 4, device=device).split(nbytes // 4)
+    """Copies `nbytes` of the next rank's heap into private memory; on a device in each way that there is."""
+    heap, mine, peers = _pieces(nbytes, device)
     ways = {"get": lambda i: mine[i].copy_(peers[i])} if device == "cpu" else _device_gets(heap, mine, peers)
-    return _copies(ways, nbytes, device, times, rivals.all_gather(nbytes, device))
+    return _copies(ways, nbytes, device, baselines.all_gather(nbytes, device))
+
+
+def _pieces(nbytes: int, device: str) -> tuple[SymmetricHeap, Pieces, Pieces]:
+    """A heap, private memory of ones, and the next rank's memory, the latter two in pieces of `nbytes`."""
+    count = baselines.slices(_times(nbytes, device), device)
+    heap = open_heap(nbytes * count, device)
+    mine = torch.ones(count * nbytes // 4, device=device)
+    return heap, mine.split(nbytes // 4), heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
 
 
 def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
-    """As a fetch does it (by size), and each way alone; `_copies` adds the plain copy, which is torch's."""
+    """The way of a fetch, which depends on the size, and each way alone."""
     from odc.runtime.movers import cuda as by_cuda
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
@@ -105,17 +109,14 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
 
 
 def put(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
-    times = _times(nbytes, device)
-    heap = open_heap(nbytes * rivals.slices(times, device), device)
-    peers = heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
-    mine = torch.ones(len(peers) * nbytes // 4, device=device).split(nbytes // 4)
+    """Copies `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
+    heap, mine, peers = _pieces(nbytes, device)
     ways = {"put": lambda i: peers[i].copy_(mine[i])} if device == "cpu" else _device_puts(heap, mine, peers)
-    return _copies(ways, nbytes, device, times, rivals.all_to_all(nbytes, device))
+    return _copies(ways, nbytes, device, baselines.all_to_all(nbytes, device))
 
 
 def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
-    """As a push fills a staging slot, and by kernels."""
+    """The way in which a push fills a staging slot, and kernels."""
     from odc.runtime.movers import cuda as by_cuda
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
@@ -131,18 +132,19 @@ def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     return ways
 
 
-def _copies(ways: Ways, nbytes: int, device: str, times: int, collectives: list[Action]) -> list[Action]:
-    limit = rivals.copy(nbytes, device, times)
-    return [*_actions(ways, nbytes, times, rivals.slices(times, device), [limit, *collectives]), limit, *collectives]
+def _copies(ways: Ways, nbytes: int, device: str, collectives: list[Action]) -> list[Action]:
+    times = _times(nbytes, device)
+    limit = baselines.copy(nbytes, device, times)
+    return [*_actions(ways, nbytes, times, baselines.slices(times, device), [limit, *collectives]), limit, *collectives]
 
 
 def _actions(ways: Ways, nbytes: int, times: int, apart: int, others: list[Action]) -> list[Action]:
-    """A Triton kernel is optional: it may not compile here, and the other ways are measured all the same."""
+    """One action for each way; a Triton kernel may fail to compile, and the others are measured all the same."""
     against = tuple(other.name for other in others)
     return [
         Action(
             name,
-            rivals.repeated(run, times, apart),
+            baselines.repeated(run, times, apart),
             nbytes,
             against,
             times,
@@ -154,9 +156,9 @@ def _actions(ways: Ways, nbytes: int, times: int, apart: int, others: list[Actio
 
 
 def add(nbytes: int, device: str) -> list[Action]:
-    """Add `nbytes` of fp32, and half as many of bf16, to fp32 in the next rank's heap: no locks, the kernels alone.
+    """On a device, adds `nbytes` of fp32, and half as many of bf16, to fp32 in the next rank's heap without locks.
 
-    On a device only. The limit of each is a copy that reads and writes as many bytes.
+    The limit of each is a copy that reads and writes as many bytes.
     """
     times, numel = _times(nbytes, device), nbytes // 4
     heap = open_heap(nbytes * times, device)
@@ -167,7 +169,7 @@ def add(nbytes: int, device: str) -> list[Action]:
     for of, values in (("", full), (" of bf16", half)):
         # Reads the values and the sum, writes the sum.
         moved = values[0].nbytes + 2 * nbytes
-        limit = rivals.roofline(nbytes, moved, device, times, of)
+        limit = baselines.roofline(nbytes, moved, device, times, of)
         made += [*_actions(_device_adds(of, values, peers), nbytes, times, times, [limit]), limit]
     return made
 
@@ -188,7 +190,7 @@ def triton_is_here() -> bool:
 
 
 def signal(nbytes: int, device: str) -> list[Action]:
-    """Rank 0 stores a word on rank 1, which answers with one on rank 0; the others look on."""
+    """Rank 0 stores a word on rank 1, which answers with one on rank 0; other ranks do nothing."""
     heap, me = open_heap(64, device), dist.get_rank()
     pairs = {0: 1, 1: 0}
     sent = 0
@@ -209,5 +211,5 @@ def signal(nbytes: int, device: str) -> list[Action]:
             if me == 1:
                 peer.store(0, sent)
 
-    other = rivals.barrier()
+    other = baselines.barrier()
     return [Action("signal there and back", trips, 0, (other.name,), _TRIPS), other]

@@ -1,7 +1,4 @@
-"""What a benchmark says at the end: a table, and the same as JSON and markdown with machine, versions and command.
-
-Chose one small JSON a benchmark over pytest-benchmark's own file, which names the host and holds every sample.
-"""
+"""What a benchmark reports: a table, and the same as JSON and markdown with machine, versions and command."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what a figure depends on; what is not installed is left out."""
+    """Versions that a figure depends on; what is not installed is left out."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "odc-fsdp": "source"}
     for package in ("odc-fsdp", "numpy", "numba", "triton", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -74,7 +71,7 @@ def command() -> str:
 
 
 def facts(begun: Measurement) -> dict[str, Any]:
-    """What a stored result says of how it was made; the measurement `begun` ends now."""
+    """How a stored result was made; the measurement `begun` ends now."""
     return {"command": command(), **begun.facts(), "machine": machine(), "versions": versions()}
 
 
@@ -104,7 +101,7 @@ def cell(value: Any) -> str:
 def store(
     folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], *, begun: Measurement, **more: Any
 ) -> None:
-    """Print the table and write `<folder>/<name>.json` and `.md`, with `begun` as it was before the first row."""
+    """Prints the table and writes `<folder>/<name>.json` and `.md`; `begun` was taken before the first row."""
     result = {"title": title, **facts(begun), **more, "rows": list(rows)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,13 +1,12 @@
 """Timing actions on every rank at once, in turn with what they are measured against.
 
-Chose rounds in which each action runs once after a meeting of all ranks, and of each round the slowest rank's time: a
-collective and a one-sided copy are then the same question ("until every rank has its bytes"), and a machine that slows
-down for a second slows all of them alike. The price is a meeting before every action (not timed).
+In each round every action runs once after an untimed meeting of all ranks, and the slowest rank's time counts: "until
+every rank has its bytes" asks the same of a collective and of a one-sided copy, and a machine that slows down for a
+second slows both.
 
-On CUDA an action that only asks the device for work has a second time, the device's own: a kernel that spins holds the
-device back until everything is asked for, and events are taken around it. That is the rate of the copy itself; the
-first time is what a caller who waits for it would see, launches and waiting included. Where ranks share a device they
-take turns on it, which the first time shows and the second mostly does not, for odc and its rivals alike.
+On CUDA an action that only enqueues work has a second time, the device's own: a kernel that spins holds the device back
+until everything is enqueued, and events are recorded around it. That is the rate of the copy itself; the first time is
+what a caller who waits would see. Ranks that share a device take turns on it, which only the first time shows.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from odc.bench.crew import meet
+from odc.bench.ranks import meet
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Does nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,14 @@ class Action:
 
     Args:
         name: for tables; unique among the actions of a case.
-        run: does it `times` times; on CUDA it may return before the device is done.
-        nbytes: that one time moves to or from this rank, 0 where bytes mean nothing.
+        run: repeats the action `times` times; on CUDA it may return before the device is done.
+        nbytes: moved to or from this rank by one repetition, 0 where bytes mean nothing.
         against: names of the actions it is measured against; empty for those themselves.
-        times: how often `run` does it.
         after: undoes it, not timed.
-        limit: what no way of doing the same could beat, such as a plain copy.
-        queued: on CUDA `run` waits for nothing, so the device's own time is taken too.
-        most: rounds at most, for slow rivals; None for all.
-        optional: it may be refused here; then it is left out, with the reason.
+        limit: nothing that does the same could be faster, such as a plain copy.
+        queued: on CUDA `run` does not wait, so the device's own time is taken too.
+        most: rounds at most, for slow baselines; None for all.
+        optional: it may raise here, and is then left out with the reason.
     """
 
     name: str
@@ -56,10 +54,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one action, round after round; of one time, wherever `run` did several.
+    """Seconds of one repetition of an action, by round.
 
     Attributes:
-        device_seconds: the same by the device's clock; empty where that was not taken.
+        device_seconds: by the device's clock; empty where that was not taken.
         refused: why it could not be done here; then there are no seconds.
     """
 
@@ -76,7 +74,7 @@ Prepare = Callable[[int, str], list[Action]]
 
 
 def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) -> list[Timed]:
-    """Run the actions of `prepare(nbytes, device)` for `warm + rounds` rounds; on every rank at the same time."""
+    """Runs the actions of `prepare(nbytes, device)` for `warm + rounds` rounds. Called on every rank at once."""
     actions = prepare(nbytes, device)
     timed = [Timed(a.name, a.nbytes, a.against, [], limit=a.limit) for a in actions]
     for turn in range(warm + rounds):
@@ -98,7 +96,7 @@ def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) 
 
 
 def _wall(action: Action, device: str) -> tuple[float, float]:
-    """Seconds until it is done, and until it was asked for."""
+    """Seconds until an action is done, and until it was enqueued."""
     _settle(device)
     meet()
     begin = time.perf_counter()
@@ -114,7 +112,7 @@ _CYCLES_A_SECOND = 2e9  # at least: a device with a slower clock is only held ba
 
 
 def _own(action: Action, asked: float) -> float:
-    """Seconds on the device, where asking for it takes the processor `asked` seconds."""
+    """Seconds on the device of an action that takes the processor `asked` seconds to enqueue."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     _settle("cuda")
     meet()
@@ -133,7 +131,7 @@ def _settle(device: str) -> None:
 
 
 def slowest(ranks: Sequence[list[Timed]]) -> list[Timed]:
-    """The same actions with each round's slowest rank."""
+    """The same actions with the slowest rank's time of each round."""
     return [
         replace(
             first,

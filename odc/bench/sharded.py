@@ -1,7 +1,6 @@
 """Cases on a sharded unit: accumulate, publish, gather, push, and a minibatch's begin and finish.
 
-Chose to time the runtime's own calls on a real root over imitations of them: bookkeeping for each parameter, locks,
-credits and the server daemon are in the figures, as they are in training.
+They time the runtime's own calls on a real root, with bookkeeping, locks, credits and the server daemon.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odc.bench import rivals
-from odc.bench.crew import held
+from odc.bench import baselines
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL
+from odc.bench.ranks import held
 from odc.bench.rounds import Action
 from odc.bench.units import Shape, build, sharded_by
 from odc.fsdp import Root, root_of
@@ -38,35 +37,35 @@ def opened(
 
 
 def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
-    """Add `nbytes` of fp32 into the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
+    """Adds `nbytes` of fp32 to the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
     world = dist.get_world_size()
     root = opened(nbytes * world, device, shape="one", accumulate="direct", **settings)
     (unit,) = root.space.units
     owner = root.geometry.row[(root.geometry.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
     adder, moved = Adder(root.space), unit.numel * 4
-    others = [*rivals.add(moved, device), *rivals.reduce_scatter(moved, device)]
+    others = [*baselines.add(moved, device), *baselines.reduce_scatter(moved, device)]
     against = tuple(other.name for other in others)
     return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), *others]
 
 
 def accumulate_kernel(nbytes: int, device: str) -> list[Action]:
-    """The same by odc's Triton kernel."""
+    """`accumulate` by odc's Triton kernel."""
     return accumulate(nbytes, device, kernels="triton")
 
 
 def publish(nbytes: int, device: str) -> list[Action]:
-    """Copy `nbytes` of own shards to where peers can read them."""
+    """Copies `nbytes` of this rank's shards to where peers can read them."""
     return _publish("publish", nbytes, device, torch.float32)
 
 
 def publish_cast(nbytes: int, device: str) -> list[Action]:
-    """The same with shards in fp32 and `nbytes` published in bf16."""
+    """Publishes shards in fp32 as `nbytes` of bf16."""
     return _publish("publish, cast to bf16", nbytes, device, torch.bfloat16)
 
 
 def publish_kernel(nbytes: int, device: str) -> list[Action]:
-    """As `publish`, by odc's Triton kernel."""
+    """`publish` by odc's Triton kernel."""
     return _publish("publish", nbytes, device, torch.float32, kernels="triton")
 
 
@@ -74,7 +73,7 @@ def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settin
     root = opened(nbytes * dist.get_world_size(), device, compute, **settings)
     moved = sum(unit.published_bytes for unit in root.space.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
-    limit = rivals.copy(moved, device, dtype=compute)
+    limit = baselines.copy(moved, device, dtype=compute)
     space, me, epoch = root.space, root.geometry.me, root.verbs.epoch
     places = [[space.published(me, unit, i, epoch) for i in range(len(unit.params))] for unit in space.units]
     # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
@@ -96,7 +95,7 @@ def _copier(root: Root, places: list[list[torch.Tensor]], shards: list[list[torc
 
 
 class PlainCopy:
-    """The bytes of a gather from private memory that is there already into the module's own destinations."""
+    """Copies the bytes of a gather from private memory into the module's own destinations."""
 
     def __init__(self, root: Root, module: Any, device: str) -> None:
         (group,) = root.groups
@@ -108,7 +107,7 @@ class PlainCopy:
         self.nbytes = sum(self._sizes)
 
     def __call__(self) -> None:
-        """Allocate and copy."""
+        """Allocates and copies."""
         for output, source, size in zip(self._outputs, self._sources, self._sizes, strict=True):
             output.untyped_storage().resize_(size)
             if output.is_cuda:
@@ -117,27 +116,27 @@ class PlainCopy:
                 ctypes.memmove(output.data_ptr(), source.data_ptr(), size)
 
     def free(self) -> None:
-        """Give the destinations back."""
+        """Frees the destinations."""
         for output in self._outputs:
             output.untyped_storage().resize_(0)
 
 
 def gather_kernel(nbytes: int, device: str) -> list[Action]:
-    """As `gather`, by odc's Triton kernel."""
+    """`gather` by odc's Triton kernel."""
     return gather(nbytes, device, kernels="triton")
 
 
 def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
-    """`module.unshard()` of a unit of `nbytes`: its parameters are allocated anew, as every unshard does."""
+    """`module.unshard()` of a unit of `nbytes`, which allocates its parameters anew."""
     root = opened(nbytes, device, **settings)
     module = held.module
     plain = PlainCopy(root, module, device)
-    kind = rivals.transport(device)
+    kind = baselines.transport(device)
     limit = Action("plain copy", plain, plain.nbytes, after=plain.free, limit=True)
     if device == "cuda":  # nine copies are nine launches: the limit is one
-        limit = rivals.copy(plain.nbytes, device)
+        limit = baselines.copy(plain.nbytes, device)
     other: Any = sharded_by("fsdp2", nbytes, torch.float32, "block", None, device)
-    collective = rivals.collective(f"FSDP2 on {kind}", other.unshard, plain.nbytes, device, other.reshard)
+    collective = baselines.collective(f"FSDP2 on {kind}", other.unshard, plain.nbytes, device, other.reshard)
     against = (limit.name, collective.name)
     ways = {"unit gather": by_cuda.COPY_ENGINE_BYTES}
     if device == "cuda" and root.space.settings.kernels == "torch":
@@ -164,13 +163,13 @@ def _unsharded(module: Any, copy_engine_bytes: int) -> Callable[[], object]:
 
 
 def push(nbytes: int, device: str) -> list[Action]:
-    """Send a unit's gradients (`nbytes` of fp32) to their owners, until each has added them."""
+    """Sends a unit's gradients (`nbytes` of fp32) to their owners, until each has added them."""
     root = opened(nbytes, device)
     space, geometry = root.space, root.geometry
     (unit,) = space.units
     gradients = [Gradient(i, torch.ones(root.shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
     moved = root.shards * unit.numel * 4
-    others = [*rivals.add(moved, device), *rivals.reduce_scatter(moved, device)]
+    others = [*baselines.add(moved, device), *baselines.reduce_scatter(moved, device)]
 
     def run() -> None:
         root.verbs.push(unit, gradients)
@@ -184,13 +183,13 @@ def push(nbytes: int, device: str) -> list[Action]:
 
 
 def minibatch(nbytes: int, device: str) -> list[Action]:
-    """Begin and finish of a minibatch with nothing to compute, over a unit of `nbytes`."""
+    """Begin and finish of a minibatch over a unit of `nbytes` with nothing to compute."""
     root = opened(nbytes, device)
     with torch.no_grad():
         root.minibatch.done()
         root.minibatch.collect()
-    limit = rivals.copy(sum(unit.published_bytes for unit in root.space.units), device)
-    other = rivals.barrier()
+    limit = baselines.copy(sum(unit.published_bytes for unit in root.space.units), device)
+    other = baselines.barrier()
 
     def finish() -> None:
         root.minibatch.done()

@@ -1,8 +1,7 @@
 """`odc bench`: every case at every size and number of ranks, one table, one file.
 
-Chose a suite inside the package over the repository's bench/ folder, which is not installed: whoever has odc can ask
-what it does on their machine, and compare two machines or versions. bench/ holds the closer looks (pytest-benchmark),
-made of the same parts. The price is that measuring code ships with the runtime; nothing else imports it.
+It is part of the package so that whoever has odc installed can measure their machine. The repository's bench/ folder
+holds closer looks, made of the same parts.
 """
 
 from __future__ import annotations
@@ -11,82 +10,28 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import astuple, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from odc.bench import exchanges, heaps, plans, sharded
-from odc.bench.crew import Crew, alone
+from odc.bench import dispatching, heaps
+from odc.bench.parts import PARTS, THOROUGH, Effort, Part
+from odc.bench.ranks import RankPool, alone
 from odc.bench.report import facts, spread
-from odc.bench.rounds import Prepare, Timed, measure, slowest
-from odc.bench.tables import MIB, brief, text_of
+from odc.bench.rounds import Timed, measure, slowest
+from odc.bench.tables import MIB, SCHEMA, brief, text_of
 from odc.bench.units import drop
 from odc.errors import ConfigError
 from odc.memory import free_memory
 from odc.provenance import begin
 
-SCHEMA = "odc-bench-1"
-KIB = 1 << 10
-SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 SAMPLES = (512, 4096)
+_SIZELESS = {"signal": (64,), "planners": SAMPLES}
 _TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # a lent device is not spent on waiting for one case
 _PATIENCE = 3  # failures, after which nothing more is tried
 _FASTER = {"cpu": 1, "cuda": 64}  # as many times as many bytes go into the effort of a case
 
-
-@dataclass(frozen=True)
-class Part:
-    """One part of the suite.
-
-    Args:
-        prepare: makes its actions, on every rank.
-        copies: of its size that it holds on one rank at once, at most; to refuse what does not fit.
-        compiled: by compiled Triton kernels, so on CUDA alone.
-        on: the only device it is measured on; None for any.
-    """
-
-    prepare: Prepare
-    copies: int = 3
-    compiled: bool = False
-    on: Literal["cpu", "cuda"] | None = None
-
-
-PARTS: dict[str, Part] = {
-    "get": Part(heaps.get, 6),
-    "put": Part(heaps.put, 7),
-    "accumulate": Part(sharded.accumulate, 13),
-    "publish": Part(sharded.publish, 10),
-    "publish-cast": Part(sharded.publish_cast, 14),
-    "signal": Part(heaps.signal),
-    "gather": Part(sharded.gather, 8),
-    "push": Part(sharded.push, 11),
-    "minibatch": Part(sharded.minibatch, 6),
-    "exchange": Part(exchanges.exchange, 24, on="cpu"),
-    "planners": Part(plans.planners, on="cpu"),
-    "add": Part(heaps.add, 9, on="cuda"),
-    "accumulate-kernel": Part(sharded.accumulate_kernel, 13, compiled=True, on="cuda"),
-    "publish-kernel": Part(sharded.publish_kernel, 10, compiled=True, on="cuda"),
-    "gather-kernel": Part(sharded.gather_kernel, 8, compiled=True, on="cuda"),
-}
-_SIZELESS = {"signal": (64,), "planners": SAMPLES}
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How many rounds: as many as move `nbytes`, within bounds."""
-
-    nbytes: int = 1 << 30
-    least: int = 5
-    most: int = 50
-    warm: int = 2
-
-    def rounds(self, nbytes: int) -> int:
-        """For actions of `nbytes`."""
-        return max(self.least, min(self.most, self.nbytes // max(1, nbytes)))
-
-
-THOROUGH = Effort()
-QUICK = Effort(nbytes=64 << 20, least=3, most=10, warm=1)
+Case = tuple[str, int]
 
 
 def fitting_ranks(device: str) -> list[int]:
@@ -103,18 +48,15 @@ def parts_of(device: str) -> list[str]:
 
 
 def unfit(device: str) -> list[str]:
-    """What cannot be measured on `device` here, and why."""
+    """The parts that cannot be measured on `device` here, and why."""
     return [f"{name} {why}" for name, part in PARTS.items() if (why := _unfit(part, device))]
 
 
 def _unfit(part: Part, device: str) -> str:
-    """Why a part cannot be measured."""
+    """Why a part cannot be measured; empty where it can."""
     if part.on not in (None, device):
         return "is measured on the CPU (--device cpu)" if part.on == "cpu" else "needs a CUDA device"
     return "needs triton (pip install 'odc-fsdp[kernels]')" if part.compiled and not heaps.triton_is_here() else ""
-
-
-Case = tuple[str, int]
 
 
 def run(
@@ -122,10 +64,10 @@ def run(
     worlds: Iterable[int],
     sizes: Sequence[int],
     device: str,
-    effort: Effort = Effort(),
+    effort: Effort = THOROUGH,
     say: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """Measure; returns what is saved as JSON. A case that fails is named under "failed", and the others go on.
+    """Measures and returns what is saved as JSON. A case that fails is named under "failed", and the others go on.
 
     Args:
         parts: names of `PARTS`.
@@ -133,7 +75,7 @@ def run(
         sizes: in bytes.
         device: "cpu" or "cuda".
         effort: how many rounds.
-        say: told what comes next and what came out.
+        say: called with lines of progress.
     """
     begun, found = begin(), _Found()
     chosen = list(parts)
@@ -169,13 +111,13 @@ class _Found:
 def _measured(
     world: int, cases: list[Case], device: str, effort: Effort, say: Callable[[str], object]
 ) -> tuple[_Found, list[Case]]:
-    """What was found, and the cases that are left after one that failed: its crew cannot go on."""
+    """What was found, and the cases that remain after one that failed, whose ranks cannot go on."""
     found = _Found()
     if device == "cuda" and world > torch.cuda.device_count():
         found.left_out.append(f"{world} ranks: NCCL and symmetric-memory collectives (ranks share a device)")
     left, what = list(cases), ""
     try:
-        with Crew(world, _TIMEOUT_S[device], device) as crew:
+        with RankPool(world, _TIMEOUT_S[device], device) as pool:
             while left:
                 name, size = left.pop(0)
                 what = f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}")
@@ -183,10 +125,10 @@ def _measured(
                     found.left_out.append(f"{what}: {missing}")
                     continue
                 say(what)
-                _case(crew, name, size, device, effort, found, say)
+                _case(pool, name, size, device, effort, found, say)
     except Exception as error:
         if not what:
-            raise  # no crew at all
+            raise  # no pool at all
         found.failed.append(f"{what}: {type(error).__name__}: {error}")
         say(f"failed: {found.failed[-1]}")
         return found, left
@@ -194,15 +136,15 @@ def _measured(
 
 
 def _case(
-    crew: Crew, name: str, size: int, device: str, effort: Effort, found: _Found, say: Callable[[str], object]
+    pool: RankPool, name: str, size: int, device: str, effort: Effort, found: _Found, say: Callable[[str], object]
 ) -> None:
     rounds = effort.rounds(size // _FASTER[device])
-    timed = slowest(crew.each(measure, PARTS[name].prepare, size, device, rounds, effort.warm))
-    crew.each(drop)
+    timed = slowest(pool.each(measure, PARTS[name].prepare(), size, device, rounds, effort.warm))
+    pool.each(drop)
     found.left_out += [
-        f"{each.name}, {crew.world} ranks, {text_of(size)}: {each.refused}" for each in timed if each.refused
+        f"{each.name}, {pool.world} ranks, {text_of(size)}: {each.refused}" for each in timed if each.refused
     ]
-    rows = _rows(name, timed, crew.world, None if name in _SIZELESS else size, device)
+    rows = _rows(name, timed, pool.world, None if name in _SIZELESS else size, device)
     found.rows += rows
     for row in rows:
         say(brief(row))
@@ -213,9 +155,9 @@ def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any
     rows = []
     for samples in SAMPLES:
         say(f"planners, {samples} samples")
-        with Crew(1, _TIMEOUT_S["cpu"]) as crew:
-            timed = slowest(crew.each(measure, plans.planners, samples, "cpu", effort.least, 1))
-        for row in _rows("planners", timed, samples // plans.SAMPLES_A_RANK, None, "cpu"):
+        with RankPool(1, _TIMEOUT_S["cpu"]) as pool:
+            timed = slowest(pool.each(measure, dispatching.planners, samples, "cpu", effort.least, 1))
+        for row in _rows("planners", timed, samples // dispatching.SAMPLES_A_RANK, None, "cpu"):
             rows.append(row | {"what": f"{row['what']}, {samples} samples"})
     return rows
 

@@ -1,21 +1,26 @@
-"""The tables of `odc bench`.
+"""The tables of `odc bench`: of one run, and of two saved runs beside each other.
 
-Chose one line a row, the share of the limit in a column of its own: "does a get run at a copy's speed" is then read,
-not computed. Where the device's own time was taken, bytes a second and ratios are of that; the time that a caller would
-wait stands beside it.
+Where the device's own time was taken, bytes a second and ratios are of that; the time that a caller would wait stands
+beside it. Two runs are compared by each row's ratio to its baseline of the same run, besides the plain times: what
+slowed the machine down slowed both halves of the ratio.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL
 from odc.bench.report import cell, table
+from odc.errors import ConfigError
 from odc.runtime.movers import cuda as by_cuda
 
-Row = dict[str, Any]
+SCHEMA = "odc-bench-1"
 MIB = 1 << 20
+
+Row = dict[str, Any]
 
 
 def text_of(nbytes: int) -> str:
@@ -25,7 +30,7 @@ def text_of(nbytes: int) -> str:
 
 
 def line_of(row: Row) -> Row:
-    """A row as it is shown: "of limit" is the limit's time over its own, "times as fast as" each rival's."""
+    """A row as it is shown: "of limit" and "times as fast as" divide the limit and each baseline by its own time."""
     waited, own = row["seconds"]["median"], (row["device_seconds"] or {}).get("median")
     faster = {name: _ratio(row, name) for name in row["rivals"]}
     limit = faster.pop(row["limit"], None)
@@ -42,21 +47,21 @@ def line_of(row: Row) -> Row:
 
 
 def brief(row: Row) -> str:
-    """A row as progress tells it."""
+    """A row as a line of progress."""
     line = line_of(row)
     own = f" ({cell(line['device ms'])} on the device)" if line.get("device ms") else ""
     return f"  {line['what']}: {cell(line['ms'])} ms{own}" + (f", {line['of limit']}" if line["of limit"] else "")
 
 
-def _ratio(row: Row, rival: str) -> float:
-    """How many times as fast as `rival`: on the device, where both were timed there."""
-    if rival in row["device_rivals"]:
-        return float(row["device_rivals"][rival]["median"] / row["device_seconds"]["median"])
-    return float(row["rivals"][rival]["median"] / row["seconds"]["median"])
+def _ratio(row: Row, baseline: str) -> float:
+    """How many times as fast as `baseline`: on the device, where both were timed there."""
+    if baseline in row["device_rivals"]:
+        return float(row["device_rivals"][baseline]["median"] / row["device_seconds"]["median"])
+    return float(row["rivals"][baseline]["median"] / row["seconds"]["median"])
 
 
 def show(result: dict[str, Any]) -> str:
-    """Everything as text: machine, table, notes."""
+    """A whole result as text: machine, table, notes."""
     notes = [f"left out: {reason}" for reason in result["left_out"]]
     notes += [f"FAILED: {reason}" for reason in result["failed"]]
     where = ", ".join(f"{key} {value}" for key, value in {**result["machine"], **result["versions"]}.items())
@@ -98,5 +103,82 @@ def _engine_wins(ways: dict[str, float]) -> bool:
 
 
 def to_stderr(text: str) -> None:
-    """Progress of the command."""
+    """Prints a line of progress."""
     print(f"odc bench: {text}", file=sys.stderr, flush=True)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A saved run.
+
+    Raises:
+        ConfigError: the file cannot be read or is no run of `odc bench`.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"compare: {path} cannot be read: {error}") from None
+    if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
+        raise ConfigError(f"compare: {path} was not written by `odc bench`")
+    return loaded
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """A table of the rows that both have; "b/a" over 1 means that the second took longer.
+
+    "beyond noise" says that the two runs' ranges of rounds (min to max) do not overlap.
+    """
+    before = {_key(row): row for row in first["rows"]}
+    after = {_key(row): row for row in second["rows"]}
+    common = [key for key in before if key in after]
+    if not common:
+        raise ConfigError("compare: the two runs have no row in common (part, ranks, size and device must be equal)")
+    lines = [_compared(before[key], after[key]) for key in common]
+    counts = {"a": len(before) - len(common), "b": len(after) - len(common)}
+    alone = [f"only in {name}: {count} rows" for name, count in counts.items() if count]
+    return "\n".join([*_differences(first, second), "", table(lines), *alone])
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["what"], row["device"], row["ranks"], row["size"]
+
+
+def _compared(a: Row, b: Row) -> dict[str, Any]:
+    # The device's own times, where both runs took them.
+    clock = "device_" if a.get("device_seconds") and b.get("device_seconds") else ""
+    mine, theirs = a[f"{clock}seconds"], b[f"{clock}seconds"]
+    # The first that both have: the limit, where there is one.
+    baseline = next((name for name in a[f"{clock}rivals"] if name in b[f"{clock}rivals"]), None)
+    return {
+        "what": a["what"],
+        "ranks": a["ranks"],
+        "size": text_of(a["size"]) if a["size"] else "",
+        "a ms": mine["median"] * 1e3,
+        "b ms": theirs["median"] * 1e3,
+        "b/a": theirs["median"] / mine["median"],
+        "beyond noise": _apart(mine, theirs),
+        "baseline": baseline or "",
+        "b/a against baseline": _relative(b, baseline, clock) / _relative(a, baseline, clock) if baseline else "",
+    }
+
+
+def _relative(row: Row, baseline: str, clock: str) -> float:
+    return float(row[f"{clock}seconds"]["median"] / row[f"{clock}rivals"][baseline]["median"])
+
+
+def _apart(a: dict[str, float], b: dict[str, float]) -> str:
+    if b["min"] > a["max"]:
+        return "slower"
+    return "faster" if b["max"] < a["min"] else "no"
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Lines about machines, versions and commits that differ; loads always do, and are left out."""
+    said = [f"a: {first['date']} `{first['command']}`", f"b: {second['date']} `{second['command']}`"]
+    if first.get("commit") != second.get("commit"):
+        said.append(f"commit: {first.get('commit')} in a, {second.get('commit')} in b")
+    for kind in ("machine", "versions"):
+        for key in dict.fromkeys([*first[kind], *second[kind]]):
+            mine, theirs = first[kind].get(key, "none"), second[kind].get(key, "none")
+            if mine != theirs:
+                said.append(f"{key}: {mine} in a, {theirs} in b")
+    return said

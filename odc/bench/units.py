@@ -1,7 +1,6 @@
-"""Units to fetch and push: modules of a wanted size, sharded by odc or by torch's FSDP2.
+"""Units to fetch and push: modules of a given size, sharded by odc or by torch's FSDP2.
 
-Chose the parameters of a transformer block (seven matrices, two vectors) over one big tensor: a fetch pays for every
-parameter, and a unit of one would hide that.
+A unit has the parameters of a transformer block (seven matrices, two vectors): a fetch has a cost for each parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from odc.bench.crew import held, let_go
+from odc.bench.ranks import held, let_go
 from odc.settings import Settings
 
 MIB = 1 << 20
@@ -39,7 +38,7 @@ class Unit(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape, device=device).to(dtype) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Touches every parameter; a gradient of ones for each."""
+        """Touches every parameter, whose gradients are then ones."""
         total = x
         for weight in self.weights:
             total = total + weight.sum()
@@ -59,7 +58,7 @@ def sharded_by(
     settings: Settings | None,
     device: str,
 ) -> nn.Module:
-    """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. On every rank."""
+    """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. Called on every rank."""
     torch.manual_seed(0)
     module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape, device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -82,13 +81,13 @@ def build(
     settings: Settings | None = None,
     device: str = "cpu",
 ) -> None:
-    """Put a unit as of `sharded_by` into `held.module`, in the place of what was held. On every rank."""
+    """Replaces what is held by a unit of `sharded_by`, as `held.module`. Called on every rank."""
     drop()
     held.module = sharded_by(arm, nbytes, compute, shape, settings, device)
 
 
 def drop() -> None:
-    """Leave odc with what is held, on every rank."""
+    """Shuts down the roots that are held. Called on every rank."""
     import gc
 
     from odc.fsdp import live_roots

@@ -1,8 +1,6 @@
 """The commands, and how their errors are shown.
 
-Chose one line and an exit code for every error that odc raises on purpose, because its message already says what to
-do; `--traceback` shows where it came from. Command files import torch only inside their functions, so that `--help` and
-bad options are answered at once.
+Command files import torch only inside their functions, so that `--help` and bad options are answered at once.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from odc.cli.grpo import grpo
 from odc.cli.options import Commands
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
+from odc.cli.status import status
 from odc.cli.train import train
 from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
@@ -40,14 +39,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(bench)
 app.command()(doctor)
-
-
-@app.command()
-def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what every rank of the jobs on this host is doing, from another terminal."""
-    from odc.cli.status import status as show  # asks the daemons, which loads torch
-
-    show(as_json=as_json)
+app.command()(status)
 
 
 @app.callback()
@@ -61,7 +53,7 @@ _shown = {"traceback": False}
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; returns the exit code."""
+    """Runs one command and returns the exit code. Errors of odc are one line, unless `--traceback` was given."""
     try:
         app(args=arguments, prog_name="odc")
     except SystemExit as ending:

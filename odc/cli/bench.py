@@ -8,33 +8,21 @@ from typing import Annotated
 
 from typer import Option
 
+from odc.bench.parts import PARTS, QUICK, THOROUGH
 from odc.errors import ConfigError
 
-# Named again here: the suite loads torch, and `--help` is to answer at once. A test holds the two together.
-PARTS = (
-    "get",
-    "put",
-    "accumulate",
-    "publish",
-    "publish-cast",
-    "signal",
-    "gather",
-    "push",
-    "minibatch",
-    "exchange",
-    "planners",
-)
-CUDA_ONLY = ("add", "accumulate-kernel", "publish-kernel", "gather-kernel")
+_HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
+_CUDA_ONLY = [name for name in PARTS if name not in _HERE]
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bench(
     only: Annotated[
         str | None,
-        Option(help=f"With commas, of {', '.join(PARTS)}; on CUDA also {', '.join(CUDA_ONLY)}. (default: all)"),
+        Option(help=f"With commas, of {', '.join(_HERE)}; on CUDA also {', '.join(_CUDA_ONLY)}. (default: all)"),
     ] = None,
     ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. (default: what fits)")] = None,
-    sizes: Annotated[str | None, Option(help="Bytes, with commas. (default: 64K,1M,16M,64M,256M)")] = None,
+    sizes: Annotated[str, Option(help="Bytes, with commas.")] = "64K,1M,16M,64M,256M",
     device: Annotated[str | None, Option(help="cpu or cuda. (default: cuda where there is one)")] = None,
     quick: Annotated[bool, Option("--quick", help="Few rounds: does it run, not how fast.")] = False,
     json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
@@ -47,20 +35,19 @@ def bench(
     Prints one table, with what each is measured against in the same run, and writes it as JSON with machine and
     versions. Exit code 1: something could not be measured, and the last lines say why.
     """
-    from odc import bench as suite
+    from odc.bench import suite, tables
 
     if compare is not None:
-        print(suite.compare(*(suite.load(path) for path in compare)))
+        print(tables.compare(*(tables.load(path) for path in compare)))
         return
     on = _device(device)
     parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
-    wanted = [_bytes(word) for word in sizes.split(",")] if sizes else suite.SIZES
-    effort = suite.QUICK if quick else suite.Effort()
-    result = suite.run(parts, worlds, wanted, on, effort, suite.to_stderr)
+    wanted = [_bytes(word) for word in sizes.split(",")]
+    result = suite.run(parts, worlds, wanted, on, QUICK if quick else THOROUGH, tables.to_stderr)
     if on == "cuda" and not only:
         result["left_out"] += suite.unfit(on)
-    print(suite.show(result))
+    print(tables.show(result))
     _write(json, jsonlib.dumps(result, indent=1) + "\n")
     print(f"\nfigures  {json}")
     if result["failed"]:

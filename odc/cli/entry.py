@@ -1,8 +1,4 @@
-"""What the `odc` command calls first.
-
-Chose to look for the command line's libraries here, before anything else is imported, so that an installation without
-them says in one line which extra is missing.
-"""
+"""What the `odc` command calls first: looks for the command line's libraries before importing anything else."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line with `arguments` (default: the process's own) and exit with its code.
+    """Runs the command line with `arguments` (default: the process's own) and exits with its code.
 
-    Codes: 0 done, 1 a job failed, 2 it was told something that cannot be, 130 interrupted.
+    Codes: 0 done, 1 a job failed, 2 the command cannot be carried out as given, 130 interrupted.
     """
     try:
         import rich  # noqa: F401

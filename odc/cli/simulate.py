@@ -1,4 +1,4 @@
-"""`odc simulate`: what each arm's step would take on a machine that is not there."""
+"""`odc simulate`: the step time of each arm on a machine that is only described."""
 
 from __future__ import annotations
 

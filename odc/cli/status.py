@@ -1,17 +1,22 @@
-"""`odc status`: what every rank on this host is doing, from another terminal, while the job runs."""
+"""`odc status`: what every rank on this host is doing."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from odc.runtime.status import RankStatus, ask_all
+from typer import Option
+
+if TYPE_CHECKING:
+    from odc.runtime.status import RankStatus
 
 _MIB = float(1 << 20)
 
 
-def status(as_json: bool = False) -> None:
-    """Print one line a rank and root; with `as_json` the same as JSON."""
+def status(as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
+    """Show what every rank of the jobs on this host is doing, from another terminal."""
+    from odc.runtime.status import ask_all  # loads torch
+
     answers = ask_all()
     if as_json:
         print(json.dumps([vars(answer) for answer in answers], indent=2))
@@ -57,7 +62,7 @@ def _row(answer: RankStatus, root: dict[str, Any]) -> list[str]:
 
 
 def _claimed(queue: dict[str, int | None] | None) -> str:
-    """Microbatches that the rank has claimed from the queue, and all ranks, of how many."""
+    """Microbatches of the queue that this rank has claimed, that all ranks have, and how many there are."""
     if queue is None:
         return "-"
     if queue["total"] is None:

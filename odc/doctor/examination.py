@@ -1,7 +1,6 @@
 """All probes, each in a process of its own with a deadline.
 
-Chose a process a probe over calls: a driver that hangs, a library that aborts and a plugin that loops are each one line
-of the report, and never the end of it. They run a few at a time; the price is that each that needs torch loads it.
+A driver that hangs, a library that aborts and a plugin that loops are each one line of the report and never its end.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ USES = {
     "loaders": "data loaders with workers",
     "verl": "reinforcement learning with verl",
 }
-_WITH = {"nvshmem": ("cuda",)}  # what a use needs besides: a library that loads is no device
+_WITH = {"nvshmem": ("cuda",)}  # what a use needs besides: a library that loads does not make a device
 
 
 @dataclass(frozen=True)
@@ -71,25 +70,25 @@ PROBES: tuple[Probe, ...] = (
     Probe("torch on CUDA", "odc.doctor.gpu:torch_cuda", "cuda", hangs="the driver hangs: see dmesg, reset the device"),
     Probe("Triton", "odc.doctor.gpu:triton", "kernels"),
     Probe("NVSHMEM", "odc.doctor.gpu:nvshmem", "nvshmem", hangs="NVSHMEM's library hangs while it loads"),
-    Probe("network", "odc.doctor.network:network", "network"),
+    Probe("network", "odc.doctor.host:network", "network"),
     Probe("extras", "odc.doctor.packages:extras", "extras"),
     Probe("verl plugin", "odc.doctor.packages:verl_plugin", "verl", 240.0, "importing verl hangs"),
 )
 
 
 def examine(probes: Sequence[Probe] = PROBES) -> list[Finding]:
-    """Run all probes; returns their findings in the order of `probes`. Never raises, ends within the deadlines."""
+    """Runs all probes, a few at a time, and returns their findings in order. Never raises; keeps the deadlines."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [finding for found in pool.map(_run, probes) for finding in found]
 
 
 def known_uses() -> set[str]:
-    """What findings may be needed for."""
+    """The uses that findings may be needed for."""
     return {*USES, *names_of_extras()}
 
 
 def lacking(findings: Iterable[Finding], uses: Iterable[str]) -> list[Finding]:
-    """What stands in the way of `uses`."""
+    """The findings that stand in the way of `uses`."""
     wanted = {one for use in uses for one in (use, *_WITH.get(use, ()))}
     return [finding for finding in findings if finding.use in wanted and finding.state is not State.OK]
 

@@ -1,7 +1,4 @@
-"""What a probe says: a fact, whether it is good, and what to do if not.
-
-Chose a line of text to act on for everything that is not well, over codes to look up: who reads it wants a command.
-"""
+"""What a probe reports: a fact, whether it is good, and what to do if it is not."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Of one thing looked at."""
+    """State of one thing that was looked at."""
 
     OK = "ok"
-    ABSENT = "absent"  # not there; what uses it cannot be used
-    BROKEN = "broken"  # there, and does not work or does not fit
+    ABSENT = "absent"  # missing, so what needs it cannot run
+    BROKEN = "broken"  # present, but does not work or fit
 
 
 @dataclass(frozen=True)
@@ -23,11 +20,8 @@ class Finding:
     """One thing looked at.
 
     Args:
-        what: its name.
-        state: how it is.
-        found: what was seen, as text.
         use: what needs it: "run" (odc at all), or one of the other `USES`.
-        do: what to install or change; empty where it is well.
+        do: what to install or change; empty where all is well.
     """
 
     what: str
@@ -38,17 +32,17 @@ class Finding:
 
 
 def ok(what: str, found: str, use: str = "run") -> Finding:
-    """It is well."""
+    """A finding of something that works."""
     return Finding(what, State.OK, found, use)
 
 
 def absent(what: str, found: str, do: str, use: str = "run") -> Finding:
-    """It is not there."""
+    """A finding of something that is missing."""
     return Finding(what, State.ABSENT, found, use, do)
 
 
 def broken(what: str, found: str, do: str, use: str = "run") -> Finding:
-    """It is there, and does not work."""
+    """A finding of something that is present and does not work."""
     return Finding(what, State.BROKEN, found, use, do)
 
 

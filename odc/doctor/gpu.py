@@ -1,7 +1,6 @@
-"""Probes of the GPU side: driver, torch's CUDA build, Triton, symmetric memory, NVSHMEM.
+"""Probes of the GPU side, each layer alone from the driver up: driver, torch, Triton, symmetric memory, NVSHMEM.
 
-Chose to look at each layer alone, from the driver up: "CUDA is not available" has five causes with five cures, and
-torch tells them apart badly.
+"CUDA is not available" has five causes with five cures, which torch tells apart badly.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from odc.doctor.finding import Finding, absent, broken, ok, version_tuple
 
 _WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 _BITCODE = "libnvshmem_device.bc"
-#: Of NVSHMEM 3.8 and newer only bitcode for each architecture is shipped, which torch's finder and ours do not take.
+#: NVSHMEM 3.8 and newer ship bitcode for each architecture only, which neither torch's finder nor ours accepts.
 _PLAIN_BITCODE_BEFORE = (3, 8)
 
 
 def driver(library: str = "libcuda.so.1") -> list[Finding]:
-    """NVIDIA's driver, by itself: no torch in between."""
+    """NVIDIA's driver, asked without torch."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError as error:
@@ -74,7 +73,7 @@ def torch_cuda() -> list[Finding]:
 
 
 def _symmetric() -> Finding:
-    """Allocating by torch's symmetric memory, which odc's CUDA heap is made of."""
+    """Allocates by torch's symmetric memory, which holds odc's CUDA heap."""
     from odc.memory._torch_symmetric import allocate
 
     import torch  # isort: skip
@@ -90,7 +89,7 @@ def _symmetric() -> Finding:
 
 
 def triton() -> list[Finding]:
-    """Triton: there, new enough, and fitting torch."""
+    """Whether Triton is installed, new enough, and the version that torch asks for."""
     version = _version("triton")
     if version is None:
         do = "for odc's own kernels: pip install triton (the version that torch pins)"
@@ -106,7 +105,7 @@ def triton() -> list[Finding]:
 
 
 def nvshmem() -> list[Finding]:
-    """NVSHMEM's host library, its device bitcode, its Python API; whether their versions fit torch and each other."""
+    """NVSHMEM's host library, device bitcode and Python API, and whether their versions fit torch and each other."""
     import torch
 
     found = [(name, version) for name in _WHEELS if (version := _version(name)) is not None]

@@ -1,7 +1,7 @@
-"""Probes of the host: what every rank needs to share memory with its peers.
+"""Probes of the host and its network: what every rank needs to share memory with its peers, and what joins hosts.
 
-Chose to do, in small, what the runtime does (make a memory file, lock and die, pass a descriptor) over reading version
-numbers: containers take system calls away whatever the kernel's version says.
+They do in small what the runtime does, since containers take system calls away whatever the kernel's version says; the
+network is read from /sys, because most containers lack `ibv_devinfo` and `ip`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import socket
+from importlib import metadata
 from pathlib import Path
 
 from odc.doctor.finding import Finding, absent, broken, ok
@@ -30,15 +31,16 @@ from odc.runtime.listener import knock
 _MIB = 1 << 20
 _LITTLE = 256 * _MIB
 _LOADERS = 64 * _MIB  # Docker's default /dev/shm, in which torch's data loaders hang
+_NIXL = ("nixl", "nixl-cu13", "nixl-cu12")
 
 
 def memory() -> list[Finding]:
-    """What a heap is made of: memory files, room, 64-bit words; and /dev/shm, which data loaders use."""
+    """Memory files, free memory and 64-bit words for heaps; /dev/shm for data loaders."""
     return [*heap(), *atomics()]
 
 
 def heap() -> list[Finding]:
-    """A heap as a rank makes it, in a memory file; how much memory is free; /dev/shm."""
+    """Makes a heap as a rank does, in a memory file."""
     heaps: list[ShmHeap] = []
 
     def connect(member: int) -> Attachment:
@@ -73,7 +75,6 @@ def _free() -> Finding:
 
 
 def _dev_shm(path: Path = Path("/dev/shm")) -> Finding:
-    """Odc does not use it; torch's data loaders do."""
     try:
         room = os.statvfs(path)
     except OSError as error:
@@ -86,7 +87,7 @@ def _dev_shm(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def atomics() -> list[Finding]:
-    """64-bit words between processes; the queue of microbatches also adds to them."""
+    """Atomic 64-bit words between processes; the queue of microbatches also needs atomic addition."""
     try:
         chosen = default_atomics()
     except UnsupportedError as error:
@@ -100,7 +101,7 @@ def atomics() -> list[Finding]:
 
 
 def mutex() -> list[Finding]:
-    """A robust mutex whose holder dies: the next one must be told."""
+    """A robust mutex whose holder dies: the next one to lock it must learn of that."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)  # anonymous, and shared with a forked child
     address = ctypes.addressof((ctypes.c_char * MUTEX_BYTES).from_buffer(memory))
     try:
@@ -114,17 +115,17 @@ def mutex() -> list[Finding]:
         try:
             lock.acquire(1.0)
         except PeerLostError:
-            return [ok("robust mutex", "a holder's death is told to who waits")]
+            return [ok("robust mutex", "waiting for a dead holder raises")]
     except (OSError, OdcError) as error:
         return [broken("robust mutex", str(error), _MUTEX)]
-    return [broken("robust mutex", "a holder died and nobody was told", _MUTEX)]
+    return [broken("robust mutex", "a holder died and the next one did not learn of it", _MUTEX)]
 
 
 _MUTEX = "a C library with robust process-shared mutexes (glibc; musl 1.2 or newer), in a sandbox that allows them"
 
 
 def peers() -> list[Finding]:
-    """What ranks do to find and watch each other: a door, a descriptor passed, a death seen."""
+    """What ranks do to find and watch each other: connect, pass a descriptor, see a death."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -147,7 +148,9 @@ def peers() -> list[Finding]:
         return [broken("peers", f"a unix socket does not work: {error}", _SOCKETS)]
     finally:
         stop_daemon()
-    return [ok("peers", f"doors open, descriptors pass, deaths are seen ({'pidfd' if watched else 'polled in /proc'})")]
+    return [
+        ok("peers", f"sockets connect, descriptors pass, deaths are seen ({'pidfd' if watched else 'polled in /proc'})")
+    ]
 
 
 def _pass_a_descriptor() -> None:
@@ -162,3 +165,56 @@ def _pass_a_descriptor() -> None:
 
 
 _SOCKETS = "allow abstract unix sockets with SCM_RIGHTS; ranks in several containers must share a network namespace"
+
+
+def network(sys: Path = Path("/sys/class")) -> list[Finding]:
+    """Interfaces that are up, RDMA devices, and the library that uses them; one host needs none of them."""
+    up = [nic for nic in sorted(_names(sys / "net")) if nic != "lo" and _read(sys / "net" / nic / "operstate") == "up"]
+    said = ", ".join(f"{nic} ({_speed(sys / 'net' / nic)})" for nic in up)
+    found = [
+        ok("network", said, "network")
+        if up
+        else absent("network", "no interface but loopback is up", "nothing on one host; else bring one up", "network")
+    ]
+    rdma = sorted(_names(sys / "infiniband"))
+    if rdma:
+        ports = [
+            f"{name} ({_read(sys / 'infiniband' / name / 'ports' / '1' / 'rate') or 'rate unknown'})" for name in rdma
+        ]
+        found.append(ok("RDMA", ", ".join(ports), "network"))
+    else:
+        do = (
+            "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container"
+        )
+        found.append(absent("RDMA", "no InfiniBand or RoCE device", do, "rdma"))
+    return [*found, _nixl()]
+
+
+def _nixl() -> Finding:
+    for package in _NIXL:
+        try:
+            return ok("NIXL", f"{package} {metadata.version(package)}", "network")
+        except metadata.PackageNotFoundError:
+            continue
+    return absent(
+        "NIXL", "not installed", "for ranks on several hosts: pip install nixl-cu13 (works without CUDA)", "network"
+    )
+
+
+def _speed(nic: Path) -> str:
+    mbit = _read(nic / "speed")
+    return f"{int(mbit) / 1000:g} Gbit/s" if mbit.isdigit() else "speed unknown"
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,8 +1,4 @@
-"""Probes of what is installed: system, torch that odc can build on, odc's extras, whether verl finds the plugin.
-
-Chose to read the extras from odc's own installed metadata over a list here: what `pip install 'odc-fsdp[...]'` would
-bring is what is looked for.
-"""
+"""Probes of what is installed: system, torch, odc's extras (as its installed metadata lists them), verl's plugin."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def system() -> list[Finding]:
 
 
 def torch_itself() -> list[Finding]:
-    """torch, and whether it is one whose private names odc knows."""
+    """torch, and whether odc knows the private names of this version."""
     try:
         import torch
     except ImportError as error:
@@ -47,7 +43,7 @@ def torch_itself() -> list[Finding]:
 
 
 def extras() -> list[Finding]:
-    """Of each extra of odc: is everything it names installed, new enough?"""
+    """Whether each extra of odc has everything that it names, new enough."""
     try:
         requires = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -57,7 +53,7 @@ def extras() -> list[Finding]:
 
 
 def names_of_extras() -> list[str]:
-    """Of the installed odc, those of developers left out."""
+    """The installed odc's extras, without those for developers."""
     try:
         return [name for name in by_extra(metadata.requires(_DISTRIBUTION) or []) if name not in _DEVELOPERS]
     except metadata.PackageNotFoundError:
@@ -65,7 +61,7 @@ def names_of_extras() -> list[str]:
 
 
 def by_extra(requires: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """{extra: [(package, condition)]} from lines of metadata; extras within extras are followed."""
+    """{extra: [(package, condition)]} from lines of metadata; extras within extras are resolved."""
     direct: dict[str, list[tuple[str, str]]] = {}
     nested: dict[str, list[str]] = {}
     for line in requires:
@@ -95,7 +91,7 @@ def _extra(name: str, wanted: list[tuple[str, str]]) -> Finding:
 
 
 def _lacks(package: str, condition: str) -> str:
-    """What is wrong with a package; only lower bounds are looked at."""
+    """What is wrong with a package, or nothing; only lower bounds are checked."""
     try:
         have = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -107,7 +103,7 @@ def _lacks(package: str, condition: str) -> str:
 
 
 def verl_plugin() -> list[Finding]:
-    """Whether verl would find odc's plugin, and what became of it: verl goes on without one that failed."""
+    """Whether verl would find odc's plugin and load it; verl itself goes on without one that fails."""
     ours = [entry for entry in metadata.entry_points(group=_GROUP) if entry.value.split(".")[0] == "odc"]
     try:
         verl = metadata.version("verl")

@@ -1,37 +1,23 @@
 """Starts the ranks of a job on this machine and says which rank was to blame when it failed.
 
-Chose torch elastic's own agent (one node, c10d rendezvous on the loopback, no restarts) over plain `multiprocessing`:
-it is what `torchrun` runs, it stops the others when one rank dies, and it keeps each rank's error. The cost is its
-start (a rendezvous of some tenths of a second) and a report written for log files; `launch` reads the ranks' own error
-files and turns them into one `JobFailedError` with the culprit first.
-
-Ranks are forked from Python's fork server, which has loaded what they need and runs no thread, instead of each loading
-it anew: a second launch starts in a second, not in ten. The server ends with this process, and a rank kills itself when
-this process dies, however it dies.
+A rank has the environment that `torchrun` gives its workers, so the same code runs under both. Ranks are forked from a
+process that has loaded what they need (`odc.ranks`): a second launch starts in a second. They end with this process,
+however it ends.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import multiprocessing
-import os
-import re
 import signal
-import tempfile
-import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from odc.errors import OdcError
+from odc.ranks.processes import ForkServer, Outcome, RankProcesses, fork_server, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_PRELOADED = ("odc.experiments.job", "odc.fsdp", "transformers.modeling_utils")
+_FOREVER_S = 10 * 365 * 24 * 3600.0
+_GRACE_S = 1.0  # for the other ranks to say what they saw, once one has failed
 
 
 class JobFailedError(OdcError):
@@ -45,10 +31,6 @@ class JobFailedError(OdcError):
         self.tracebacks = tracebacks
 
 
-# What a rank loads before it can work; a package that is not installed is passed over.
-_PRELOADED = ("odc.experiments.job", "odc.fsdp", "transformers.modeling_utils")
-
-
 def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `entry(*args)` in `ranks` new processes and returns what each returned, in rank order.
 
@@ -56,108 +38,68 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     what `torch.distributed.init_process_group` reads. Blocks until all ranks have ended; on return or raise none lives.
     Raises `JobFailedError` when a rank raises or dies; KeyboardInterrupt when this process is interrupted.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    import torch.distributed as dist
 
-    start_server()
-    # torch 2.11 has no such choice and gives ranks 30 seconds to end before it kills them.
-    grace: Any = {"shutdown_timeout": 5} if "shutdown_timeout" in {one.name for one in fields(LaunchConfig)} else {}
-    with tempfile.TemporaryDirectory(prefix="odc-ranks-") as logs, _quiet_agent(logs):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            **grace,
-        )
-        try:
-            results = elastic_launch(config, _rank)(entry, args)
-        except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            raise _blame(Path(logs), codes) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + int(error.sigval)) from None
-    return [results[rank] for rank in range(ranks)]
+    server = start_server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = RankProcesses(
+        server, range(ranks), environment=lambda rank: _environment(rank, ranks, store.port), once=True, quiet=True
+    )
+    try:
+        processes.send(task(entry, *args))
+        if processes.answers(_FOREVER_S, _GRACE_S):
+            processes.ended(_FOREVER_S)
+        failures = _failures(processes.outcomes)
+        if failures:
+            tracebacks = {outcome.rank: outcome.trace for outcome in processes.outcomes if outcome.trace}
+            raise JobFailedError(failures, tracebacks)
+        return [outcome.value for outcome in processes.outcomes]
+    finally:
+        processes.close()
 
 
-def start_server() -> None:
-    """Starts the fork server, if it does not run yet; `launch` does it. It loads in the background."""
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))
-    forkserver.ensure_running()  # not while `launch` has moved the temporary folder: its socket must outlive that
+def start_server() -> ForkServer:
+    """Starts the process that ranks are forked from, if it does not run yet; `launch` does it. Does not wait."""
+    return fork_server((), _PRELOADED)
 
 
-def _rank(entry: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    # Not the kernel's parent-death signal: a rank's parent is the fork server, which lives as long as its ranks.
-    threading.Thread(target=_die_with, args=(launcher.sentinel,), name="odc-launcher-watch", daemon=True).start()
-    return entry(*args)
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What `torchrun` sets for a worker on one machine; this process hosts the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"odc-{port}",
+    }
 
 
-def _die_with(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _blame(logs: Path, codes: dict[int, int]) -> JobFailedError:
-    """Orders the ranks' failures: deaths first, then own errors, then errors that only say that a peer is gone."""
-    found: dict[int, tuple[tuple[int, float], str]] = {}
-    tracebacks: dict[int, str] = {}
-    for path in logs.glob("*/attempt_*/*/error.json"):
-        rank = int(path.parent.name)
-        entry = json.loads(path.read_text())["message"]
-        if isinstance(entry, str):
-            entry = {"message": entry, "extraInfo": {}}
-        extra = entry.get("extraInfo", {})
-        consequence = any(name in entry["message"] for name in _CONSEQUENCES)
-        found[rank] = ((2 if consequence else 1, float(extra.get("timestamp", 0))), _plain(entry["message"]))
-        tracebacks[rank] = str(extra.get("py_callstack", ""))
-    for rank, code in codes.items():
-        if rank in found:
+def _failures(outcomes: list[Outcome]) -> list[tuple[int, str]]:
+    """Ranks and why they failed: deaths first, then errors of their own, then errors that only say a peer is gone."""
+    found: list[tuple[tuple[int, float], int, str]] = []
+    for outcome in outcomes:
+        if outcome.error is None or outcome.error == "SystemExit":
+            code = outcome.exit_code or 0 if outcome.error is None else outcome.message
+            if outcome.failed or code:
+                found.append(((0, 0.0), outcome.rank, _ended(code)))
             continue
-        if code < 0:
-            text = f"the process was killed by {signal.Signals(-code).name}"
-        else:
-            text = f"the process exited with code {code} and left no message"
-        found[rank] = ((0, 0.0), text)
-    ordered = sorted(found.items(), key=lambda item: (item[1][0], item[0]))
-    return JobFailedError([(rank, text) for rank, (_, text) in ordered], tracebacks)
+        text = f"{outcome.error}: {outcome.message}"
+        consequence = any(name in text for name in _CONSEQUENCES)
+        found.append(((2 if consequence else 1, outcome.at), outcome.rank, text))
+    return [(rank, text) for _, rank, text in sorted(found)]
 
 
-def _plain(message: str) -> str:
-    """`odc.errors.DataError: x` as torch elastic writes it, without quoting that `repr` added."""
-    return re.sub(r"^(\w+)\((['\"])(.*)\2\)$", r"\1: \3", message, flags=re.DOTALL)
+def _ended(code: int | str) -> str:
+    if isinstance(code, int) and code < 0:
+        return f"the process was killed by {signal.Signals(-code).name}"
+    return f"the process exited with code {code} and left no message"
 
 
 def _short(message: str) -> str:
     line = message.strip().splitlines()[0] if message.strip() else "no message"
     return line if len(line) <= 200 else line[:197] + "..."
-
-
-@contextmanager
-def _quiet_agent(folder: str) -> Iterator[None]:
-    """While the agent runs: its log, which repeats the ranks' errors as tracebacks, stays below CRITICAL, and the error
-    files that torch's spawn leaves in the temporary folder go to `folder` instead.
-    """
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    temporary = tempfile.tempdir
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    tempfile.tempdir = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = temporary
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from odc.bench import heaps
-from odc.bench.crew import let_go
+from odc.bench.ranks import let_go
 
 NUMEL, PIECES = 1024, 3
 

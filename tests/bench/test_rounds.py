@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from odc.bench.crew import Crew
+from odc.bench.ranks import RankPool
 from odc.bench.rounds import Action, Timed, measure, slowest
 
 calls: list[str] = []
@@ -34,8 +34,8 @@ def counted(nbytes: int, device: str) -> tuple[list[Timed], list[str], list[floa
 
 
 def test_actions_take_turns_and_only_they_are_timed() -> None:
-    with Crew(2) as crew:
-        for timed, order, whole in crew.each(counted, 64, "cpu"):
+    with RankPool(2) as pool:
+        for timed, order, whole in pool.each(counted, 64, "cpu"):
             assert order == ["a", "undone", "b"] * 5
             assert [(one.name, one.nbytes, one.against, len(one.seconds)) for one in timed] == [
                 ("a", 64, ("b",), 3),
@@ -64,18 +64,18 @@ def refused(nbytes: int, device: str) -> tuple[list[Timed], list[str]]:
     return measure(refusing, nbytes, device, rounds=3, warm=1), list(calls)
 
 
-def test_a_rival_may_refuse_and_a_slow_one_has_fewer_rounds() -> None:
-    with Crew(2) as crew:
-        for (own, rival, slow), order in crew.each(refused, 64, "cpu"):
+def test_a_baseline_may_refuse_and_a_slow_one_has_fewer_rounds() -> None:
+    with RankPool(2) as pool:
+        for (own, baseline, slow), order in pool.each(refused, 64, "cpu"):
             assert order == ["asked", "slow", "slow"]
             assert (len(own.seconds), own.refused) == (3, "")
-            assert (rival.seconds, rival.refused) == ([], "RuntimeError: not here")
+            assert (baseline.seconds, baseline.refused) == ([], "RuntimeError: not here")
             assert len(slow.seconds) == 1
 
 
 def test_what_odc_does_may_not_refuse() -> None:
-    with Crew(2) as crew, pytest.raises(RuntimeError, match="not here"):
-        crew.each(measure, must, 64, "cpu", 1, 0)
+    with RankPool(2) as pool, pytest.raises(RuntimeError, match="not here"):
+        pool.each(measure, must, 64, "cpu", 1, 0)
 
 
 def must(nbytes: int, device: str) -> list[Action]:

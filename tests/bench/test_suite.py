@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from odc.bench import PARTS, Effort, alone, compare, fitting_ranks, parts_of, run, show
+from odc.bench import heaps
 from odc.bench import suite as module
+from odc.bench.parts import PARTS, Effort
+from odc.bench.ranks import alone
 from odc.bench.rounds import Action
-from odc.bench.tables import text_of
+from odc.bench.suite import fitting_ranks, parts_of, run
+from odc.bench.tables import compare, show, text_of
 from odc.errors import ConfigError
 from odc.memory import FreeMemory
 
@@ -28,7 +31,7 @@ def result() -> dict[str, Any]:
     return found
 
 
-def test_every_part_has_rows_with_rivals(result: dict[str, Any]) -> None:
+def test_every_part_has_rows_with_baselines(result: dict[str, Any]) -> None:
     assert {row["part"] for row in result["rows"]} == {*parts_of("cpu")} - {"planners"}
     for row in result["rows"]:
         assert row["rivals"], row["what"]
@@ -76,7 +79,7 @@ def fails(nbytes: int, device: str) -> list[Action]:
 
 @pytest.mark.thorough
 def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
+    monkeypatch.setattr(heaps, "put", fails)
     found = run(["get", "put", "signal"], [2], [64 << 10], "cpu", ONCE)
     assert {row["part"] for row in found["rows"]} == {"get", "signal"}
     (failed,) = found["failed"]
@@ -86,7 +89,7 @@ def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.Mon
 
 @pytest.mark.thorough
 def test_where_all_fails_not_all_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARTS, "put", replace(PARTS["put"], prepare=fails))
+    monkeypatch.setattr(heaps, "put", fails)
     found = run(["put"], [2], [4096 * count for count in range(1, 6)], "cpu", ONCE)
     assert len(found["failed"]) == 3 and not found["rows"]
     assert found["left_out"] == ["2 cases with 2 ranks: too many others failed"]

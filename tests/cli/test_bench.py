@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc.bench import PARTS
 from odc.cli import bench, main
 
 
@@ -52,10 +51,6 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capfd: pytest
 def test_without_a_device_it_says_who_knows_more(capfd: pytest.CaptureFixture) -> None:
     assert call("--device", "cuda") == 2
     assert "odc doctor" in capfd.readouterr().err
-
-
-def test_parts_are_those_of_the_suite() -> None:
-    assert tuple(PARTS) == bench.PARTS + bench.CUDA_ONLY
 
 
 @pytest.mark.parametrize(("text", "size"), [("65536", 65536), ("64K", 65536), (" 1m", 1 << 20), ("2G", 2 << 30)])

@@ -44,7 +44,7 @@ def _children() -> set[str]:
         except OSError:
             continue
         command = (stat.parent / "cmdline").read_bytes() if stat.parent.exists() else b""
-        helper = b"resource_tracker" in command or b"forkserver" in command  # Python's own; they end with this process
+        helper = b"resource_tracker" in command or b"odc.ranks.worker" in command  # they end with this process
         if fields[1] == me and fields[0] != "Z" and not helper:
             found.add(stat.parent.name)
     return found

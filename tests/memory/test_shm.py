@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import rank_worker
 from support.conformance import HeapConformance
 from support.groups import door_name, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
@@ -23,6 +22,7 @@ from support.ranks import spawn_ranks
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory import Attachment, FreeMemory, ShmHeap, mapping
+from odc.ranks import worker
 from odc.runtime.listener import list_doors
 
 MIB = 1 << 20
@@ -342,7 +342,7 @@ def fork_a_worker(rank: int, world: int, identity: str) -> None:
         ready, done = os.pipe()
         pid = os.fork()
         if pid == 0:
-            rank_worker._teller.close()  # or the test would wait for the child to end
+            worker._teller.close()  # or the test would wait for the child to end
             found = [memfds_of(os.getpid()), words.load(0), int(view.sum())]
             words.store(0, 8)  # into the child's own zeros
             view[0] = 8

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.members import BF16, F32, Crew, Layout
-from support.rank_worker import tell
 from torch import nn
 
 from odc import Settings, fully_shard
 from odc.handover import version, weight_handle
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.runtime import Daemon, Word, reading_token
+from support.members import BF16, F32, Crew, Layout
+from support.rank_worker import tell
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
 

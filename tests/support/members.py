@@ -1,7 +1,7 @@
 """All members of one heap group in one process, so that a test decides in which order things happen.
 
-Chose several real `ShmHeap`s in one process, each mapping the others' memory for itself, over processes: what the heap,
-the lock and the words do between ranks they also do here, and a test can stop every member where it wants to.
+Each member has a real `ShmHeap` and maps the others' memory for itself, so heap, locks and words do what they do between
+ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Crew:
         shards: members that share one copy.
         replicas: copies.
         frozen: names of parameters, in whichever unit.
-        by_hand: pushed blocks stay in their slots until `drain`; else the bell has them added at once.
+        by_hand: pushed blocks stay in their slots until `drain`; else a notification has them added at once.
 
     Global ranks are 10, 13, 16, ...: no test passes by taking a member for a rank.
     """

@@ -174,7 +174,7 @@ def test_a_wait_past_its_timeout_kills_all() -> None:
 def test_nothing_lives_on_when_pytest_is_killed(tmp_path: Path) -> None:
     program = f"""
 import sys, time
-sys.path[:0] = {[str(Path(__file__).parent)]!r}
+sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 from support.ranks import RankProcesses
 ranks = RankProcesses(2, once=False)
 print(*ranks.pids, flush=True)

@@ -1,10 +1,9 @@
 """What odc is measured against: a plain copy or add as the limit, and collectives that move as many bytes.
 
-Chose to size a collective by what reaches a rank from others: an all-gather in which `nbytes` arrive here, a
-reduce-scatter and an all-to-all in which `nbytes` leave here. gloo on the CPU; on CUDA NCCL and torch's
-symmetric-memory collectives, where every rank has a device of its own. Where ranks share one there is gloo alone, by
-way of the host: NCCL refuses to share a device, and a barrier on the device between processes that take turns on it
-measures the turns.
+A collective is sized by what passes between ranks: `nbytes` arrive here in an all-gather, and leave here in a
+reduce-scatter and an all-to-all. The CPU has gloo; CUDA has NCCL and torch's symmetric-memory collectives where every
+rank has its own device. Ranks that share a device have gloo alone, by way of the host: NCCL refuses to share, and a
+barrier on the device would measure the turns that the processes take on it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def own_device_each() -> bool:
 
 
 def transport(device: str) -> str:
-    """Of collectives on `device`."""
+    """The backend of collectives on `device`."""
     return "nccl" if device == "cuda" and own_device_each() else "gloo"
 
 
@@ -51,10 +50,7 @@ def _copy(name: str, nbytes: int, device: str, times: int, dtype: torch.dtype) -
 
 
 def add(nbytes: int, device: str, times: int = 1) -> list[Action]:
-    """`nbytes` of fp32 into a private fp32 tensor; on a device also a copy of as many bytes as that reads and writes.
-
-    The first is the limit.
-    """
+    """Adds `nbytes` of fp32 to a private fp32 tensor; the first action is the limit, a copy on a device."""
     apart = slices(times, device)
     source = torch.ones(apart * nbytes // 4, device=device).split(nbytes // 4)
     target = torch.zeros(apart * nbytes // 4, device=device).split(nbytes // 4)
@@ -64,7 +60,7 @@ def add(nbytes: int, device: str, times: int = 1) -> list[Action]:
 
 
 def repeated(run: Callable[[int], object], times: int, apart: int = 1) -> Callable[[], object]:
-    """`run(i)`, `times` times over, on `apart` slices of memory in turn."""
+    """Calls `run(i)` `times` times, with `apart` slices of memory in turn."""
 
     def loop() -> None:
         for i in range(times):
@@ -74,12 +70,12 @@ def repeated(run: Callable[[int], object], times: int, apart: int = 1) -> Callab
 
 
 def slices(times: int, device: str) -> int:
-    """On a device each repetition has memory of its own, or the caches would be measured; on the CPU all have one."""
+    """Pieces of memory to repeat on: on a device as many as repetitions, so that no cache holds them; else one."""
     return times if device == "cuda" else 1
 
 
 def all_gather(nbytes: int, device: str) -> list[Action]:
-    """`nbytes` of others reach this rank."""
+    """All-gathers in which `nbytes` of other ranks reach this one."""
     kind, peers = transport(device), max(1, dist.get_world_size() - 1)
     if dist.get_world_size() == 1:
         return []
@@ -93,7 +89,7 @@ def all_gather(nbytes: int, device: str) -> list[Action]:
 
 
 def reduce_scatter(nbytes: int, device: str) -> list[Action]:
-    """`nbytes` of fp32 leave this rank."""
+    """Reduce-scatters in which `nbytes` of fp32 leave this rank."""
     kind, world = transport(device), dist.get_world_size()
     if world == 1:
         return []
@@ -107,7 +103,7 @@ def reduce_scatter(nbytes: int, device: str) -> list[Action]:
 
 
 def all_to_all(nbytes: int, device: str) -> list[Action]:
-    """`nbytes` leave this rank, as many reach it."""
+    """An all-to-all in which `nbytes` leave this rank and as many reach it."""
     kind, world = transport(device), dist.get_world_size()
     if world == 1:
         return []
@@ -119,14 +115,14 @@ def all_to_all(nbytes: int, device: str) -> list[Action]:
 def collective(
     name: str, run: Callable[[], object], nbytes: int, device: str, after: Callable[[], object] = nothing
 ) -> Action:
-    """A collective as a rival; by way of the host it is slow, and not every one is there for memory of a device."""
+    """A collective as a baseline; by way of the host it is slow, and gloo may lack it for memory of a device."""
     if device == "cuda" and transport(device) == "gloo":
         return Action(f"{name} (via host)", run, nbytes, after=after, most=_FEW, optional=True)
     return Action(name, run, nbytes, after=after, queued=device == "cuda")
 
 
 def barrier() -> Action:
-    """gloo's, on the CPU."""
+    """A barrier on the CPU."""
     flag = torch.zeros(1)
     return Action("gloo barrier", lambda: dist.all_reduce(flag))  # what gloo's barrier is, and never NCCL's
 

@@ -1,0 +1,67 @@
+"""What `odc bench` measures, by name. Loads no torch, so that the command line can name it at once."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the suite.
+
+    Args:
+        function: "module:function"; makes its actions, on every rank.
+        copies: of its size that it holds on one rank at once, at most; to refuse what does not fit.
+        compiled: by compiled Triton kernels, so on CUDA alone.
+        on: the only device it is measured on; None for any.
+    """
+
+    function: str
+    copies: int = 3
+    compiled: bool = False
+    on: Literal["cpu", "cuda"] | None = None
+
+    def prepare(self) -> Callable[[int, str], list[Any]]:
+        """The function; loads torch."""
+        found: Callable[[int, str], list[Any]] = pkgutil.resolve_name(f"odc.bench.{self.function}")
+        return found
+
+
+PARTS: dict[str, Part] = {
+    "get": Part("heaps:get", 6),
+    "put": Part("heaps:put", 7),
+    "accumulate": Part("sharded:accumulate", 13),
+    "publish": Part("sharded:publish", 10),
+    "publish-cast": Part("sharded:publish_cast", 14),
+    "signal": Part("heaps:signal"),
+    "gather": Part("sharded:gather", 8),
+    "push": Part("sharded:push", 11),
+    "minibatch": Part("sharded:minibatch", 6),
+    "exchange": Part("dispatching:exchange", 24, on="cpu"),
+    "planners": Part("dispatching:planners", on="cpu"),
+    "add": Part("heaps:add", 9, on="cuda"),
+    "accumulate-kernel": Part("sharded:accumulate_kernel", 13, compiled=True, on="cuda"),
+    "publish-kernel": Part("sharded:publish_kernel", 10, compiled=True, on="cuda"),
+    "gather-kernel": Part("sharded:gather_kernel", 8, compiled=True, on="cuda"),
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many rounds: as many as move `nbytes`, within bounds."""
+
+    nbytes: int = 1 << 30
+    least: int = 5
+    most: int = 50
+    warm: int = 2
+
+    def rounds(self, nbytes: int) -> int:
+        """For actions of `nbytes`."""
+        return max(self.least, min(self.most, self.nbytes // max(1, nbytes)))
+
+
+THOROUGH = Effort()
+QUICK = Effort(nbytes=64 << 20, least=3, most=10, warm=1)

@@ -1,0 +1,338 @@
+"""Rank processes of this machine: started, given functions to run, listened to, ended.
+
+`RankProcesses` forks ranks from a `ForkServer` (see `odc.ranks.worker`), which each process that starts ranks has once
+for every environment. Ranks end with the process that started them, however it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.spawn import get_preparation_data
+from typing import Any
+
+from odc.errors import OdcError
+from odc.ranks.worker import Group, Hello
+
+#: A guard against hangs, which a busy machine never reaches.
+PATIENCE_S = 600.0
+_OUTPUT_SHOWN = 6000  # last characters of a rank's output shown in a failure
+_PROGRAM = """
+import json, sys
+control, parent, path, preloaded = json.loads(sys.argv[1])
+sys.path[:] = path
+from odc.ranks.worker import main
+main(control, parent, preloaded)
+"""
+
+Environment = tuple[tuple[str, str], ...]  # variables and their values
+
+
+class RanksFailed(OdcError):
+    """One or more ranks raised, died or did not answer; the message has each one's traceback or output."""
+
+
+@dataclass
+class Outcome:
+    """How one rank ended, or how its last task did.
+
+    Attributes:
+        exit_code: of the process; negative a signal's number; None while it lives.
+        value: what the function returned.
+        error: name of the exception's type, None without one.
+        message: of the exception.
+        trace: its traceback.
+        at: `time.monotonic()` when the exception had left the function; comparable between processes.
+        told: what the rank passed to `odc.ranks.worker.tell`.
+        output: its standard output and error, where they were kept.
+        answered: whether the function has returned or raised.
+    """
+
+    rank: int
+    pid: int
+    exit_code: int | None = None
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    trace: str = ""
+    at: float = 0.0
+    told: list[Any] = field(default_factory=list)
+    output: str = ""
+    answered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the function raised, or the process ended before it had returned."""
+        return self.error is not None or (self.exit_code is not None and not self.answered)
+
+    def note(self, kind: str, value: Any) -> None:
+        """Take in what the rank sent."""
+        if kind == "told":
+            self.told.append(value)
+            return
+        self.answered = True
+        if kind == "returned":
+            self.value = value
+        else:
+            self.error, self.message, self.trace, self.at = value
+
+    def describe(self) -> str:
+        """For a failure's message."""
+        end = "still runs" if self.exit_code is None else f"exit code {self.exit_code}"
+        what = self.trace or ("returned" if self.answered else "no answer")
+        # What it printed, without the traceback that torch prints once more.
+        lines = [line for line in self.output.splitlines() if not line.startswith(f"[rank{self.rank}]:")]
+        return f"--- rank {self.rank} (pid {self.pid}, {end}): {what}\n" + "\n".join(lines)[-_OUTPUT_SHOWN:]
+
+
+class ForkServer:
+    """The process that forks ranks, and the store at which they meet.
+
+    Args:
+        environment: variables of that process and its ranks, besides this process's own.
+        preloaded: modules that it imports while the caller goes on.
+    """
+
+    def __init__(self, environment: Environment, preloaded: Iterable[str]) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [one or os.getcwd() for one in sys.path]
+        arguments = json.dumps([theirs.fileno(), os.getpid(), path, list(preloaded)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **dict(environment)},
+            start_new_session=True,  # an interrupt from the terminal is for the process that started the ranks
+        )
+        theirs.close()
+        self._store: Any = None
+        self._groups = 0
+        self.exits: dict[int, int] = {}
+
+    def fork(self, hello: Hello, output: int, errors: int) -> tuple[int, Connection]:
+        """Starts a rank that writes to these descriptors; returns its pid and the channel on which `hello` was sent."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.control, [b"fork"], [theirs.fileno(), output, errors])
+        channel = Connection(ours.detach())
+        try:
+            while (pid := self._read(PATIENCE_S).get("forked")) is None:
+                pass
+        except BaseException:
+            channel.close()
+            raise
+        with contextlib.suppress(OSError):  # a rank that is dead already: its exit code will say so
+            channel.send_bytes(pickle.dumps(tuple(hello)))
+        return pid, channel
+
+    def new_group(self, world: int, device: str, timeout_s: float) -> Group:
+        """A process group of its own for `world` ranks; this process hosts the store."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            patience = timedelta(seconds=PATIENCE_S)
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+        self._groups += 1
+        return Group(world, self._store.port, f"group{self._groups}", device, timeout_s)
+
+    def poll(self) -> dict[int, int]:
+        """Exit codes of all ranks that have ended, by pid; never waits."""
+        while select.select([self.control], [], [], 0)[0]:
+            self._read(0)
+        return self.exits
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can fork."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends it and, by the kernel, whatever it has forked."""
+        self.control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self, timeout: float) -> dict[str, int]:
+        self.control.settimeout(timeout)
+        message = self.control.recv(256)
+        if not message:
+            raise OdcError(f"the process that forks ranks has ended with code {self._process.wait()}")
+        note: dict[str, int] = json.loads(message)
+        if "exited" in note:
+            self.exits[note["exited"]] = note["code"]
+        return note
+
+
+_servers: dict[tuple[int, Environment, tuple[str, ...]], ForkServer] = {}
+
+
+def fork_server(environment: Environment = (), preloaded: tuple[str, ...] = ("torch", "odc.fsdp")) -> ForkServer:
+    """This process's fork server with these variables and modules, started on first use."""
+    key = os.getpid(), environment, preloaded
+    if key in _servers and not _servers[key].alive:  # it ends with the thread that started it
+        _servers.pop(key).close()
+    if key not in _servers:
+        _servers[key] = ForkServer(environment, preloaded)
+        atexit.unregister(close_fork_servers)
+        atexit.register(close_fork_servers)
+    return _servers[key]
+
+
+def close_fork_servers() -> None:
+    """Ends the fork servers of this process and all their ranks; a forked child leaves its parent's alone."""
+    for key in [key for key in _servers if key[0] == os.getpid()]:
+        _servers.pop(key).close()
+
+
+def task(function: Callable[..., Any], *args: Any) -> bytes:
+    """A call of a module-level function, as ranks receive it."""
+    where = function.__module__, function.__code__.co_filename, function.__qualname__
+    return pickle.dumps((*where, pickle.dumps(args)))
+
+
+def _main_module() -> dict[str, Any]:
+    """What a spawned child is told of this process's paths and main module, so that functions of the latter pickle."""
+    told = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(("sys_", "init_"))}
+    if not os.path.exists(told.get("init_main_from_path", "")):  # a program from standard input
+        told.pop("init_main_from_path", None)
+    return told
+
+
+class RankProcesses:
+    """Processes of some ranks. Every wait has a timeout.
+
+    Args:
+        server: forks them.
+        ranks: their numbers.
+        group: they join it before their first task.
+        environment: variables to set in each, by rank.
+        outputs: a descriptor for each rank's standard output and error; None writes to this process's own.
+        once: each ends after its first task.
+        whole_end: each takes its modules apart at its end.
+        quiet: tracebacks are in outcomes alone.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        ranks: Collection[int],
+        *,
+        group: Group | None = None,
+        environment: Callable[[int], dict[str, str]] = lambda rank: {},
+        outputs: Sequence[int] | None = None,
+        once: bool = False,
+        whole_end: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self._server = server
+        self._channels: list[Connection] = []
+        self.outcomes: list[Outcome] = []
+        main = _main_module()
+        try:
+            for i, rank in enumerate(ranks):
+                hello = Hello(rank, group, environment(rank), once, whole_end, quiet, main)
+                out, err = (1, 2) if outputs is None else (outputs[i], outputs[i])
+                pid, channel = server.fork(hello, out, err)
+                self._channels.append(channel)
+                self.outcomes.append(Outcome(rank, pid))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks."""
+        return [outcome.pid for outcome in self.outcomes]
+
+    def send(self, *messages: bytes) -> None:
+        """Gives every rank its next task: its own message, or the only one."""
+        each = messages * len(self.outcomes) if len(messages) == 1 else messages
+        for outcome, channel, message in zip(self.outcomes, self._channels, each, strict=True):
+            outcome.answered, outcome.error, outcome.value = False, None, None
+            with contextlib.suppress(OSError):  # a dead rank: its exit code will say so
+                channel.send_bytes(message)
+
+    def receive(self, timeout: float) -> None:
+        """Takes in what ranks send, and exits, until something came or `timeout` is over."""
+        open_channels = {channel: i for i, channel in enumerate(self._channels) if not channel.closed}
+        for ready in wait([*open_channels, self._server.control], timeout):
+            if ready is self._server.control:
+                continue
+            channel: Any = ready
+            try:
+                self.outcomes[open_channels[channel]].note(*pickle.loads(channel.recv_bytes()))
+            except (EOFError, OSError):
+                channel.close()
+        self._note_exits()
+
+    def answers(self, timeout: float, grace_s: float) -> bool:
+        """Waits until every rank has answered or ended; False if one has failed or `timeout` is over.
+
+        Once a rank has failed the others have `grace_s` left.
+        """
+        deadline, failed = time.monotonic() + timeout, False
+        while not all(outcome.answered or outcome.exit_code is not None for outcome in self.outcomes):
+            self.receive(max(0.0, min(0.5, deadline - time.monotonic())))
+            if not failed and any(outcome.failed for outcome in self.outcomes):
+                failed, deadline = True, min(deadline, time.monotonic() + grace_s)
+            if time.monotonic() > deadline:
+                break
+        return all(outcome.answered and outcome.error is None for outcome in self.outcomes)
+
+    def ended(self, timeout: float) -> bool:
+        """Waits until every rank's process has ended and all it sent was taken in; False after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while any(outcome.exit_code is None for outcome in self.outcomes):
+            if time.monotonic() > deadline:
+                return False
+            self.receive(min(0.05, timeout))
+        while not all(channel.closed for channel in self._channels):
+            self.receive(1.0)
+        return True
+
+    def kill(self, rank: int) -> float:
+        """`kill -9`; returns `time.monotonic()` from just before."""
+        now = time.monotonic()
+        (pid,) = (outcome.pid for outcome in self.outcomes if outcome.rank == rank)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return now
+
+    def show_stacks(self) -> None:
+        """Has every rank that has not answered write the stacks of its threads to its output."""
+        for outcome in self.outcomes:
+            if outcome.exit_code is None and not outcome.answered:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(outcome.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        self._note_exits()
+
+    def close(self) -> None:
+        """Kills what still lives and waits for its end."""
+        for outcome in self.outcomes:
+            if outcome.exit_code is None:
+                self.kill(outcome.rank)
+        deadline = time.monotonic() + PATIENCE_S
+        while any(outcome.exit_code is None for outcome in self.outcomes) and time.monotonic() < deadline:
+            wait([self._server.control], 0.05)
+            self._note_exits()
+        for channel in self._channels:
+            channel.close()
+
+    def _note_exits(self) -> None:
+        exits = self._server.poll()
+        for outcome in self.outcomes:
+            outcome.exit_code = exits.get(outcome.pid, outcome.exit_code)
