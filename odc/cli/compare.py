@@ -83,21 +83,14 @@ def compare(
 def _compare(job: JobConfig, arms: tuple[ArmName, ...], repeats: int, skip: int, json: Path | None) -> None:
     began = time.monotonic()
     _say(began, f"{len(arms)} arms, {job.ranks} ranks, {job.steps} steps; figures and pictures go to {job.output}")
-    from odc.experiments.compare import CompareConfig, run_arms, write_pictures
-    from odc.experiments.preflight import writable_folder
-    from odc.experiments.report import report, write_report
+    from odc.experiments.compare import CompareConfig
+    from odc.experiments.report import compare
     from odc.experiments.table import tables
-    from odc.provenance import begin
+    from odc.experiments.text.workload import TextWorkload
 
-    begun = begin()
-    config = CompareConfig(job, arms, repeats, skip)
+    config = CompareConfig(TextWorkload(job), arms, repeats, skip)
     path = json or config.output / "compare.json"
-    writable_folder(path.parent, "json")
-    runs = run_arms(config, lambda text: _say(began, text))
-    figures = report(config, runs, ["odc", *sys.argv[1:]]) | begun.facts()
-    write_report(path, figures)
-    _say(began, "drawing")
-    written = {"figures": path} | write_pictures(config)
+    figures, written = compare(config, path, ["odc", *sys.argv[1:]], lambda text: _say(began, text))
     from rich.console import Console
 
     console = Console()

@@ -66,16 +66,15 @@ def train(
         from torch.distributed.elastic.multiprocessing.errors import record
 
         from odc.experiments.job import run_rank
-        from odc.experiments.preflight import preflight
+        from odc.experiments.text.workload import TextWorkload
 
-        config = JobConfig(**(given | {"ranks": int(world)}))
-        preflight(config)
-        result = record(run_rank)(config)
+        result = record(run_rank)(TextWorkload(JobConfig(**(given | {"ranks": int(world)}))))
         if rank == "0" and result is not None:
             print(result.summary())
         return
     config = JobConfig(**given)
     print(f"odc train: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     from odc.experiments.job import run
+    from odc.experiments.text.workload import TextWorkload
 
-    print(run(config)[0].summary())
+    print(run(TextWorkload(config))[0].summary())

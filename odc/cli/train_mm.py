@@ -67,34 +67,28 @@ def train_mm(
         print(f"odc train-mm [{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     say(f"figures and pictures go to {folder}")
-    from odc.experiments.multimodal.compare import CompareConfig
+    from odc.experiments.compare import CompareConfig
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
+    from odc.experiments.multimodal.workload import MultimodalWorkload
 
     if "data" not in fields:
         say("making a corpus")
         fields["data"] = str(write_corpus(Path(folder) / "corpus", CorpusConfig(seed=fields.get("seed", 0))))
     job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
     chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
-    _compare(CompareConfig(job, repeats=repeats, skip=skip, **chosen), Path(json) if json else None, say)
+    _compare(
+        CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen), Path(json) if json else None, say
+    )
 
 
 def _compare(config: Any, json: Path | None, say: Any) -> None:
     from rich.console import Console
 
-    from odc.experiments.multimodal.compare import run_arms, write_pictures
-    from odc.experiments.multimodal.report import report, table
-    from odc.experiments.preflight import writable_folder
-    from odc.experiments.report import write_report
-    from odc.provenance import begin
+    from odc.experiments.multimodal.figures import table
+    from odc.experiments.report import compare
 
-    path = json or config.output / "train-mm.json"
-    writable_folder(path.parent, "json")
-    begun = begin()
-    figures = report(config, run_arms(config, say), ["odc", *sys.argv[1:]]) | begun.facts()
-    write_report(path, figures)
-    say("drawing")
-    written = {"figures": path} | write_pictures(config)
+    figures, written = compare(config, json or config.output / "train-mm.json", ["odc", *sys.argv[1:]], say)
     console = Console()
     console.print(table(figures))
     width = max(map(len, written))

@@ -1,13 +1,9 @@
 """Starts the ranks of a job on this machine and says which rank was to blame when it failed.
 
-Chose torch elastic's own agent (one node, c10d rendezvous on the loopback, no restarts) over plain `multiprocessing`:
-it is what `torchrun` runs, it stops the others when one rank dies, and it keeps each rank's error. The cost is its
-start (a rendezvous of some tenths of a second) and a report written for log files; `launch` reads the ranks' own error
-files and turns them into one `JobFailedError` with the culprit first.
-
-Ranks are forked from Python's fork server, which has loaded what they need and runs no thread, instead of each loading
-it anew: a second launch starts in a second, not in ten. The server ends with this process, and a rank kills itself when
-this process dies, however it dies.
+torch elastic's agent (one node, rendezvous on the loopback, no restarts) runs the ranks, as under `torchrun`: it stops
+the others when one dies and keeps each rank's error, which `launch` turns into one `JobFailedError`. Ranks are forked
+from Python's fork server, which has loaded what they need, so that a second launch starts in a second. The server ends
+with this process, and a rank kills itself when this process dies.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ class JobFailedError(OdcError):
 
 
 # What a rank loads before it can work; a package that is not installed is passed over.
-_PRELOADED = ("odc.experiments.job", "odc.fsdp", "transformers.modeling_utils")
+_PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
 
 
 def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
