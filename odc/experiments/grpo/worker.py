@@ -34,10 +34,9 @@ _SIGMA, _MEDIAN_SHARE = 1.0, 0.15
 
 
 class Generator:
-    """The rollout's own copy of the model, with the ranks' initial weights, and of the initial one if there is a KL
-    term.
+    """The rollout's own copy of the model, and one of the initial model if there is a KL term.
 
-    `source` is the model's config or folder; `stop_ids` end a response.
+    It starts with the ranks' initial weights. `source` is the model's config or folder; `stop_ids` end a response.
     """
 
     def __init__(self, config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> None:
