@@ -24,6 +24,7 @@ from odc.arms import ArmName, arm_named
 from odc.bench.report import store
 from odc.experiments.config import JobConfig
 from odc.experiments.job import run
+from odc.experiments.text.workload import TextWorkload
 from odc.provenance import begin
 
 REFERENCE: ArmName = "fsdp2"
@@ -66,7 +67,7 @@ def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         begun, began = begin(), time.monotonic()
-        run(job)
+        run(TextWorkload(job))
         (folder / "job.json").write_text(json.dumps(job.to_dict()))
         taken = begun.facts() | {"seconds": time.monotonic() - began}
         (folder / "taken.json").write_text(json.dumps(taken))

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from odc.arms import ARM_NAMES
 from odc.cli.options import options_from
 from odc.errors import ConfigError
+from odc.experiments.config import DEFAULT_ARMS
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -33,6 +35,7 @@ _COMPARISON = ("arms", "repeats", "skip")  # fields of the comparison; the other
     "odc.experiments.config:JobConfig",
     without=("arm", "save_every", "resume", "export"),
     optional=("model", "data"),
+    helps={"arms": f"Which of {', '.join(ARM_NAMES)}, with commas; default: {', '.join(DEFAULT_ARMS)}."},
 )
 def compare(
     given: dict[str, Any],
@@ -53,43 +56,25 @@ def compare(
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.config import JobConfig
+    from odc.experiments.table import tables
+    from odc.experiments.text.workload import TextWorkload
 
     folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = CompareConfig(JobConfig(**job, output=folder), **comparison)
-    say(f"{len(config.arms)} arms, {config.job.ranks} ranks, {config.job.steps} steps; output goes to {folder}")
-    from odc.experiments.compare import run_arms, write_pictures
-    from odc.experiments.report import report
-    from odc.experiments.table import tables
-
-    path = Path(json) if json else config.output / "compare.json"
-    carry_out(config, path, say, run_arms, report, tables, write_pictures)
+    config = CompareConfig(TextWorkload(JobConfig(**job, output=folder)), **comparison)
+    wanted = config.workload.job
+    say(f"{len(config.arms)} arms, {wanted.ranks} ranks, {wanted.steps} steps; figures and pictures go to {folder}")
+    carry_out(config, Path(json) if json else config.output / "compare.json", say, tables)
 
 
 def carry_out(
-    config: Any,
-    path: Path,
-    say: Callable[[str], None],
-    run_arms: Callable[..., Any],
-    report: Callable[..., dict[str, Any]],
-    tables: Callable[[dict[str, Any], int], list[Any]],
-    write_pictures: Callable[[Any], dict[str, Path]],
+    config: Any, path: Path, say: Callable[[str], None], tables: Callable[[dict[str, Any], int], list[Any]]
 ) -> None:
-    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables for the console's width.
-
-    The functions are those of the workload; `config` is what they take.
-    """
+    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables for the console's width."""
     from rich.console import Console
 
-    from odc.experiments.preflight import writable_folder
-    from odc.experiments.report import write_report
-    from odc.provenance import begin
+    from odc.experiments.report import compare
 
-    begun = begin()
-    writable_folder(path.parent, "json")
-    figures = report(config, run_arms(config, say), ["odc", *sys.argv[1:]]) | begun.facts()
-    write_report(path, figures)
-    say("drawing")
-    written = {"figures": path} | write_pictures(config)
+    figures, written = compare(config, path, ["odc", *sys.argv[1:]], say)
     console = Console()
     for table in tables(figures, console.width):
         console.print(table)

@@ -20,17 +20,16 @@ def train(given: dict[str, Any]) -> None:
     world = world_of_torchrun()
     if world is not None:
         from odc.experiments.job import run_rank
-        from odc.experiments.preflight import preflight
+        from odc.experiments.text.workload import TextWorkload
 
-        config = JobConfig(**(given | {"ranks": world}))
-        preflight(config)
-        run_under_torchrun(run_rank, config)
+        run_under_torchrun(run_rank, TextWorkload(JobConfig(**(given | {"ranks": world}))))
         return
     config = JobConfig(**given)
     print(f"odc train: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     from odc.experiments.job import run
+    from odc.experiments.text.workload import TextWorkload
 
-    print(run(config)[0].summary())
+    print(run(TextWorkload(config))[0].summary())
 
 
 def world_of_torchrun() -> int | None:

@@ -54,10 +54,11 @@ def train_mm(
     folder = output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}"
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
+    from odc.experiments.compare import CompareConfig
     from odc.experiments.config import JobConfig
-    from odc.experiments.multimodal.compare import CompareConfig
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
+    from odc.experiments.multimodal.workload import MultimodalWorkload
 
     if "data" not in fields:
         say("making a corpus")
@@ -65,9 +66,8 @@ def train_mm(
     job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
     if arms is not None:
         comparison["arms"] = tuple(arm.strip() for arm in arms.split(","))
-    config = CompareConfig(job, **comparison)
-    from odc.experiments.multimodal.compare import run_arms, write_pictures
-    from odc.experiments.multimodal.report import report, table
+    config = CompareConfig(MultimodalWorkload(job), **comparison)
+    from odc.experiments.multimodal.figures import table
 
     path = Path(json) if json else config.output / "train-mm.json"
-    carry_out(config, path, say, run_arms, report, lambda figures, _: [table(figures)], write_pictures)
+    carry_out(config, path, say, lambda figures, _: [table(figures)])

@@ -1,10 +1,8 @@
 """How an arm's model is sharded and its microbatches are run, by torch's FSDP2 or by odc.
 
-`fsdp2` reduces gradients after every microbatch, as torchtitan and verl do: deferring the reduction keeps whole
-gradients on every rank, which gives up what ZeRO-3 is for. `fsdp2-resident` is that deferral. It meets other ranks
-twice in a minibatch: all units are gathered before the first microbatch, and all are reduced in the backward of a dummy
-that follows the last one. Reducing in the backward of the last real microbatch instead would make the ranks wait for
-each other at every unit of it.
+`fsdp2` reduces gradients after every microbatch, as torchtitan and verl do. `fsdp2-resident` defers that and meets
+other ranks twice in a minibatch: all units are gathered before the first microbatch, and reduced in the backward of a
+dummy after the last one. In the backward of the last real microbatch the ranks would wait for each other at every unit.
 """
 
 from __future__ import annotations
@@ -130,8 +128,7 @@ def _forget_order(model: Any) -> None:
     """Makes the last backward prefetch by its own forward.
 
     torch forgets the order of forwards only after a last backward. With an earlier microbatch still in it, the first
-    block's backward would gather the last block again, which was just resharded, and only on ranks that ran
-    several microbatches.
+    block's backward would gather the last block again, only on ranks that ran several microbatches.
     """
     from odc.fsdp import _torch_compat as compat
 

@@ -1,9 +1,8 @@
 """Checkpoints of a sharded job: every rank writes its shards, and a folder appears under its name only when complete.
 
-Chose torch's distributed checkpoint (DCP) for parameters and optimizer state, so that a job may resume on another
-number of ranks, and one readable `job.json` for what is not a tensor. A checkpoint is written to a folder ending in
-`.partial`, renamed, and then named by the marker file `latest`; a job killed at any point leaves the previous one
-whole. The cost is one more meeting of the ranks, and all checkpoints stay on disk until somebody removes them.
+torch's distributed checkpoint holds parameters and optimizer state, so a job may resume on another number of ranks;
+`job.json` holds what is not a tensor. A checkpoint is written to a folder ending in `.partial`, renamed, and then named
+by the file `latest`: a job killed at any point leaves the previous one whole. Nothing removes old checkpoints.
 
 Layout: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}` and `<output>/checkpoints/latest`.
 """
@@ -37,10 +36,7 @@ class CheckpointError(OdcError):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint folder that `path` means: itself, or the `latest` one of an output folder.
-
-    Raises `ConfigError` when there is none.
-    """
+    """The checkpoint folder that `path` means: itself, or the latest of an output folder. ConfigError without one."""
     if (path / JOB_FILE).is_file():
         return path
     for folder in (path, path / FOLDER):
@@ -54,7 +50,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_job(checkpoint: Path) -> dict[str, Any]:
-    """What `save` was given as `job`, plus `step`. Reads one small file; any process may call it."""
+    """What `save` was given as `job`, plus `step`; any process may call it."""
     try:
         job: dict[str, Any] = json.loads((checkpoint / JOB_FILE).read_text())
     except (OSError, ValueError) as error:
@@ -65,8 +61,8 @@ def read_job(checkpoint: Path) -> dict[str, Any]:
 def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict[str, Any]) -> Path:
     """Writes the checkpoint of `step` and marks it `latest`; returns its folder.
 
-    Every rank calls it, outside a minibatch; it meets the other ranks. `job` holds JSON types and is the same on every
-    rank. Raises `CheckpointError` on every rank when the disk refuses.
+    Every rank calls it, outside a minibatch; it meets the other ranks. `job` holds JSON types, the same on every rank.
+    Raises `CheckpointError` on every rank if the disk refuses.
     """
     folder = output / FOLDER
     final = folder / f"step-{step:08d}"
@@ -83,8 +79,8 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
 def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fills model, optimizer and this rank's random state from `checkpoint`; returns `read_job`'s result.
 
-    Every rank calls it with an already sharded model, outside a minibatch; it meets the other ranks. The number of
-    ranks may differ from the saved one; the random state is then left as it is.
+    Every rank calls it with an already sharded model, outside a minibatch; it meets the other ranks. If the number of
+    ranks differs from the saved one, the random state is left as it is.
     """
     job = read_job(checkpoint)
     state = _state(model, optimizer)

@@ -1,8 +1,7 @@
-"""FSDP2's collectives, recorded as spans, so that its arms are measured by the same marks as the others.
+"""FSDP2's collectives, recorded as spans through torch's public hooks, so that its arms are measured like the others.
 
-torch's public hooks for custom collectives call here what torch would call, so that what is measured is stock FSDP2.
-Only the collective itself is recorded; FSDP2's copies into and out of its buffers count as compute, which flatters its
-bubble a little. Where torch asks for an asynchronous gather (not on CPU) the span would hold only its start.
+Only the collective is recorded: FSDP2's copies into and out of its buffers count as compute. Where torch asks for an
+asynchronous gather (not on CPU) the span holds only its start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class RecordedAllGather:
         self._unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As torch's default: from the device's own allocator."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -50,7 +48,6 @@ class RecordedReduceScatter:
         self._ended = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As torch's default: from the device's own allocator."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -61,7 +58,7 @@ class RecordedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduces `input_tensor` of all ranks by `op`, each rank keeping its part; all ranks of `group` meet."""
+        """Reduces `input_tensor` of all ranks by `op`; all ranks of `group` meet."""
         start = recorder().now()
         work = _reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         recorder().add(PUSH, start, unit=self._unit, peer=COLLECTIVE, nbytes=input_tensor.nbytes)

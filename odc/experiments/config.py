@@ -1,14 +1,13 @@
-"""Everything one training job is told, in one frozen dataclass.
+"""The options of one training job, in one frozen dataclass that checks them when it is made.
 
-Chose one object that is checked when it is made over options read where they are used: a job that cannot run is refused
-in the first second, before ranks start, and what a run was told can be stored beside its results. The cost is that the
-checks which need the disk live apart, in `preflight`, because a config may be made on another machine than the ranks'.
+`odc.experiments.preflight` has the checks that need the disk.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -131,17 +130,7 @@ class JobConfig:
     label: str = ""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} must be a whole number, {least} or more, not {value!r}")
-        for name in ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name} must be a finite number, 0 or more, not {value!r}")
+        check_fields(self, _CHOICES, _WHOLE, ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s"))
         if self.lr == 0 or self.timeout_s == 0 or self.eps == 0:
             raise ConfigError("lr, eps and timeout_s must be above 0")
         if self.min_lr > 1:
@@ -228,6 +217,30 @@ _WHOLE: dict[str, int] = {
     "save_every": 0,
     "seed": 0,
 }
+
+
+def check_fields(
+    config: object, choices: Mapping[str, tuple[Any, ...]], whole: Mapping[str, int], numbers: Sequence[str]
+) -> None:
+    """Raises `ConfigError` naming the first field of `config` with a bad value.
+
+    Args:
+        config: whose fields are checked.
+        choices: values that a field may have.
+        whole: the least value of a field that is a whole number.
+        numbers: fields that are finite numbers, 0 or more.
+    """
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {getattr(config, name)!r}")
+    for name, least in whole.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be a whole number, {least} or more, not {value!r}")
+    for name in numbers:
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{name} must be a finite number, 0 or more, not {value!r}")
 
 
 def cores() -> int:

@@ -1,26 +1,30 @@
-"""Where a job computes: on this machine's cores, or on its CUDA devices.
+"""Where a job computes, on this machine's cores or on its CUDA devices, and how much memory a rank holds there.
 
-Chose one file for all that a job does differently on CUDA (devices, process group, waiting, memory) over branches where
-they are met. Ranks may share a device, for a try on one: then there is no NCCL, which refuses that, and so no arm of
-torch's collectives.
+Ranks may share a CUDA device. NCCL refuses that, so arms of torch's collectives then cannot run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from odc.arms import ArmName, arm_named
+from odc.arms import Arm, ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments.config import JobConfig
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
+_CPU = torch.device("cpu")
+_STATUS = Path("/proc/self/status")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def check_device(config: JobConfig, arm: ArmName) -> None:
-    """Whether `arm` can run where `config.device` says, on this machine; before ranks start.
+    """Checks, before ranks start, that `arm` can run where `config.device` says on this machine.
 
     Raises:
         UnsupportedError: there is no CUDA device.
@@ -43,43 +47,42 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
         )
 
 
-def backend(config: JobConfig) -> str:
-    """The process group's: gloo for what lies in host memory, NCCL for the rest where each rank has its own device."""
-    own = config.device == "cuda" and config.ranks <= torch.cuda.device_count()
-    return "cpu:gloo,cuda:nccl" if own else "gloo"
+def backend(device: str, ranks: int) -> str:
+    """The process group's: gloo for host memory, and NCCL for devices if each rank has its own."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
 
 
-def take_device(config: JobConfig) -> torch.device:
+def take_device(device: str, ranks: int) -> torch.device:
     """This rank's device, made current; in the environment of `torchrun`, once the process group is there."""
-    if config.device == "cpu":
-        return torch.device("cpu")
+    if device == "cpu":
+        return _CPU
     devices = torch.cuda.device_count()
-    if config.ranks > devices:
+    if ranks > devices:
         os.environ[_OVERLAP] = "1"
     local = os.environ.get("LOCAL_RANK")  # torchrun's and torch elastic's
-    device = torch.device("cuda", (int(local) if local is not None else dist.get_rank()) % devices)
-    torch.cuda.set_device(device)
-    return device
+    taken = torch.device("cuda", (int(local) if local is not None else dist.get_rank()) % devices)
+    torch.cuda.set_device(taken)
+    return taken
 
 
 def device_names() -> list[str]:
-    """What the CUDA devices of this machine are called."""
+    """Names of this machine's CUDA devices."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def settle(device: torch.device) -> None:
-    """Return once the device has done what compute was asked for: a span that ends now ends with the work in it."""
+    """Waits until the device has done the work that was queued, so that a span that ends now includes it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def can_time(config: JobConfig, arm: ArmName) -> bool:
+def can_time(device: str, arm: Arm) -> bool:
     """Whether spans tell where an arm's time went.
 
-    Spans are of the processor. It waits for the device at the end of each microbatch, so what it spends outside is
-    waiting; but NCCL's ranks wait for each other on the device, inside a microbatch, where no span sees it.
+    Spans are measured on the processor, which waits for the device at the end of each microbatch. NCCL's ranks wait for
+    each other on the device, inside a microbatch, where no span sees it.
     """
-    return config.device == "cpu" or arm_named(arm).on_demand
+    return device == "cpu" or arm.on_demand
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -87,3 +90,50 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type of its own there
+
+
+# How much memory this rank uses. On the host these are resident pages as Linux counts them, with shared pages divided
+# among the processes that map them. On a device they are torch's tensors and odc's heaps, without CUDA's own memory.
+
+
+def trim() -> None:
+    """Gives memory that the C library holds but does not use back to the system. Milliseconds; no-op without glibc."""
+    trimmer = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trimmer is not None:
+        trimmer(0)
+
+
+def held_bytes(device: torch.device = _CPU) -> int:
+    """Bytes held now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) + _heaps()
+    return _field(_ROLLUP, "Pss")
+
+
+def reset_peak(device: torch.device = _CPU) -> None:
+    """Starts a new peak from what is held now. OSError where the system forbids it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device = _CPU) -> int:
+    """Most bytes held at once since `reset_peak`. Heaps count as they are now: they are mapped whole and never grow."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) + _heaps()
+    return _field(_STATUS, "VmHWM") - _field(_STATUS, "RssShmem") + _field(_ROLLUP, "Pss_Shmem")
+
+
+def _heaps() -> int:
+    """Bytes on the device of this process's heaps; torch's allocator does not count them."""
+    from odc.fsdp import live_roots
+
+    return sum(root.space.heap.layout.nbytes for root in live_roots())
+
+
+def _field(path: Path, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{path} has no {name}")
+    return int(found.group(1)) * 1024

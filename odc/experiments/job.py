@@ -1,66 +1,229 @@
-"""How a job is started, and what every rank runs around its part of it.
+"""A job of any workload: how it is started, and what every rank runs around its steps.
 
-Chose one function that a rank runs whoever started it, `odc train` or `torchrun`, over two ways through the code. The
-launching process reads the data first: what cannot work is refused before ranks start, and ranks find ids in the cache.
+A rank runs the same function whether `odc`, `torchrun` or a test started it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from odc.experiments.config import JobConfig
-from odc.experiments.data.dataset import load_dataset
-from odc.experiments.device import backend, take_device
-from odc.experiments.group import rank_group
-from odc.experiments.launch import launch, start_server
-from odc.experiments.preflight import preflight
+from odc.arms import arm_named
+from odc.experiments import device as devices
+from odc.experiments.checkpoint import find_checkpoint, load, save
+from odc.experiments.config import threads_per_rank
+from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
-from odc.experiments.results import JobResult
-from odc.experiments.text.rank import RankJob
+from odc.experiments.results import JobResult, SkippedStep, StepRecord
+from odc.experiments.workload import Workload
+from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, recorder, save_spans
+
+_CPU = torch.device("cpu")
 
 
-def run(config: JobConfig) -> list[JobResult]:
+def run(workload: Workload[Any]) -> list[Any]:
     """Checks the job, starts its ranks on this machine, and returns their results in rank order.
 
     Raises `ConfigError` or `DataError` before ranks start, `JobFailedError` when a rank fails.
     """
-    prepare(config)
-    return launch_ranks(config)
+    workload.prepare()
+    return launch_ranks(workload)
 
 
-def prepare(config: JobConfig) -> None:
-    """All checks that need the disk, and the data into the cache."""
-    preflight(config)
-    start_server()  # loads while the data is read
-    progress = Progress(config.steps, config.label)
-    try:
-        dataset = load_dataset(config, progress)
-        progress.phase(f"{len(dataset.documents)} documents, {sum(dataset.lengths):,} tokens; starting the ranks")
-    finally:
-        progress.close()
+def launch_ranks(workload: Workload[Any]) -> list[Any]:
+    """`run` without the checks."""
+    return launch(_launched_rank, workload, ranks=workload.job.ranks)
 
 
-def launch_ranks(config: JobConfig) -> list[JobResult]:
-    """`run` without `prepare`."""
-    return launch(_launched_rank, config, ranks=config.ranks)
-
-
-def _launched_rank(config: JobConfig) -> JobResult:
+def _launched_rank(workload: Workload[Any]) -> JobResult[Any]:
     logging.getLogger("odc").setLevel(logging.ERROR)  # the launching process has said the rest already
-    return run_rank(config)
+    return run_rank(workload)
 
 
-def run_rank(config: JobConfig) -> JobResult:
+def run_rank(workload: Workload[Any]) -> Any:
     """Runs the job as one rank, in a process that has the environment of `torchrun`. Every rank calls it.
 
     Makes the process group and takes it down again. Raises on the rank where something fails; the others learn of it
-    from whoever started them, or from odc.
+    from their launcher or from odc.
     """
+    workload.check()  # before the ranks meet, so before any has written
+    job = workload.job
     with (
-        rank_group(config.ranks, config.timeout_s, backend(config)),
-        closing(Progress(config.steps, config.label, shown=dist.get_rank() == 0)) as progress,
+        rank_group(job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks)),
+        closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
-        return RankJob(config, progress, take_device(config)).run()
+        return RankJob(workload, progress, devices.take_device(workload.device, job.ranks)).run()
+
+
+@contextmanager
+def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[None]:
+    """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
+
+    Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
+    """
+    from odc.fsdp import shutdown
+
+    torch.set_num_threads(threads_per_rank(ranks))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+        dist.barrier()  # no rank takes the group down while another still writes
+    finally:
+        shutdown()
+        dist.destroy_process_group()
+
+
+class RankJob:
+    """One rank's part of a job inside a process group that is already there, on the rank's training thread.
+
+    Building it meets no other rank, running does. Each step is measured as it ends and its spans are dropped unless
+    the job stores them, so memory stays bounded over a long job.
+
+    Args:
+        workload: the same on every rank.
+        progress: shown on one rank.
+        device: this rank's.
+    """
+
+    def __init__(self, workload: Workload[Any], progress: Progress, device: torch.device = _CPU) -> None:
+        self.workload, self.progress, self.device, self.rank = workload, progress, device, dist.get_rank()
+        self.held: int | None = None
+        self.saved: Path | None = None
+        self.spans: list[Span] = []
+        recorder().set_rank(self.rank)
+        torch.manual_seed(workload.job.seed + self.rank)
+        self.trainer: Any = workload.trainer(progress, device)
+        progress.phase("building the model")
+        _quiet_transformers()
+        devices.trim()
+        self.baseline = devices.held_bytes(device)
+        self.trainer.build()
+
+    def run(self) -> Any:
+        """All steps that are left, with their checkpoints."""
+        try:
+            return self._run()
+        finally:
+            self.trainer.close()
+
+    def _run(self) -> JobResult[Any]:
+        job, first = self.workload.job, self._resume()
+        records: list[StepRecord] = []
+        skipped: list[SkippedStep] = []
+        self.trainer.start(first)
+        recorder().clear()
+        self.progress.phase(f"step {first + 1}")
+        for number in range(first, job.steps):
+            record = self.trainer.step(number, self._probe if self.held is None else None)
+            bubble = self._bubble()
+            if isinstance(record, SkippedStep):
+                skipped.append(record)
+            else:
+                record = replace(record, bubble=bubble)
+                records.append(record)
+            self._report(record)
+            if number == first:
+                with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
+                    devices.reset_peak(self.device)
+            done = number + 1
+            if self.workload.folder is not None and (
+                done == job.steps or (job.save_every and done % job.save_every == 0)
+            ):
+                self._save(self.workload.folder, done)
+        peak = devices.peak_bytes(self.device)
+        if job.spans is not None:
+            save_spans(Path(job.spans) / f"rank-{self.rank}.jsonl", self.spans)
+        self.trainer.finish()
+        saved = str(self.saved) if self.saved else None
+        return self.trainer.result(  # type: ignore[no-any-return]
+            JobResult(self.rank, records, peak, self.held, self.baseline, saved, skipped)
+        )
+
+    def _resume(self) -> int:
+        resume, log = self.workload.job.resume, self.workload.log
+        if resume is None:
+            return 0
+        self.progress.phase(f"loading {resume}")
+        state = load(find_checkpoint(Path(resume)), self.trainer.model, self.trainer.optimizer)
+        self.trainer.restore(state)
+        if log is not None and self.rank == 0:
+            _drop_after(log, int(state["step"]))
+        return int(state["step"])
+
+    def _save(self, folder: Path, done: int) -> None:
+        self.progress.phase(f"saving step {done}")
+        state = self.trainer.state() | {"config": self.workload.to_dict()}
+        self.saved = save(folder, done, self.trainer.model, self.trainer.optimizer, state)
+
+    def _probe(self) -> None:
+        """Notes the memory between two microbatches, when no activation is alive."""
+        devices.trim()
+        self.held = devices.held_bytes(self.device)
+
+    def _bubble(self) -> float | None:
+        """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks.
+
+        None if a rank's recorder could not hold the whole step, or if spans do not tell (`can_time`).
+        """
+        workload, spans = self.workload, recorder().spans()
+        recorder().clear()
+        if workload.job.spans is not None:
+            self.spans += spans
+        mine = torch.tensor(_own_windows(self.rank, spans, workload.windows))
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine)
+        starts, ends, busy = torch.stack(rows).unbind(2)  # [ranks, windows] each
+        if not ends.all() or not devices.can_time(workload.device, arm_named(workload.job.arm)):
+            return None
+        return 1.0 - float(busy.double().mean(0).sum()) / float((ends.amax(0) - starts.amin(0)).sum())
+
+    def _report(self, record: StepRecord | SkippedStep) -> None:
+        if isinstance(record, SkippedStep):
+            self.progress.note(f"step {record.step} was skipped, nothing was updated: {record.reason}")
+        else:
+            self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
+        log = self.workload.log
+        if log is not None and self.rank == 0:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as lines:
+                lines.write(json.dumps(asdict(record)) + "\n")
+
+
+def _drop_after(log: Path, step: int) -> None:
+    """Removes from `log` the steps after `step`, which run again, and a line that was cut short."""
+    if log.is_file():
+        lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        beside = log.with_suffix(".partial")
+        beside.write_text("".join(kept))
+        beside.replace(log)
+
+
+def _own_windows(rank: int, spans: list[Span], count: int) -> list[tuple[int, int, int]]:
+    """Start, end and busy nanoseconds of this rank's `count` windows; zeros if they are not all whole."""
+    marked = any(span.category == WINDOW for span in spans)
+    windows = breakdown({rank: spans}).steps if marked else []
+    if len(windows) != count:
+        return [(0, 0, 0)] * count
+    computed = {span.epoch for span in spans if span.category == MICROBATCH}
+    rows = [(own, own.nanoseconds[rank]) for own in windows]
+    return [
+        (own.start_ns, own.end_ns, (row[COMPUTE] if own.epoch in computed else 0) + row[OPTIMIZER]) for own, row in rows
+    ]
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars would be drawn over the job's."""
+    from transformers.utils import logging as messages
+
+    messages.disable_progress_bar()

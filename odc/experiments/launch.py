@@ -15,7 +15,7 @@ from odc.errors import OdcError
 from odc.ranks.processes import ForkServer, Outcome, RankProcesses, fork_server, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_PRELOADED = ("odc.experiments.job", "odc.fsdp", "transformers.modeling_utils")
+_PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _GRACE_S = 1.0  # for the other ranks to say what they saw, once one has failed
 

@@ -1,7 +1,4 @@
-"""What a measurement was made on, as facts that can be published: no host or user names.
-
-Chose to read /proc and installed metadata over importing a library for it; what cannot be read is left out.
-"""
+"""What a measurement was made on, as facts that can be published: no host or user names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What can only be checked where the job runs: that its model and data exist and its folders can be written.
 
-Chose to run these checks once, in the process that launches the ranks, over letting the first rank fail: the message is
-one line and comes before any rank has loaded torch. The cost is that a folder may still vanish or fill up afterwards.
+The launching process makes these checks before any rank starts, and reports what it finds in one line.
 """
 
 from __future__ import annotations
@@ -22,29 +21,37 @@ def preflight(config: JobConfig) -> None:
     """Checks on this machine what a `JobConfig` cannot check by itself: model, data, and folders that can be written.
 
     Makes the output and export folders if they are missing. Raises `ConfigError` naming the option, or
-    `UnsupportedError` where this machine lacks what the arm needs.
+    `UnsupportedError` if this machine lacks what the arm needs.
     """
-    if config.output is not None:
-        _refuse_other_run(Path(config.output), config.resume)
+    check_output(config.output, config.resume)
     check_arm(config, config.arm)
     model_source(config.model)
     if config.data != "stdlib" and not Path(config.data).exists():
         raise ConfigError(f"data: there is no file or folder {config.data}")
-    for name in ("output", "export", "spans"):
+    for name in ("export", "spans"):
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
     if config.export is not None and any(Path(config.export).iterdir()):
         raise ConfigError(f"export: {config.export} is not empty; name a new folder")
-    if config.resume is not None:
-        from odc.experiments.checkpoint import find_checkpoint  # loads torch
-
-        find_checkpoint(Path(config.resume))
 
 
-def _refuse_other_run(output: Path, resume: str | None) -> None:
-    """Raises `ConfigError` if `output` holds a run and the job does not go on from that run's last checkpoint."""
-    if not any((output / name).is_file() for name in RUN_FILES):
+def check_output(output: str | None, resume: str | None, name: str = "output") -> None:
+    """Checks that `output`, the option `name`, can be written and that there is a checkpoint to resume.
+
+    Raises `ConfigError` if it holds a run and the job does not continue from that run's last checkpoint.
+    """
+    from odc.experiments.checkpoint import find_checkpoint  # loads torch
+
+    if output is not None:
+        _refuse_other_run(Path(output), resume, name)
+        writable_folder(Path(output), name)
+    if resume is not None:
+        find_checkpoint(Path(resume))
+
+
+def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
+    if not any((output / file).is_file() for file in RUN_FILES):
         return
     from odc.experiments.checkpoint import find_checkpoint  # loads torch
 
@@ -52,12 +59,12 @@ def _refuse_other_run(output: Path, resume: str | None) -> None:
     with contextlib.suppress(ConfigError):
         last = find_checkpoint(output).resolve()
     if last is None:
-        raise ConfigError(f"output: {output} holds a run that left no checkpoint to --resume; name a new folder")
+        raise ConfigError(f"{name}: {output} holds a run that left no checkpoint to --resume; name a new folder")
     if resume is None:
-        raise ConfigError(f"output: {output} holds a run; go on with it by --resume {output}, or name a new folder")
+        raise ConfigError(f"{name}: {output} holds a run; go on with it by --resume {output}, or name a new folder")
     if find_checkpoint(Path(resume)).resolve() != last:
         raise ConfigError(
-            f"output: {output} holds a run whose last checkpoint is not --resume {resume}; name a new folder"
+            f"{name}: {output} holds a run whose last checkpoint is not --resume {resume}; name a new folder"
         )
 
 
@@ -86,14 +93,14 @@ def model_source(model: str) -> Path:
 
 
 def unwritten_file(file: Path, name: str) -> None:
-    """Proves that `file` can be written and that no run has written to it; `name` is the option to blame."""
+    """Checks that `file`, the option `name`, can be written and that no run has written to it."""
     writable_folder(file.resolve().parent, name)
     if file.is_file() and file.stat().st_size:
         raise ConfigError(f"{name}: {file} holds the steps of a run already; name a new file")
 
 
 def writable_folder(folder: Path, name: str) -> None:
-    """Makes `folder` if it is missing and proves that a file can be written in it; `name` is the option to blame."""
+    """Makes `folder`, the option `name`, if it is missing and checks that a file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,8 +1,7 @@
-"""What rank 0 tells the person who waits: what it is doing now, and after each step loss, speed and bubble.
+"""What rank 0 shows while a job runs: its current phase, and after each step loss, speed and bubble.
 
-Chose two faces behind one class: a live rich line on a terminal, and plain lines (at most one in two seconds, plus
-every tenth of the job) where the output is a file or rich is missing. A phase is shown the moment it begins, so the
-first second already says something. Ranks other than 0 hold a silent one. Cost: one line drawn a step, some 100 us.
+A terminal gets a live rich line. A file, or a terminal without rich, gets plain lines: at most one in two seconds, and
+every tenth of the job.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ _LINE_EVERY_S = 2.0
 class Progress:
     """Shows phases and steps of one job on `stream` (default: standard error). Call `close` when done.
 
-    Args:
-        steps: steps of the whole schedule.
-        label: name shown in front.
-        shown: False makes every call do nothing.
-        stream: where to write; a terminal gets a live line when rich is installed.
+    `label` is shown in front; `shown=False` makes every call do nothing.
     """
 
     def __init__(self, steps: int, label: str = "", shown: bool = True, stream: IO[str] | None = None) -> None:
@@ -37,7 +32,6 @@ class Progress:
             self._live, self._task = _live_bar(self.stream, steps, self.label)
 
     def phase(self, text: str) -> None:
-        """Says what happens now, e.g. "tokenizing"."""
         if not self.shown:
             return
         if self._live is not None:
@@ -61,7 +55,7 @@ class Progress:
             self._line(f"step {step}/{self.steps}  {text}")
 
     def note(self, text: str) -> None:
-        """Says something that must not be lost: it stays above the live line."""
+        """Shows a text that must not be lost: it stays above the live line."""
         if not self.shown:
             return
         if self._live is not None:

@@ -1,49 +1,39 @@
 """What a job measured: one record a step, one result a rank.
 
-Chose plain dataclasses of numbers, because they travel from the ranks to the launching process and into JSON as they
-are. Samples and tokens count real ones only, never a dummy's.
+Records hold plain numbers, so that they travel between processes and into JSON. Samples and tokens never count dummies.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from odc.trace import Breakdown
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """What every workload records of one step.
 
     Args:
         step: number of the step, from 1.
         loss: mean over the labelled tokens of all ranks, before the update.
         norm: gradient norm before clipping.
-        lr: learning rate of the update.
-        samples, tokens, label_tokens: of the minibatch, over all ranks.
-        counts: microbatches that each rank ran, dummies included.
-        dummies: how many of these were dummies.
+        samples, tokens, label_tokens: of the step, over all ranks.
         step_s: seconds from the start of the step to the end of the update, on this rank.
-        plan_bubble: bubble that the plan predicts for how often the arm's ranks meet, by its cost model.
-        bound_bubble: bubble that every plan of these samples has at least, by the same model.
-        bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known, or where
-            a rank's recorder could not hold the whole step.
-        retried: why a rank gave the minibatch up the first time; it was then run in smaller microbatches.
+        bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known, or where a rank's recorder
+            could not hold the whole step.
     """
 
     step: int
     loss: float
     norm: float
-    lr: float
     samples: int
     tokens: int
     label_tokens: int
-    counts: list[int]
-    dummies: int
     step_s: float
-    plan_bubble: float
-    bound_bubble: float
-    bubble: float | None = None
-    retried: str | None = None
+    bubble: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -59,23 +49,26 @@ class SkippedStep:
     reason: str
 
 
+R = TypeVar("R", bound=StepRecord)
+
+
 @dataclass(frozen=True)
-class JobResult:
+class JobResult(Generic[R]):
     """What one rank brings back.
 
     Args:
         rank: global rank.
         steps: this run's steps, without those before a resume.
-        peak_bytes: largest resident size after the first step; shared pages are divided among ranks.
-        held_bytes: resident between two microbatches of the first step in which this rank had two, when no activation
-            is alive; None when there was no such step.
-        baseline_bytes: resident before the model was built, to subtract from both.
+        peak_bytes: most bytes held at once after the first step (`odc.experiments.device.peak_bytes`).
+        held_bytes: held between two microbatches of the first step in which this rank had two, when no activation is
+            alive; None if there was no such step.
+        baseline_bytes: held before the model was built, to subtract from both.
         checkpoint: the last checkpoint's folder.
         skipped: steps that no rank could do.
     """
 
     rank: int
-    steps: list[StepRecord]
+    steps: list[R]
     peak_bytes: int
     held_bytes: int | None
     baseline_bytes: int
@@ -96,3 +89,25 @@ class JobResult:
             f"step {last.step}: loss {last.loss:.4f}; {seconds:.2f} s a step, {speed:,.0f} tokens/s (medians)"
             f"{lost}{saved}"
         )
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One run of one arm in a comparison.
+
+    Args:
+        results: of its ranks.
+        measured: where their time went, in the windows that count.
+        steal: share of the cores' time that the host of a virtual machine took while it ran.
+        parts: what the workload found in the spans.
+    """
+
+    results: list[JobResult[Any]]
+    measured: Breakdown
+    steal: float | None = None
+    parts: Any = None
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step, warm-up included."""
+        return [step.loss for step in self.results[0].steps]

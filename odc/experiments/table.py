@@ -1,11 +1,8 @@
-"""The figures of a comparison as one table: a column an arm, a row a figure, so that it fits an 80-column terminal.
-
-Chose to print medians with the range below where it says something, and to leave everything else to the JSON.
-"""
+"""The figures of a comparison as one table: a column an arm, a row a figure, so that it fits an 80-column terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError
@@ -53,39 +50,47 @@ def table(figures: dict[str, Any]) -> Table:
     made.add_column("", no_wrap=True)
     for arm in arms:
         made.add_column(arm, justify="right", no_wrap=True)
-    for name, cell in _rows():
-        if name is None:
+    for row in _rows(arms):
+        if row is None:
             made.add_section()
         else:
-            made.add_row(name, *(cell(arm) for arm in arms.values()))
+            made.add_row(row[0], *(row[1](arm) for arm in arms.values()))
     return made
 
 
-def _rows() -> list[tuple[str | None, Callable[[dict[str, Any]], str]]]:
-    rows: list[tuple[str | None, Callable[[dict[str, Any]], str]]] = [
-        ("samples/s", lambda arm: f"{arm['total']['samples_per_s']:.2f}"),
-        ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
-        ("step, s", lambda arm: f"{arm['step_s']['median']:.2f}"),
-        ("  from-to", lambda arm: f"{arm['step_s']['min']:.2f}-{arm['step_s']['max']:.2f}"),
-        (None, str),
-        ("bubble, measured", _of("bubble", lambda stat: f"{stat['median']:.1%}")),
-        ("  from-to", _of("bubble", lambda stat: f"{stat['min'] * 100:.1f}-{stat['max']:.1%}")),
-        ("  plan's prediction", lambda arm: f"{arm['plan']['bubble']:.1%}"),
-        ("  any plan's bound", lambda arm: f"{arm['plan']['bound']:.1%}"),
-        (None, str),
+def _rows(arms: Mapping[str, dict[str, Any]]) -> list[tuple[str, Callable[[dict[str, Any]], str]] | None]:
+    """Label and cell of each row that these arms have figures for; None between two groups of rows."""
+    groups: list[list[tuple[str, str, Callable[[dict[str, Any]], str]]]] = [
+        [
+            ("samples/s", "total", lambda arm: f"{arm['total']['samples_per_s']:.2f}"),
+            ("tokens/s", "total", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
+            ("step, s", "step_s", lambda arm: f"{arm['step_s']['median']:.2f}"),
+            ("  from-to", "step_s", lambda arm: f"{arm['step_s']['min']:.2f}-{arm['step_s']['max']:.2f}"),
+            ("rollout, s", "rollout_s", lambda arm: f"{arm['rollout_s']['median']:.2f}"),
+        ],
+        [
+            ("bubble, measured", "bubble", _of("bubble", lambda stat: f"{stat['median']:.1%}")),
+            ("  from-to", "bubble", _of("bubble", lambda stat: f"{stat['min'] * 100:.1f}-{stat['max']:.1%}")),
+            ("  plan's prediction", "plan", lambda arm: f"{arm['plan']['bubble']:.1%}"),
+            ("  any plan's bound", "plan", lambda arm: f"{arm['plan']['bound']:.1%}"),
+        ],
+        [(f"{category}, ms", "breakdown", _milliseconds(category)) for category in CATEGORIES],
+        [
+            ("peak memory, MiB", "peak_bytes", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
+            ("  between passes", "held_bytes", between_passes),
+        ],
+        [
+            ("final loss", "loss", lambda arm: f"{arm['loss']['final']:.6f}"),
+            ("  largest gap", "loss", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
+            ("final reward", "reward", lambda arm: f"{arm['reward']['final']:.3f}"),
+        ],
+        [("steal by the host", "steal", lambda arm: "-" if arm["steal"] is None else f"{arm['steal']:.1%}")],
     ]
-    rows += [(f"{category}, ms", _milliseconds(category)) for category in CATEGORIES]
-    rows += [
-        (None, str),
-        ("peak memory, MiB", lambda arm: f"{(arm['peak_bytes'] - arm['baseline_bytes']) / _MIB:.0f}"),
-        ("  between passes", between_passes),
-        (None, str),
-        ("final loss", lambda arm: f"{arm['loss']['final']:.6f}"),
-        ("  largest gap", lambda arm: f"{arm['loss']['largest_difference']:.1e}"),
-        (None, str),
-        ("steal by the host", lambda arm: "-" if arm["steal"] is None else f"{arm['steal']:.1%}"),
-    ]
-    return rows
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]] | None] = []
+    for group in groups:
+        rows += [(label, cell) for label, key, cell in group if all(key in arm for arm in arms.values())]
+        rows.append(None)
+    return rows[:-1]
 
 
 def _of(figure: str, cell: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
@@ -106,6 +111,8 @@ def between_passes(arm: dict[str, Any]) -> str:
 
 def _title(figures: dict[str, Any]) -> str:
     job = figures["job"]
+    if "prompts" in job:
+        return f"{job['ranks']} ranks, {job['prompts']} prompts of {job['group']} responses a step"
     return (
         f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
         f"{job['precision']}{', on CUDA' if job['device'] == 'cuda' else ''}{_slowed(job)}"

@@ -16,6 +16,7 @@ from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
 from odc.experiments.preflight import check_arm, preflight
+from odc.experiments.text.workload import TextWorkload
 from odc.memory import atomics, plain_x86_64
 from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
 
@@ -25,7 +26,7 @@ def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tm
     with mock.patch.object(atomics, "default_atomics", plain_x86_64):
         check_arm(job, "odc")
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
-            run_arms(CompareConfig(job, arms=("odc", "odc-dynamic")), print)
+            run_arms(CompareConfig(TextWorkload(job), arms=("odc", "odc-dynamic")), print)
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
             preflight(job.with_(arm="odc-dynamic"))
 

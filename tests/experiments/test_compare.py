@@ -15,18 +15,19 @@ from support.tiny_job import tiny_job
 
 from odc.arms import ARM_NAMES
 from odc.errors import ConfigError, OdcError, TraceError
-from odc.experiments.compare import CompareConfig, Run, measure, refuse_skipped, spans_folder, write_pictures
-from odc.experiments.config import JobConfig
+from odc.experiments.compare import CompareConfig, measure, refuse_skipped, spans_folder, write_pictures
 from odc.experiments.report import report, write_report
-from odc.experiments.results import JobResult, SkippedStep, StepRecord
+from odc.experiments.results import ArmRun, JobResult, SkippedStep
 from odc.experiments.table import table, tables
+from odc.experiments.text.step import TextStep
+from odc.experiments.text.workload import TextWorkload
 from odc.trace import COLLECTIVE, FETCH, MICROBATCH, OPTIMIZER, WINDOW, Span, save_spans
 
 MS = 1_000_000
 
 
-def job(tmp_path: Path, **changes: object) -> JobConfig:
-    return tiny_job(tmp_path, output=str(tmp_path / "out"), **changes)
+def job(tmp_path: Path, **changes: object) -> TextWorkload:
+    return TextWorkload(tiny_job(tmp_path, output=str(tmp_path / "out"), **changes))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, messag
 
 def test_a_comparison_needs_a_folder_and_does_not_save(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs an output folder"):
-        CompareConfig(tiny_job(tmp_path))
+        CompareConfig(TextWorkload(tiny_job(tmp_path)))
     with pytest.raises(ConfigError, match="neither resumes, exports nor saves"):
         CompareConfig(job(tmp_path, save_every=1))
 
@@ -75,9 +76,9 @@ def spans_of(compute_ms: Sequence[int], gather_ms: int = 0) -> list[Span]:
     return spans
 
 
-def result(rank: int, losses: Sequence[float]) -> JobResult:
+def result(rank: int, losses: Sequence[float]) -> JobResult[TextStep]:
     steps = [
-        StepRecord(
+        TextStep(
             step=number,
             loss=loss,
             norm=1.0,
@@ -98,9 +99,9 @@ def result(rank: int, losses: Sequence[float]) -> JobResult:
     )
 
 
-def run_of(computes: Sequence[Sequence[int]], losses: Sequence[float], steal: float | None = None) -> Run:
+def run_of(computes: Sequence[Sequence[int]], losses: Sequence[float], steal: float | None = None) -> ArmRun:
     measured = measure({rank: spans_of(own) for rank, own in enumerate(computes)}, 1, len(computes[0]))
-    return Run([result(rank, losses) for rank in range(len(computes))], measured, steal)
+    return ArmRun([result(rank, losses) for rank in range(len(computes))], measured, steal)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from support.tiny_job import tiny_job
 
-from odc.arms import ARM_NAMES
+from odc.arms import ARM_NAMES, ARMS
 from odc.errors import ConfigError, UnsupportedError
+from odc.experiments import device
 from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
 from odc.experiments.device import backend, can_time, settle, take_device
 from odc.experiments.preflight import preflight
+from odc.experiments.text.workload import TextWorkload
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -43,19 +46,19 @@ def test_collectives_need_a_device_a_rank(tmp_path: Path, monkeypatch: pytest.Mo
     preflight(job(tmp_path, export=str(tmp_path / "whole")))
     with pytest.raises(ConfigError, match="export: a whole model is gathered by NCCL.*4 ranks share 2 here"):
         preflight(job(tmp_path, ranks=4, export=str(tmp_path / "whole")))
-    compared = CompareConfig(job(tmp_path, ranks=4, output=str(tmp_path / "out")))
+    compared = CompareConfig(TextWorkload(job(tmp_path, ranks=4, output=str(tmp_path / "out"))))
     with pytest.raises(ConfigError, match="arm fsdp2 uses NCCL"):
         run_arms(compared, print)
 
 
-def test_a_process_group_for_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_for_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 2)
-    assert backend(job(tmp_path)) == "cpu:gloo,cuda:nccl"
-    assert backend(job(tmp_path, ranks=3)) == "gloo", "NCCL refuses ranks that share a device"
-    assert backend(tiny_job(tmp_path)) == "gloo"
+    assert backend("cuda", 2) == "cpu:gloo,cuda:nccl"
+    assert backend("cuda", 3) == "gloo", "NCCL refuses ranks that share a device"
+    assert backend("cpu", 2) == "gloo"
 
 
-def test_ranks_take_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 2)
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -63,13 +66,13 @@ def test_ranks_take_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(switch, raising=False)
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert take_device(job(tmp_path)) == torch.device("cuda", rank)
+        assert take_device("cuda", 2) == torch.device("cuda", rank)
     assert switch not in os.environ
     monkeypatch.setenv(switch, "0")  # given back after the test
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert take_device(job(tmp_path, ranks=3)) == torch.device("cuda", 0) and os.environ[switch] == "1"
+    assert take_device("cuda", 3) == torch.device("cuda", 0) and os.environ[switch] == "1"
     assert taken == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
-    assert take_device(tiny_job(tmp_path)) == torch.device("cpu") and len(taken) == 3
+    assert take_device("cpu", 2) == torch.device("cpu") and len(taken) == 3
     settle(torch.device("cpu"))
 
 
@@ -80,7 +83,30 @@ def test_slowness_is_emulated_on_processors_alone(tmp_path: Path) -> None:
         tiny_job(tmp_path, device="tpu")
 
 
-def test_spans_tell_the_truth_where_only_the_processor_waits(tmp_path: Path) -> None:
-    on_cuda = {arm: can_time(job(tmp_path), arm) for arm in ARM_NAMES}
+def test_spans_tell_the_truth_where_only_the_processor_waits() -> None:
+    on_cuda = {arm: can_time("cuda", ARMS[arm]) for arm in ARM_NAMES}
     assert on_cuda == {arm: arm.startswith("odc") for arm in ARM_NAMES}
-    assert all(can_time(tiny_job(tmp_path), arm) for arm in ARM_NAMES)
+    assert all(can_time("cpu", ARMS[arm]) for arm in ARM_NAMES)
+
+
+_SIZE = 64 << 20
+
+
+def test_touched_memory_is_held_and_peaks() -> None:
+    device.trim()
+    before = device.held_bytes()
+    with mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        block.write(b"x" * _SIZE)
+        held = device.held_bytes() - before
+    after = device.held_bytes() - before
+    assert 0.9 * _SIZE < held < 1.5 * _SIZE
+    assert after < 0.2 * _SIZE
+    assert device.peak_bytes() > before + 0.9 * _SIZE
+
+
+def test_a_reset_forgets_the_peak() -> None:
+    with mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        block.write(b"x" * _SIZE)
+        high = device.peak_bytes()
+    device.reset_peak()
+    assert device.peak_bytes() < high - 0.5 * _SIZE

@@ -14,6 +14,7 @@ from support.tiny_job import tiny_job
 from odc.experiments.compare import CompareConfig, run_arms, write_pictures
 from odc.experiments.job import run
 from odc.experiments.report import report
+from odc.experiments.text.workload import TextWorkload
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,10 @@ def test_arms_train_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
     arms = ("odc-equal", "odc", "odc-dynamic")
     if torch.cuda.device_count() >= 2:
         arms = ("fsdp2", "fsdp2-resident", *arms)
-    expected = [step.loss for step in run(tiny_job(tmp_path, arm="odc", precision=precision))[0].steps]
-    config = CompareConfig(tiny_job(tmp_path, device="cuda", precision=precision, output=str(tmp_path / "out")), arms)
+    expected = [step.loss for step in run(TextWorkload(tiny_job(tmp_path, arm="odc", precision=precision)))[0].steps]
+    config = CompareConfig(
+        TextWorkload(tiny_job(tmp_path, device="cuda", precision=precision, output=str(tmp_path / "out"))), arms
+    )
     runs = run_arms(config, print)
     near = {"rel": 2e-2} if precision == "bf16" else {"rel": 1e-3}
     for arm, (only,) in runs.items():
@@ -41,9 +44,9 @@ def test_arms_train_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
 
 
 def test_a_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = run(tiny_job(tmp_path, device="cuda", steps=4, output=str(tmp_path / "whole")))[0].steps
+    whole = run(TextWorkload(tiny_job(tmp_path, device="cuda", steps=4, output=str(tmp_path / "whole"))))[0].steps
     first = str(tmp_path / "first")
-    run(tiny_job(tmp_path, device="cuda", steps=4, save_every=2, output=first))
+    run(TextWorkload(tiny_job(tmp_path, device="cuda", steps=4, save_every=2, output=first)))
     (tmp_path / "first" / "checkpoints" / "latest").write_text("step-00000002\n")
-    resumed = run(tiny_job(tmp_path, device="cuda", steps=4, resume=first))[0].steps
+    resumed = run(TextWorkload(tiny_job(tmp_path, device="cuda", steps=4, resume=first)))[0].steps
     assert [step.loss for step in resumed] == pytest.approx([step.loss for step in whole[2:]], rel=1e-5)

@@ -1,8 +1,8 @@
 """Which collectives a piece of code calls, on any thread.
 
 There are two checks. Every public name of torch.distributed and every method of ProcessGroup that communicates is
-wrapped, which says who called. The groups' own counters, kept in C++ under every path into a backend, are compared; they
-miss nothing but say only how many calls there were.
+wrapped, which says who called. The groups' own counters, kept in C++ under every path into a backend, are compared;
+they miss nothing but say only how many calls there were.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What every symmetric heap must do. A backend's tests subclass `HeapConformance` and set `group`.
 
 Everything runs in real processes (the pool of `ranks`), because what a process sees of its own writes says nothing of
-what another one sees. Module-level functions below run on every rank; they take `(rank, world, group, identity, ...)`, where
-`group(identity, ranks, me, deadline_s)` is a context manager that yields this member's unsealed heap and serves it to
+what another one sees. Module-level functions below run on every rank; they take `(rank, world, group, identity, ...)`,
+where `group(identity, ranks, me, deadline_s)` is a context manager that yields this member's unsealed heap and serves it to
 the others until the block ends.
 """
 

@@ -109,8 +109,8 @@ class Numbered(nn.Module):
 def publish_without_pause(rank: int, world: int, stop: str, width: int, settings: Settings, last: int) -> int:
     """Publish version after version, each with its number in every element, until the file `stop` is there.
 
-    Rank 0 tells the weight handle, then every rank every hundredth version; returns the number of the last. `last` ends the
-    job there, whatever is in the file system.
+    Rank 0 tells the weight handle, then every rank every hundredth version; returns the number of the last. `last` ends
+    the job there, whatever is in the file system.
     """
     model = Numbered(width)
     for layer in (model.first, model.second):

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from odc.experiments.grpo import GrpoConfig, GrpoResult, job
-from odc.experiments.grpo.generate import Generator, Response
-from odc.experiments.grpo.worker import answer
+from odc.experiments.grpo import GrpoConfig, GrpoResult, GrpoWorkload, rollout
+from odc.experiments.grpo.samples import Response
+from odc.experiments.grpo.worker import Generator, answer
+from odc.experiments.job import RankJob
+from odc.experiments.progress import Progress
 from odc.fsdp import shutdown
 from odc.handover import Reader
 
@@ -59,12 +61,18 @@ class RolloutHere(contextlib.AbstractContextManager["RolloutHere"]):
             self.reader.close()
 
 
+def train(config: GrpoConfig) -> GrpoResult:
+    """The job, inside a process group that is there already."""
+    result: GrpoResult = RankJob(GrpoWorkload(config), Progress(config.steps, shown=False)).run()
+    return result
+
+
 def train_each(rank: int, world: int, configs: list[GrpoConfig]) -> list[GrpoResult]:
     """The jobs one after the other, on a rank of a pool; each leaves odc in good order."""
     results = []
-    job.Rollout = RolloutHere  # type: ignore[assignment, misc]
+    rollout.Rollout = RolloutHere  # type: ignore[assignment, misc]
     for config in configs:
-        results.append(job.train(config))
+        results.append(train(config))
         dist.barrier()
         shutdown()
     return results

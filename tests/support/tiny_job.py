@@ -10,9 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from odc.experiments.config import JobConfig
+from odc.experiments.job import RankJob
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult
-from odc.experiments.text.rank import RankJob
+from odc.experiments.text.step import TextStep
+from odc.experiments.text.workload import TextWorkload
 from odc.fsdp import shutdown
 
 CONFIG = {
@@ -53,9 +55,14 @@ def tiny_job(folder: Path, **changes: Any) -> JobConfig:
     return JobConfig(**(fields | changes))
 
 
-def run_here(config: JobConfig) -> JobResult:
+def rank_job(config: JobConfig) -> RankJob:
+    """This rank's part of the job, built inside a process group that is there already."""
+    return RankJob(TextWorkload(config), Progress(config.steps, shown=False))
+
+
+def run_here(config: JobConfig) -> JobResult[TextStep]:
     """Runs the job on a rank of a pool, whose process group is there already, and leaves odc in good order."""
-    result = RankJob(config, Progress(config.steps, shown=False)).run()
+    result: JobResult[TextStep] = rank_job(config).run()
     dist.barrier()  # no rank leaves while another still collects
     shutdown()
     return result

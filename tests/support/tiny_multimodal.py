@@ -9,11 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from odc.experiments.config import JobConfig
+from odc.experiments.job import RankJob
 from odc.experiments.multimodal.config import MultimodalConfig
 from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
 from odc.experiments.multimodal.model import ModelConfig
-from odc.experiments.multimodal.rank import MultimodalRank
-from odc.experiments.multimodal.results import MultimodalResult
+from odc.experiments.multimodal.step import MultimodalResult
+from odc.experiments.multimodal.workload import MultimodalWorkload
 from odc.experiments.progress import Progress
 from odc.fsdp import shutdown
 
@@ -90,9 +91,14 @@ def write_examples(folder: Path, kinds: list[str]) -> Path:
     return path
 
 
+def rank_job(config: MultimodalConfig) -> RankJob:
+    """This rank's part of the job, built inside a process group that is there already."""
+    return RankJob(MultimodalWorkload(config), Progress(config.job.steps, shown=False))
+
+
 def run_here(config: MultimodalConfig) -> MultimodalResult:
     """Runs the job on a rank of a pool, whose process group is there already, and leaves odc in good order."""
-    result = MultimodalRank(config, Progress(config.job.steps, shown=False)).run()
+    result: MultimodalResult = rank_job(config).run()
     dist.barrier()  # no rank leaves while another still collects
     shutdown()
     return result

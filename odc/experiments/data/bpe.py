@@ -1,13 +1,8 @@
-"""A small byte-level BPE, trained once on the corpus and cached.
+"""A small byte-level BPE, trained once on the corpus and cached: a few thousand tokens suit a small model.
 
-Chose to train our own over shipping or downloading one: nothing is fetched, and a vocabulary of a few thousand fits a
-small model, whose embedding would otherwise outweigh its layers. The price is some seconds at the first start (measured
-on 13 MB of Python sources: 8 s on 2 busy cores). Ranks that start at once may each train; the first file that is
-complete wins and all of them load it, so that they agree.
-
-It normalizes and splits text by Qwen2's rules, because `AutoTokenizer` puts these in place of a folder's own wherever
-config.json says "qwen2", as all configs here do. The price: characters are composed (NFC), as Qwen2 does it, so text
-that was not comes back composed.
+Ranks that start at once may each train; the first complete file wins and all of them load it. Text is normalized and
+split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json says "qwen2", as the shipped configs
+do. So text comes back in composed characters (NFC).
 """
 
 from __future__ import annotations
@@ -37,7 +32,11 @@ _VERSION = "bpe-2"  # part of the cached file's name: raise it when training cha
 
 
 class BpeTokenizer:
-    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids."""
+    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids; it never reads them out of a
+    text.
+
+    Texts are encoded in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it.
+    """
 
     bos_id = None
 
@@ -49,20 +48,16 @@ class BpeTokenizer:
         self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Ids of `text`; special tokens spelled in it are read as text."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        """The conversation in ChatML."""
         return chatml(messages, self.encode, self._start, self._end)
 
     def save(self, folder: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` loads it."""
         rules = json.loads(self._tokenizer.to_str())
         model = rules["model"]
         merges = [tuple(pair) for pair in model["merges"]]
@@ -70,15 +65,11 @@ class BpeTokenizer:
 
 
 def cached_bpe(documents: Sequence[RawDocument], vocab_size: int, cache: Path) -> BpeTokenizer:
-    """The BPE of `vocab_size` tokens trained on `documents`, from `cache` if it was trained before.
+    """The BPE of `vocab_size` tokens (a tiny corpus may give fewer), from `cache` if it was trained before.
 
-    Args:
-        documents: the corpus; contents and order decide, names do not.
-        vocab_size: tokens to reach, at least `SMALLEST_VOCAB`; a tiny corpus may give fewer.
-        cache: folder of the caches, made if missing.
-
-    May be called by several processes at once; all get the same tokenizer. Raises DataError when the vocabulary is too
-    small, the cache cannot be written, or the `tokenizers` package is missing.
+    The documents' contents and order decide, their names do not. Several processes may call it at once; all get the
+    same tokenizer. Raises DataError if `vocab_size` is below `SMALLEST_VOCAB`, the cache cannot be written, or the
+    `tokenizers` package is missing.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(f"a byte-level BPE needs a vocabulary of at least {SMALLEST_VOCAB}, not {vocab_size}")

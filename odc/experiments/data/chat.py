@@ -1,8 +1,7 @@
 """Conversations as tokens: the assistant's words and the mark that ends them are trained on, the rest is context.
 
-Chose to find the trained part by rendering every prefix of the conversation with the tokenizer's own chat template, and
-ChatML where there is none, over templates that mark it themselves: it works with templates as they are published. The
-price: a template that rewrites earlier turns (some drop the assistant's thoughts) is refused instead of guessed at.
+With a chat template, the trained part is found by rendering every prefix of the conversation. A template that rewrites
+earlier turns (some drop the assistant's thoughts) is refused. Without a template conversations are written in ChatML.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ CHATML_TEMPLATE = (
 def chatml(messages: Sequence[Message], encode: Callable[[str], NDArray[np.int32]], start: int, end: int) -> Encoded:
     """Tokens of a conversation in ChatML, and which of them are trained on; what follows the last trained one is cut.
 
-    Args:
-        messages: the conversation.
-        encode: text to ids, reading no special tokens out of the text.
-        start, end: ids of `<|im_start|>` and `<|im_end|>`.
+    `encode` reads no special tokens out of a text; `start` and `end` are the ids of `<|im_start|>` and `<|im_end|>`.
     """
     pieces: list[tuple[Sequence[int] | NDArray[np.int32], bool]] = []
     for message in messages:
@@ -50,14 +46,10 @@ def by_template(
     render: Callable[[Sequence[Message], bool], str],
     encode: Callable[[str], NDArray[np.int32]],
 ) -> Encoded:
-    """The same by a chat template.
+    """The same by a chat template. `encode` reads special tokens out of a text.
 
-    Args:
-        messages: the conversation.
-        render: messages and whether to ask for an answer, to text.
-        encode: text to ids, reading special tokens out of the text.
-
-    Raises DataError when a turn changes how the turns before it are rendered.
+    `render` takes messages and whether to ask for an answer. Raises DataError if a turn changes how the turns before
+    it are rendered.
     """
     pieces: list[tuple[NDArray[np.int32], bool]] = []
     done = ""

@@ -1,15 +1,20 @@
-"""From a job's config to tokenized documents, the same on every rank.
+"""From a job's options to its tokenized documents, and the order in which minibatches draw them.
 
-Chose to let every rank read the data itself, from a cache that the launching process has filled, over sending it: no
-rank waits for another, and data that cannot be used is refused before any rank starts. The cost is one copy of the ids
-per rank (4 bytes a token) and reading the raw texts once more for their hash.
+Both are the same on every rank without communication: every rank reads the data itself, from a cache that the launching
+process has filled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.errors import DataError
 from odc.experiments.config import JobConfig
 from odc.experiments.data.bpe import cached_bpe
 from odc.experiments.data.documents import Document, load_documents
@@ -29,7 +34,6 @@ class Dataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every document."""
         return [len(document) for document in self.documents]
 
 
@@ -59,3 +63,61 @@ def _tokenizer(config: JobConfig, raw: list[RawDocument], cache: Path) -> Tokeni
     if config.tokenizer == "auto" and any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return load_tokenizer(folder)
     return cached_bpe(raw, config.vocab, cache)
+
+
+class MinibatchSampler:
+    """Endless minibatches of sample indices in shuffled epochs. Every rank builds its own and gets the same.
+
+    The order is a function of seed and epoch alone, so the whole state is one counter. Minibatches run across the end
+    of an epoch: no sample is left out, and one minibatch may hold the same sample twice.
+
+    Args:
+        documents: number of samples, at least 1.
+        minibatch_size: samples of one minibatch over all ranks, at least 1.
+        seed: decides the order.
+    """
+
+    def __init__(self, documents: int, minibatch_size: int, seed: int = 0) -> None:
+        if documents < 1:
+            raise DataError("there are no documents to draw minibatches from")
+        if minibatch_size < 1:
+            raise DataError(f"minibatch_size must be at least 1, not {minibatch_size!r}")
+        self._documents = documents
+        self._minibatch_size = minibatch_size
+        self._seed = seed
+        self._drawn = 0
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._drawn // self._documents
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        indices = [self._at(position) for position in range(self._drawn, self._drawn + self._minibatch_size)]
+        self._drawn += self._minibatch_size
+        return indices
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers: the samples drawn so far, and what the sampler was made with."""
+        return {"drawn": self._drawn, "documents": self._documents, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the samples that `state` had drawn; the minibatch size may have changed.
+
+        Raises DataError if the number of documents or the seed differs: the order would not be the same.
+        """
+        for name, own in (("documents", self._documents), ("seed", self._seed)):
+            if state[name] != own:
+                raise DataError(f"the checkpoint was made with {name}={state[name]}, this job has {name}={own}")
+        self._drawn = int(state["drawn"])
+
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, self._documents)
+        if self._order is None or self._order[0] != epoch:
+            # numpy promises never to change what RandomState draws; other generators may change between versions.
+            bits = np.random.MT19937(np.random.SeedSequence([self._seed, epoch]))
+            self._order = (epoch, np.random.RandomState(bits).permutation(self._documents))
+        return int(self._order[1][offset])

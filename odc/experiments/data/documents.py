@@ -1,9 +1,7 @@
 """Tokenized documents under a cap: what planners plan and microbatches are packed from.
 
-Chose whole documents as samples, never cut or joined unless the user asks: attention stays inside a document, so its
-length is its cost. Documents over the cap are refused by name unless the user chose to split or drop them. Ids are
-cached beside the tokenizer's own cache, because every rank of every arm needs them (measured on 13 MB of Python
-sources with a BPE on 2 shared cores: 5.4 s to encode, 0.1 s from the cache).
+A sample is a whole document: attention stays inside it, so its length is its cost. Documents over the cap are refused
+by name unless the user chose to split or drop them. Ids are cached beside the tokenizers.
 """
 
 from __future__ import annotations
@@ -45,12 +43,10 @@ class Document:
     trained: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        """Number of tokens, as planners count them."""
         return len(self.tokens)
 
     @property
     def label_tokens(self) -> int:
-        """Number of tokens that are targets of the loss."""
         return int(self.trained.sum())
 
 
@@ -68,14 +64,14 @@ def load_documents(
     Args:
         source: see `odc.experiments.data.sources.read_source`, or what it returned.
         tokenizer: ends texts with its end-of-text token; conversations follow its chat template.
-        max_tokens: cap on the tokens of one document, the cap of a microbatch; at least 2.
+        max_tokens: cap on the tokens of one document; at least 2.
         long: a document over the cap is an error naming it, is split into pieces that overlap by one token (so that
             each target stays in exactly one piece), or is dropped. The log counts what was split or dropped.
         unreadable: a file that is not UTF-8 is an error naming it, or skipped.
         cache: folder that keeps the ids; several processes may share it.
 
     Documents and pieces without a target (one token, no assistant) are left out and counted in the log. Raises
-    DataError for bad data and when nothing is left.
+    DataError for bad data and if nothing is left.
     """
     if max_tokens < 2:
         raise DataError(f"max_tokens must be at least 2, not {max_tokens!r}: a document of one token has no target")

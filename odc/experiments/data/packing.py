@@ -1,8 +1,7 @@
 """Packed microbatches: documents laid end to end in one row, without padding.
 
-Chose one row with document lengths beside it over a padded batch: no token is wasted, and attention per document costs
-the sum of squares of the lengths (see `attention`). Labels are shifted here, once: `labels[t]` is what position t must
-predict, so losses never shift again and no label crosses from one document into the next.
+Labels are shifted here, once: `labels[t]` is the token that position t must predict, so losses never shift again and no
+label crosses from one document into the next.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ IGNORED = -100  # label of a position without a target
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One forward and backward of one rank. T is the sum of `lengths`.
+    """One forward and backward of one rank. T is the sum of `lengths`, the tokens of each document.
 
     Args:
         input_ids: int64 [1, T].
@@ -42,7 +41,6 @@ class Microbatch:
 
     @property
     def tokens(self) -> int:
-        """T."""
         return self.input_ids.shape[1]
 
     def model_inputs(self, labels: bool = True) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def pack(documents: Sequence[Document]) -> Microbatch:
 
 
 def padded_dummy() -> Microbatch:
-    """One token without a label: its loss is 0 and so are its gradients. For arms that must pad microbatch counts."""
+    """One token without a label, with a loss and gradients of 0, for arms that must pad microbatch counts."""
     zero = torch.zeros(1, 1, dtype=torch.int64)
     return Microbatch(zero, zero.clone(), torch.full_like(zero, IGNORED), (1,), 0)
 

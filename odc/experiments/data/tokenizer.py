@@ -1,8 +1,6 @@
 """Tokenizers behind one small protocol: plain bytes, and whatever a Hugging Face folder holds (`bpe` trains a third).
 
-Chose a byte vocabulary as the default that needs nothing: no training, no package, no file, and every text can be
-written in it. The price is about 3.4 times as many tokens as the small BPE on Python sources. Text is never searched
-for special tokens, so a document that happens to spell `<|endoftext|>` does not end there.
+Text is never searched for special tokens, so a document that happens to spell `<|endoftext|>` does not end there.
 """
 
 from __future__ import annotations
@@ -65,15 +63,12 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The bytes of `text`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        """The conversation in ChatML."""
         return chatml(messages, self.encode, 257, 258)
 
     def save(self, folder: Path) -> None:
@@ -87,7 +82,7 @@ class ByteTokenizer:
 
 
 class HfTokenizer:
-    """A tokenizer loaded by `transformers.AutoTokenizer`."""
+    """A tokenizer loaded by `transformers.AutoTokenizer`; special tokens spelled in a text are read as text."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -107,21 +102,18 @@ class HfTokenizer:
         return hashlib.sha256(f"{rules}\n{self._tokenizer.chat_template}".encode()).hexdigest()
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Ids of `text`; special tokens spelled in it are read as text."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, all in one call."""
         return self._ids(texts, special=False)
 
     def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        """The conversation by the tokenizer's own chat template; DataError when it has none or it fails."""
+        """The conversation by the tokenizer's own chat template; DataError if it has none or it fails."""
         if not self._tokenizer.chat_template:
             raise DataError(f"the data holds messages, but the tokenizer in {self._name} has no chat template")
         return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0])
 
     def save(self, folder: Path) -> None:
-        """Write it as transformers does."""
         self._tokenizer.save_pretrained(str(folder))
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
@@ -146,10 +138,10 @@ class HfTokenizer:
 
 
 def load_tokenizer(folder: Path) -> HfTokenizer:
-    """The tokenizer in a Hugging Face folder; DataError when there is none or `transformers` is missing.
+    """The tokenizer in a Hugging Face folder; DataError if there is none or `transformers` is missing.
 
     A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json; for
-    some models `AutoTokenizer` would put the rules of the model's original tokenizer in their place.
+    some models `AutoTokenizer` would replace them by those of the model's original tokenizer.
     """
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")
@@ -186,11 +178,7 @@ def save_byte_level(
 ) -> None:
     """Write a byte-level BPE as `tokenizer.json` and `tokenizer_config.json`, with ChatML as its chat template.
 
-    Args:
-        folder: made if missing.
-        vocab: characters that stand for bytes, and what they are merged to, to ids; `SPECIALS` too.
-        merges: pairs in the order they are merged.
-        normalizer, pre_tokenizer: as in tokenizer.json; by default text is left as it is, and split as GPT-2 does.
+    `vocab` holds `SPECIALS` too. By default text is left as it is, and split as GPT-2 does.
     """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

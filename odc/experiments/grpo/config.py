@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.errors import ConfigError
+from odc.experiments.config import check_fields
 from odc.settings import Settings
 
 GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc"]
@@ -44,6 +44,9 @@ class GrpoConfig:
         reproducible, second_buffer, timeout_s: see `odc.Settings`; `timeout_s` bounds the wait for a rollout too.
         spans: folder that gets each rank's recorded spans; None stores none.
         output: new file that gets one line of JSON a step; None writes none.
+        folder: folder for checkpoints, new or that of the run which is resumed; None saves none.
+        save_every: steps between checkpoints, 0 for none but the last one when there is a folder.
+        resume: a checkpoint, or the folder of a job (its latest is taken).
         show: print a line a step on standard error.
     """
 
@@ -91,21 +94,17 @@ class GrpoConfig:
     )
     spans: str | None = None
     output: str | None = field(default=None, metadata={"help": "New file that gets one line of JSON a step."})
+    folder: str | None = field(
+        default=None, metadata={"help": "Folder for checkpoints, new or the resumed run's.", "panel": "Checkpoints"}
+    )
+    save_every: int = field(default=0, metadata={"help": "Steps between checkpoints.", "panel": "Checkpoints"})
+    resume: str | None = field(
+        default=None, metadata={"help": "Checkpoint, or a run's folder (its latest).", "panel": "Checkpoints"}
+    )
     show: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                said = ", ".join(map(str, allowed))
-                raise ConfigError(f"{name} must be one of {said}, not {getattr(self, name)!r}")
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} must be a whole number, {least} or more, not {value!r}")
-        for name in ("clip_low", "clip_high", "clip_dual", "kl", "lr", "weight_decay", "clip", "timeout_s"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name} must be a finite number, 0 or more, not {value!r}")
+        check_fields(self, _CHOICES, _WHOLE, _NUMBERS)
         if self.lr == 0 or self.timeout_s == 0:
             raise ConfigError("lr and timeout_s must be above 0")
         if self.clip_low >= 1 or self.clip_dual <= 1:
@@ -117,6 +116,8 @@ class GrpoConfig:
                 f"max_tokens ({self.max_tokens}) must hold a prompt and a response "
                 f"({self.prompt_tokens} + {self.response_tokens} tokens)"
             )
+        if self.save_every and self.folder is None:
+            raise ConfigError("save_every needs a folder for checkpoints (--folder)")
         if self.balance == "verl" and self.group * (self.prompts // self.minibatches) % self.ranks:
             raise ConfigError("balance verl needs minibatches whose samples divide by the ranks")
 
@@ -150,5 +151,7 @@ _WHOLE = {
     "response_tokens": 1,
     "minibatches": 1,
     "max_tokens": 2,
+    "save_every": 0,
     "seed": 0,
 }
+_NUMBERS = ("clip_low", "clip_high", "clip_dual", "kl", "lr", "weight_decay", "clip", "timeout_s")

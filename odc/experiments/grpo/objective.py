@@ -1,11 +1,9 @@
 """GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
 
-Chose verl's definitions, written out here, beside verl's own functions where verl is installed (a test compares the
-two): a job runs without verl and gives the same gradients with it. Sources: DeepSeekMath (arXiv 2402.03300) for the
-advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip, Schulman's note on KL approximation for k3.
-
-Losses are averaged over the response tokens of the whole minibatch ("token-mean"), which is exact for any split over
-ranks and microbatches: each microbatch's sum is scaled by ranks / tokens, and FSDP averages over ranks.
+They are verl's definitions; with verl installed its own functions are used, which give the same gradients. Sources:
+DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip,
+Schulman's note on KL approximation for k3. Losses are averaged over the response tokens of the whole minibatch
+("token-mean"): each microbatch's sum is scaled by ranks / tokens, and FSDP averages over ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ _LARGEST_LOG = 20.0
 def grpo_advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
     """How much better each response is than the others to its prompt, in standard deviations of the group.
 
-    Args:
-        rewards: fp32 [N].
-        groups: N names; responses of one name are compared.
-
-    Returns fp32 [N]: (reward - mean) / (std + 1e-6), std with Bessel's correction; a group of one keeps its reward.
+    Responses with one name in `groups` [N] are compared by their `rewards`, fp32 [N]. Returns fp32 [N]: (reward - mean)
+    / (std + 1e-6), std with Bessel's correction; a group of one keeps its reward.
     """
     advantages = torch.empty_like(rewards)
     numbers: dict[int, int] = {}

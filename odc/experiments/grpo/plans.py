@@ -1,8 +1,7 @@
 """verl's own way to spread a minibatch, to compare with.
 
-Chose to follow verl 0.9 step by step (`RayPPOTrainer._balance_batch`, then `rearrange_micro_batches` with
-`same_micro_num_in_dp=True`, which its FSDP engine sets) on odc's Karmarkar-Karp: a test compares the two. Each
-minibatch is balanced by itself, verl's kinder option (`keep_minibatch`).
+It follows verl 0.9 (`RayPPOTrainer._balance_batch`, then `rearrange_micro_batches` with `same_micro_num_in_dp=True`) on
+odc's Karmarkar-Karp. Each minibatch is balanced by itself, verl's kinder option (`keep_minibatch`).
 """
 
 from __future__ import annotations

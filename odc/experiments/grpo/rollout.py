@@ -1,26 +1,32 @@
-"""Rank 0's hold on the rollout process: ask for a step's responses, collect them.
+"""Rank 0's hold on the rollout process, and the feed that gives every rank the samples of a step.
 
-Chose a fresh interpreter with one socket over a fork of the rank or a queue: it shares nothing with the training group,
-can be killed without harm to it, and ends by itself when rank 0 does.
+The process is a fresh interpreter with one socket: it shares nothing with the training group, can be killed without
+harm to it, and ends by itself when rank 0 does. Under the odc arms it reads the ranks' published shards. The fsdp2 arms
+publish nothing: a collective gathers the weights on every rank, and rank 0 sends them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from odc.errors import OdcError, WaitTimeoutError
+from odc.errors import DataError, OdcError, WaitTimeoutError
 from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.generate import Response
+from odc.experiments.grpo.samples import Response, Sample, Task
 
 _LOOK_S = 0.2
 
@@ -58,7 +64,7 @@ class Rollout:
         at_least: int = 1,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Have a step's responses drawn; returns at once. One request at a time.
+        """Has a step's responses drawn; returns at once. One request at a time.
 
         The process reads the weights itself, version `at_least` or newer, or takes `weights` (fp32, by name).
         """
@@ -93,7 +99,7 @@ class Rollout:
             raise RolloutError(f"the rollout process ended with code {self._process.wait()}") from None
 
     def close(self) -> None:
-        """End the process, whatever it does. Idempotent."""
+        """Ends the process, whatever it does. Idempotent."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -105,3 +111,92 @@ class Rollout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SampleFeed:
+    """Weights out, samples in. On every rank; rank 0 has the rollout process.
+
+    Args:
+        config: the job's.
+        task: what is learnt.
+        model: sharded, with the weights of step `first`.
+        first: the first step that samples are wanted for.
+        held: what `hold` returned for that step, of a job that is resumed.
+    """
+
+    def __init__(self, config: GrpoConfig, task: Task, model: Any, first: int, held: dict[str, Any] | None) -> None:
+        self._config, self._task, self._model = config, task, model
+        self._held = (held["version"], [Sample(**fields) for fields in held["samples"]]) if held is not None else None
+        self._rollout: Rollout | None = None
+        self._ending = contextlib.ExitStack()
+        # A group of its own, whose ranks may wait as long as a rollout may take.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        self._ending.callback(dist.destroy_process_group, self._group)
+        text = self._first_ticket()
+        if dist.get_rank() == 0:
+            self._rollout = self._ending.enter_context(Rollout(config, task.stop_ids, text))
+        if config.lag and self._held is None:
+            self._ask(first)
+
+    def close(self) -> None:
+        """Ends the rollout process and the group."""
+        self._ending.close()
+
+    def samples(self, step: int) -> tuple[int | None, list[Sample]]:
+        """A step's samples, the same on every rank, and the version that drew them; sends the weights off before."""
+        if not self._config.lag:
+            self._ask(step)
+        version, samples = self._held or self._collected(step)
+        self._held = None
+        if self._config.lag and step + 1 < self._config.steps:
+            self._ask(step + 1)
+        return version, samples
+
+    def hold(self, step: int) -> dict[str, Any] | None:
+        """The samples of `step` that are being drawn from older weights, as JSON types; waits for them. Or None."""
+        if not self._config.lag or step >= self._config.steps:
+            return None
+        version, samples = self._held = self._collected(step)
+        return {"version": version, "samples": [asdict(sample) for sample in samples]}
+
+    def _first_ticket(self) -> str | None:
+        if not self._config.on_demand:
+            return None
+        from odc.handover import weight_handle
+
+        self._model.publish()
+        return weight_handle(self._model) if dist.get_rank() == 0 else None
+
+    def _ask(self, step: int) -> None:
+        """Publish the weights, or gather them, and have them used; nobody waits for the rollout here."""
+        config, prompts = self._config, self._task.prompts(step)
+        if config.on_demand:
+            from odc.handover import version
+
+            self._model.publish()
+            if self._rollout is not None:
+                self._rollout.ask(step, prompts, at_least=version(self._model))
+            return
+        whole = {name: value.full_tensor() for name, value in self._model.state_dict().items()}
+        if self._rollout is not None:
+            self._rollout.ask(step, prompts, weights=whole)
+
+    def _collected(self, step: int) -> tuple[int | None, list[Sample]]:
+        collected: list[Any] = [self._collect(step)] if self._rollout is not None else [None]
+        dist.broadcast_object_list(collected, 0, group=self._group)
+        version, samples = collected[0]
+        return version, samples
+
+    def _collect(self, step: int) -> tuple[int | None, list[Sample]]:
+        assert self._rollout is not None
+        version, responses = self._rollout.collect()
+        prompts, group, samples = self._task.prompts(step), self._config.group, []
+        for number, response in enumerate(responses):
+            prompt = prompts[number // group]
+            reward = float(self._task.reward(prompt, response.tokens))
+            if not math.isfinite(reward):
+                raise DataError(f"step {step + 1}: the reward of response {number} is {reward}")
+            samples.append(
+                Sample(number // group, list(prompt), response.tokens, response.log_probs, response.reference, reward)
+            )
+        return version, samples

@@ -1,13 +1,15 @@
-"""One response, and microbatches of them.
+"""What is learnt from: a task's prompts, responses to them with rewards, and microbatches of both.
 
 A row is packed as in `odc.experiments.data.packing`: prompt and response are one document whose response tokens are
-labels, so nothing is padded and attention stays inside each sample.
+labels, so nothing is padded and attention stays inside each sample. Prompts and responses are token ids; a task on text
+decodes where it scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +17,63 @@ from torch import Tensor
 
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import IGNORED, Microbatch, pack, padded_dummy
+
+
+class Task(Protocol):
+    """Used on every rank; must pickle (a module-level class) where `odc.experiments.grpo.run` starts the ranks."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end a response; the stop token belongs to it."""
+        ...
+
+    def prompts(self, step: int) -> list[list[int]]:
+        """Token ids of each prompt of a step, from 0; always as many."""
+        ...
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int]) -> float:
+        """How good a response is; any finite number."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpperHalf:
+    """The toy task: answer random tokens with tokens from the upper half of the vocabulary; 1 is the best reward.
+
+    Args:
+        vocab: ids there are; the first `stops` end a response.
+        count, length: prompts of a step, and their tokens.
+        seed: of the prompts.
+    """
+
+    vocab: int
+    count: int
+    length: int
+    seed: int = 0
+    stops: int = 8
+
+    @property
+    def stop_ids(self) -> range:
+        """The lowest ids: a model with random weights stops after vocab / stops tokens on average."""
+        return range(self.stops)
+
+    def prompts(self, step: int) -> list[list[int]]:
+        """Uniformly random ids that are no stop tokens."""
+        draw = np.random.default_rng([self.seed, step])
+        return [[int(i) for i in row] for row in draw.integers(self.stops, self.vocab, (self.count, self.length))]
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int]) -> float:
+        """The share of the response's tokens that lie in the upper half."""
+        return sum(token >= self.vocab // 2 for token in response) / len(response)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response: its tokens, their log-probabilities, and those under the reference model or None."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    reference: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -37,18 +96,17 @@ class Sample:
     reward: float
 
     def __len__(self) -> int:
-        """Tokens of both."""
         return len(self.prompt) + len(self.response)
 
     def document(self) -> Document:
-        """Both in one row; the response is what is trained."""
+        """Both in one row; the response is trained."""
         tokens = np.asarray(self.prompt + self.response, np.int32)
         return Document("sample", tokens, np.arange(len(tokens)) >= len(self.prompt))
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """A microbatch of samples; T response tokens in all, sample after sample. All fp32 [T].
+class SampleBatch:
+    """A microbatch of samples: a packed row, and fp32 [T] for its T response tokens, sample after sample.
 
     Args:
         inputs: the packed row.
@@ -63,14 +121,14 @@ class Batch:
     advantages: Tensor
 
 
-def batch_of(samples: Sequence[Sample], advantages: Sequence[float]) -> Batch:
+def batch_of(samples: Sequence[Sample], advantages: Sequence[float]) -> SampleBatch:
     """One microbatch of `samples`; without any a dummy of one token and T = 0."""
     if not samples:
-        return Batch(padded_dummy(), torch.zeros(0), None, torch.zeros(0))
+        return SampleBatch(padded_dummy(), torch.zeros(0), None, torch.zeros(0))
     reference = None
     if samples[0].reference is not None:
         reference = torch.tensor([value for sample in samples for value in sample.reference or []])
-    return Batch(
+    return SampleBatch(
         inputs=pack([sample.document() for sample in samples]),
         log_probs=torch.tensor([value for sample in samples for value in sample.log_probs]),
         reference=reference,

@@ -1,26 +1,126 @@
-"""The rollout process, `python -m odc.experiments.grpo.worker FD`: no rank, and training never waits for its reading.
+"""The rollout process, `python -m odc.experiments.grpo.worker FD`: it draws responses with its own copy of the model.
 
-It is told everything over the socket FD, and ends when that closes.
+It is no rank, and training never waits for its reading. It is told everything over the socket FD, and ends when that
+closes. The log-probabilities it returns are those of the distribution that was sampled (temperature 1, no cut-off),
+exact also where rollouts lag behind. Decoding with a cache and training on packed rows differ in the last bits, so the
+first ratio is 1 to about 1e-5.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from odc.errors import ConfigError
 from odc.experiments.config import threads_per_rank
-from odc.experiments.grpo.generate import Generator
+from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.grpo.samples import Response
 from odc.experiments.preflight import model_source
+from odc.experiments.text.model import build_model
 from odc.handover import Reader
+
+# Lengths like those of reasoning models' answers: most short, some near the cap (sigma as in odc.simulate's "grpo").
+_SIGMA, _MEDIAN_SHARE = 1.0, 0.15
+
+
+class Generator:
+    """The rollout's own copy of the model, and one of the initial model if there is a KL term.
+
+    It starts with the ranks' initial weights. `source` is the model's config or folder; `stop_ids` end a response.
+    """
+
+    def __init__(self, config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> None:
+        self.config, self.stop_ids = config, list(stop_ids)
+        self.model = build_model(source, dtype=torch.float32, seed=config.seed)
+        self.model.set_attn_implementation("sdpa")
+        self.model.eval().requires_grad_(False)
+        if self.stop_ids and max(self.stop_ids) >= self.model.config.vocab_size:
+            raise ConfigError(f"stop token {max(self.stop_ids)} is not in the model's vocabulary")
+        self._reference = copy.deepcopy(self.model) if config.kl else None
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The copy's own tensors by name, to be filled."""
+        own = self.model.state_dict()
+        return {name: own[name] for name in names}
+
+    @torch.no_grad()
+    def respond(self, prompts: Sequence[Sequence[int]], step: int) -> list[Response]:
+        """`config.group` responses to each prompt, prompt after prompt; the same for the same weights and step."""
+        rows = [list(prompt) for prompt in prompts for _ in range(self.config.group)]
+        ids, mask = _left_padded(rows)
+        torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]))
+        drawn = self._drawn_lengths(len(rows), step)
+        made: Any = self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.config.response_tokens if drawn is None else max(drawn),
+            eos_token_id=self.stop_ids if drawn is None and self.stop_ids else None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = made.sequences[:, ids.shape[1] :]
+        scores = torch.stack(made.logits, 1).float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+        lengths = drawn or [self._length(row) for row in tokens.tolist()]
+        reference = self._score(ids, mask, tokens, lengths) if self._reference is not None else None
+        return [
+            Response(
+                tokens[i, :length].tolist(),
+                scores[i, :length].tolist(),
+                reference[i, :length].tolist() if reference is not None else None,
+            )
+            for i, length in enumerate(lengths)
+        ]
+
+    def _length(self, row: list[int]) -> int:
+        """Up to the first stop token, and that one."""
+        stops = [at for at, token in enumerate(row) if token in self.stop_ids]
+        return stops[0] + 1 if stops else len(row)
+
+    def _drawn_lengths(self, count: int, step: int) -> list[int] | None:
+        if self.config.lengths == "model":
+            return None
+        longest = self.config.response_tokens
+        draw = np.random.default_rng([self.config.seed, step, 1]).lognormal(0.0, _SIGMA, count)
+        return [int(length) for length in np.clip(draw * _MEDIAN_SHARE * longest, 1, longest)]
+
+    def _score(self, ids: Tensor, mask: Tensor, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """fp32 [rows, new tokens]: log-probabilities under the initial model; meaningless from each length on."""
+        assert self._reference is not None
+        seen = torch.arange(tokens.shape[1])[None] < torch.tensor(lengths)[:, None]
+        whole = torch.cat([ids, tokens.clamp(min=0)], 1)
+        attended = torch.cat([mask, seen.to(mask.dtype)], 1)
+        positions = (attended.cumsum(1) - 1).clamp(min=0)
+        logits = self._reference(input_ids=whole, attention_mask=attended, position_ids=positions).logits
+        logits = logits[:, ids.shape[1] - 1 : -1].float()
+        scores: Tensor = logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+        return scores
+
+
+def _left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """int64 ids and mask [rows, longest]."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
 
 
 def answer(generator: Generator, reader: Reader | None, request: dict[str, Any]) -> dict[str, Any]:
-    """Bring the weights up to date, by reading them or from the request, and draw what is asked for."""
+    """Brings the weights up to date, by reading them or from the request, and draws the responses asked for."""
     version = None
     if reader is not None:
         version = reader.read(generator.weights(list(reader.shapes())), at_least=request["at_least"]).version
@@ -32,7 +132,7 @@ def answer(generator: Generator, reader: Reader | None, request: dict[str, Any])
 
 
 def serve(channel: Connection) -> None:
-    """Answer requests until the channel closes; errors are sent, not raised."""
+    """Answers requests until the channel closes; errors are sent, not raised."""
     try:
         told: dict[str, Any] = channel.recv()
         config = told["config"]

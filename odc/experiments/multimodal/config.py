@@ -1,8 +1,7 @@
 """What a multimodal job is told: a job as `odc train` has it, and how its phases are balanced.
 
-Chose to hold a `JobConfig` instead of repeating it: optimizer, schedule, ranks, seed and runtime settings mean the same
-there and here. Of its fields, `model` names a multimodal config, `data` a JSONL file of messages, `arm` is `fsdp2` or
-`odc`, and `max_tokens` caps one example; what concerns packing and tokenizers has no effect.
+Of the job's fields, `model` names a multimodal config, `data` a JSONL file of messages, `arm` is `fsdp2` or `odc`, and
+`max_tokens` caps one example; those about packing and tokenizers have no effect.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class MultimodalConfig:
             )
         if self.job.precision != "fp32" or self.job.activation_checkpointing:
             raise ConfigError("a multimodal job runs in fp32 and without activation checkpointing")
-        if self.job.save_every or self.job.resume is not None or self.job.export is not None or self.job.slow:
-            raise ConfigError("a multimodal job neither saves, resumes, exports nor slows ranks down")
+        if self.job.export is not None or self.job.slow:
+            raise ConfigError("a multimodal job neither exports nor slows ranks down")
 
     @property
     def name(self) -> str:

@@ -1,9 +1,8 @@
-"""A made-up corpus whose examples differ wildly in which modalities they have: real files, drawn from a seed.
+"""A made-up corpus whose examples differ widely in which modalities they have: real files, drawn from a seed.
 
-Chose generated images, sounds and words over a download: the demo runs anywhere, and how incoherent the modalities are
-is a setting, not an accident. The price: its losses mean nothing beyond being equal between arms. What it imitates is
-the mixture of OrchMLLM (section 3.1): captions, comparisons of several images, speech recognition whose transcript
-grows with the clip, spoken questions with a one-word answer, and plain conversations.
+It imitates the mixture of OrchMLLM (section 3.1): captions, comparisons of several images, speech recognition whose
+transcript grows with the clip, spoken questions with a one-word answer, and plain conversations. Its losses mean
+nothing beyond being equal between arms.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class CorpusConfig:
         words: median length of a conversation without media.
         spread: standard deviation of the logarithm of all of these; larger is more skewed.
         most_seconds: clips are cut there.
-        seed: of everything.
+        seed: seeds every draw.
     """
 
     examples: int = 64
@@ -49,8 +48,8 @@ class CorpusConfig:
 def write_corpus(folder: Path, config: CorpusConfig) -> Path:
     """Writes `corpus.jsonl` and the media files it names into `folder` (made if missing); returns the JSONL's path.
 
-    The same config gives the same bytes of text and media content. Raises OdcError naming the extra when Pillow or
-    soundfile is missing.
+    The same config gives the same text and media content. Raises OdcError naming the extra if Pillow or soundfile is
+    missing.
     """
     draw = np.random.RandomState(config.seed)
     (folder / "media").mkdir(parents=True, exist_ok=True)

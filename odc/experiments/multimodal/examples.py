@@ -1,11 +1,8 @@
-"""Examples: interleaved text, images and audio of one conversation, with all lengths known before anything is decoded.
+"""Examples: interleaved text, images and audio of one conversation, and minibatches of them.
 
-Chose the message format of Hugging Face (`content` is a text, or a list of `{"type": "text" | "image" | "audio"}`
-parts) over one of ours, so that existing data needs no conversion. Lengths come from file headers alone: planners need
-the lengths of all examples, and each rank decodes only what it was dealt. The price is that every header is opened
-once by every rank, and that a damaged body is found only when its example is drawn.
-
-Turns are written in ChatML. The assistant's words and the mark that ends them are trained on; media never are.
+The format is Hugging Face's (`content` is a text, or a list of `{"type": "text" | "image" | "audio"}` parts). All
+lengths come from file headers, which every rank reads; a rank decodes only what it draws. Turns are written in ChatML.
+The assistant's words and the mark that ends them are trained on; media never are.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +19,12 @@ from numpy.typing import NDArray
 from odc.errors import DataError
 from odc.experiments.data.tokenizer import ByteTokenizer
 from odc.experiments.multimodal.media import audio_frames, image_grid
-from odc.experiments.multimodal.model import Geometry
+from odc.experiments.multimodal.model import TowerGeometry
 
 Modality = Literal["image", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+Phase = Literal["image", "audio", "llm"]
+PHASES: Final[tuple[Phase, ...]] = (*MODALITIES, "llm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,6 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Positions in the language model's sequence."""
         return len(self.tokens)
 
 
@@ -62,19 +60,14 @@ class Media:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One training example: its parts in the order in which the language model reads them.
-
-    Args:
-        name: `file.jsonl:line`.
-        parts: text runs and media.
-    """
+    """One training example, named `file.jsonl:line`: text runs and media in the order the language model reads them."""
 
     name: str
     parts: tuple[Text | Media, ...]
 
     @property
     def length(self) -> int:
-        """Length of the whole interleaved sequence, what the language model's phase is balanced on."""
+        """Positions of the whole interleaved sequence."""
         return sum(part.length for part in self.parts)
 
     @property
@@ -83,7 +76,6 @@ class Example:
         return int(self.labels_mask()[1:].sum())
 
     def media(self, modality: Modality) -> list[Media]:
-        """Its images or its clips, in order."""
         return [part for part in self.parts if isinstance(part, Media) and part.modality == modality]
 
     def labels_mask(self) -> NDArray[np.bool_]:
@@ -92,15 +84,52 @@ class Example:
         return np.concatenate(masks)
 
 
-def read_examples(path: Path, geometry: Geometry, *, max_tokens: int) -> list[Example]:
+@dataclass(frozen=True)
+class ExampleBatch:
+    """The examples of one optimizer step: `drawn` [ranks] lists those of each rank.
+
+    An item's number is its flat source place (see `odc.dispatch.Rearrangement`): items are counted rank by rank,
+    example by example. An item of the phase `llm` is an example; one of `image` or `audio` is one image or clip.
+    """
+
+    drawn: Sequence[Sequence[Example]]
+
+    @property
+    def examples(self) -> list[Example]:
+        return [example for mine in self.drawn for example in mine]
+
+    def media(self, modality: Modality) -> list[Media]:
+        return [media for example in self.examples for media in example.media(modality)]
+
+    def lengths(self, phase: Phase) -> list[list[int]]:
+        """[ranks] length, inside the phase's own model, of each item that a rank drew."""
+        if phase == "llm":
+            return [[example.length for example in mine] for mine in self.drawn]
+        return [[item.encoded for example in mine for item in example.media(phase)] for mine in self.drawn]
+
+    @property
+    def label_tokens(self) -> int:
+        """Targets of the loss over all ranks."""
+        return sum(example.label_tokens for example in self.examples)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all sequences: what the language model reads."""
+        return sum(example.length for example in self.examples)
+
+
+def deal(examples: Sequence[Example], ranks: int) -> ExampleBatch:
+    """Gives consecutive examples to each rank, as if each had drawn its own; the first may get one more."""
+    share, more = divmod(len(examples), ranks)
+    ends = [share * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
+    return ExampleBatch([examples[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+
+
+def read_examples(path: Path, geometry: TowerGeometry, *, max_tokens: int) -> list[Example]:
     """The examples of a JSONL file of `messages`, in its order. Reads headers of media files, decodes none.
 
-    Args:
-        path: the file; media paths in it are relative to its folder.
-        geometry: of the model, which decides lengths.
-        max_tokens: cap on the length of one example.
-
-    Raises DataError naming the line for what is malformed, missing, over the cap, or has nothing to train on.
+    Media paths are relative to the file's folder, `geometry` decides lengths, `max_tokens` caps the length of one
+    example. Raises DataError naming the line for what is malformed, missing, over the cap, or has nothing to train on.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}")
@@ -130,7 +159,7 @@ def read_examples(path: Path, geometry: Geometry, *, max_tokens: int) -> list[Ex
     return examples
 
 
-def _parts(messages: Sequence[dict[str, Any]], folder: Path, geometry: Geometry) -> Iterator[Text | Media]:
+def _parts(messages: Sequence[dict[str, Any]], folder: Path, geometry: TowerGeometry) -> Iterator[Text | Media]:
     """The conversation in ChatML, part by part; what follows the last assistant's turn is cut."""
     last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     for at, message in enumerate(messages[: last + 1]):
@@ -154,7 +183,7 @@ def _text(before: list[int], text: str, *, trained: bool) -> Text:
     return Text(tokens, np.full(len(tokens), trained))
 
 
-def _media(modality: Modality, path: Path, geometry: Geometry) -> Media:
+def _media(modality: Modality, path: Path, geometry: TowerGeometry) -> Media:
     if modality == "image":
         rows, columns = image_grid(path, geometry.patch * geometry.merge, geometry.max_pixels)
         size = rows * geometry.merge, columns * geometry.merge
@@ -169,7 +198,7 @@ def _media(modality: Modality, path: Path, geometry: Geometry) -> Media:
 
 
 def _merged(parts: Iterator[Text | Media]) -> Iterator[Text | Media]:
-    """Neighbouring texts joined, so that an example has as few parts as it can."""
+    """Joins neighbouring texts, so that an example has as few parts as it can."""
     held: list[Text] = []
     for part in parts:
         if isinstance(part, Text):

@@ -19,14 +19,31 @@ from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchang
 from odc.dispatch.orchestrator import channels
 from odc.dispatch.route import Route
 from odc.experiments.multimodal.config import MultimodalConfig
-from odc.experiments.multimodal.examples import MODALITIES, Example
-from odc.experiments.multimodal.minibatch import Phase
-from odc.experiments.multimodal.model import Geometry
-from odc.experiments.multimodal.passes import rows
-from odc.experiments.multimodal.results import PhaseCount
+from odc.experiments.multimodal.examples import MODALITIES, Example, Phase
+from odc.experiments.multimodal.inputs import rows
+from odc.experiments.multimodal.model import TowerGeometry
 from odc.trace import COLLECTIVE, FETCH, NO_PEER, recorder
 
 _made = count()  # exchanges of this process, the same number on every rank
+
+
+@dataclass
+class PhaseCount:
+    """One phase of one step on one rank.
+
+    Args:
+        items: images, clips or examples that it computed; no dummies.
+        real: their lengths added up.
+        computed: positions that went through the model, padding and dummies among them.
+        near: bytes that this rank sent to ranks of its own node for this phase: inputs, features and gradients.
+        far: the same to ranks of other nodes.
+    """
+
+    items: int = 0
+    real: int = 0
+    computed: int = 0
+    near: int = 0
+    far: int = 0
 
 
 def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
@@ -49,7 +66,7 @@ def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
     )
 
 
-def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Geometry) -> int:
+def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: TowerGeometry) -> int:
     """Bytes that no minibatch of these examples exceeds: the largest ones' inputs, texts, features and gradients."""
     row = {"image": 3 * geometry.patch**2, "audio": geometry.bins}
     sizes = [
@@ -66,9 +83,7 @@ def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Geom
 class Mover:
     """Moves one phase's rows at a time and counts them. On every rank, on its training thread.
 
-    Args:
-        exchange: between all ranks.
-        per_node: ranks of a declared node.
+    `per_node` is the number of ranks of a declared node.
     """
 
     exchange: Exchange

@@ -1,11 +1,7 @@
 """Files to what the encoders take: images to patches by Pillow, audio to log-mel frames by soundfile.
 
-Chose plain NumPy for everything after the decoder, in the layouts of Qwen2-VL and Whisper, over their processors: those
-pad every clip to 30 seconds and every batch to one size, which is the waste this run is about. The price is that the
-few lines here must stay true to what the encoders were trained on; a clip at another rate than 16 kHz is refused, not
-resampled.
-
-Both libraries come with the extra `multimodal` and are imported when first used.
+The layouts are those of Qwen2-VL and Whisper, without their processors' padding. A clip at another rate than 16 kHz is
+refused, not resampled. Both libraries come with the extra `multimodal` and are imported when first used.
 """
 
 from __future__ import annotations

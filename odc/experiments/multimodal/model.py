@@ -1,8 +1,6 @@
-"""A multimodal model from one JSON file: three transformers configs and how long what becomes.
+"""A multimodal model from one JSON file: configurations of its three towers and the sequence lengths they produce.
 
-Chose one small file of our own around transformers' configs, because no class there has these three parts with an
-encoder that pads and one that does not. The price: checkpoints of whole multimodal models do not load; this is a run to
-measure with, from a seed.
+Checkpoints of whole multimodal models do not load; weights are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ _PARTS = ("vision_config", "audio_config", "text_config")
 
 
 @dataclass(frozen=True)
-class Geometry:
+class TowerGeometry:
     """What decides lengths.
 
     Args:
         patch: pixels of a patch's side.
         merge: patches of the side of a block that the vision connector merges into one token.
-        max_pixels: images are scaled down to as many.
+        max_pixels: images are scaled down to this many.
         bins: mel bins.
         downsample: encoder positions that the audio connector joins into one token.
         most_positions: the longest clip, in positions after the convolutions (50 a second).
@@ -61,10 +59,9 @@ class ModelConfig:
     fields: Mapping[str, Any]
 
     @property
-    def geometry(self) -> Geometry:
-        """What decides lengths."""
+    def geometry(self) -> TowerGeometry:
         vision, audio = self.fields["vision_config"], self.fields["audio_config"]
-        return Geometry(
+        return TowerGeometry(
             patch=vision["patch_size"],
             merge=vision["spatial_merge_size"],
             max_pixels=self.fields["max_pixels"],

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from odc import dispatch
 from odc.balance import QuadraticCost
+from odc.balance.cost import cost_from_config, transformer_cost
 from odc.dispatch import TEXT, BalancePolicy, Records
-from odc.experiments.multimodal.examples import MODALITIES, Example, Modality, Text
-from odc.experiments.multimodal.minibatch import Minibatch, Phase
-from odc.experiments.multimodal.model import Geometry
+from odc.errors import ConfigError
+from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.multimodal.examples import MODALITIES, PHASES, Example, ExampleBatch, Modality, Phase, Text
+from odc.experiments.multimodal.model import ModelConfig, TowerGeometry
 
 Balance = Literal["none", "llm-only", "all-pad", "all-rmpad", "all-gather", "full"]
 BALANCES: Final[tuple[Balance, ...]] = get_args(Balance)
@@ -37,6 +39,7 @@ _PADDED: Final[Mapping[Balance, tuple[Modality, ...]]] = {
     "full": ("audio",),
 }
 _FLOAT = 4  # bytes
+_PASSES = 3 * 2  # forward and twice in backward, multiply and add
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Planning:
 
     balance: Balance
     costs: Mapping[Phase, QuadraticCost]
-    geometry: Geometry
+    geometry: TowerGeometry
 
     def phases(self) -> tuple[list[dispatch.Phase], dispatch.Phase]:
         """The encoders and the language model, for an orchestrator."""
@@ -64,13 +67,13 @@ class Planning:
             )
         return encoders, self._llm(balanced=balanced)
 
-    def dealt(self, drawn: Minibatch) -> Minibatch:
+    def dealt(self, drawn: ExampleBatch) -> ExampleBatch:
         """What each rank loads of what was drawn: the same, but under pre-balancing. Pure; waits for nobody."""
         if self.balance != "llm-only":
             return drawn
         where_drawn = [dispatch.Phase(modality, None) for modality in MODALITIES]
         everyone = [records(mine) for mine in drawn.drawn]
-        return Minibatch(dispatch.plan_step(everyone, where_drawn, self._llm(balanced=True)).llm.apply(drawn.drawn))
+        return ExampleBatch(dispatch.plan_step(everyone, where_drawn, self._llm(balanced=True)).llm.apply(drawn.drawn))
 
     def _llm(self, *, balanced: bool) -> dispatch.Phase:
         return dispatch.Phase("llm", self._policy("llm", padded=False) if balanced else None, bytes_in=2 * _FLOAT)
@@ -90,3 +93,41 @@ def records(examples: Sequence[Example]) -> Records:
         for example in examples
     ]
     return Records.of(parts, MODALITIES)
+
+
+def phase_costs(config: ModelConfig) -> dict[Phase, QuadraticCost]:
+    """FLOPs to train on one item of each phase, by its length inside that phase's model; connectors with encoders.
+
+    Closed forms of `odc.balance.cost`, for encoders with whole instead of causal attention (twice the pairs). Backward
+    counts as twice forward everywhere, although nothing is differentiated by pixels and spectrograms.
+    """
+    vision, audio, text = (config.fields[f"{name}_config"] for name in ("vision", "audio", "text"))
+    width = text["hidden_size"]
+    wide = vision["embed_dim"]
+    merged = vision["spatial_merge_size"] ** 2
+    image = _encoder(wide, vision["depth"], int(wide * vision["mlp_ratio"]))
+    image_ends = 3 * vision["patch_size"] ** 2 * wide + wide * (wide * merged) + wide * width
+    d, joined = audio["d_model"], config.fields["audio_downsample"]
+    clip = _encoder(d, audio["encoder_layers"], audio["encoder_ffn_dim"])
+    # Per position after the stride: two frames through the first convolution, then the second; kernels are 3 wide.
+    clip_ends = 2 * 3 * audio["num_mel_bins"] * d + 3 * d * d + d * d * joined + d * width
+    language = cost_from_config({"model_type": "qwen2", **text, "vocab_size": ByteTokenizer.vocab_size})
+    if not isinstance(language, QuadraticCost):
+        raise ConfigError("model: text_config has layers with sliding windows, which are not counted here")
+    return {"image": _plus(image, image_ends), "audio": _plus(clip, clip_ends), "llm": language}
+
+
+def useful_flops(minibatch: ExampleBatch, costs: Mapping[Phase, QuadraticCost]) -> float:
+    """Of all phases and ranks, without padding and dummies: the numerator of the paper's MFU (section 8)."""
+    return sum(costs[phase](length) for phase in PHASES for mine in minibatch.lengths(phase) for length in mine)
+
+
+def _encoder(hidden: int, layers: int, intermediate: int) -> QuadraticCost:
+    """Blocks alone, attention to all positions of an item."""
+    cost: Any = transformer_cost(hidden, layers, intermediate, vocab=1, gated=False)
+    return QuadraticCost(cost.a - _PASSES * hidden, 2 * cost.b)
+
+
+def _plus(cost: QuadraticCost, weights: int) -> QuadraticCost:
+    """With further matrices of so many weights that every position passes."""
+    return QuadraticCost(cost.a + _PASSES * weights, cost.b)

@@ -1,8 +1,7 @@
-"""One optimizer step of a multimodal model: exchange, encode, exchange, train the language model, and back.
+"""One rank of a multimodal job, and its step: exchange, encode, exchange, train the language model, and back.
 
-Chose to cut the graph between the phases and to move features and their gradients by hand, over one backward through
-everything: every pass begins and ends at a known moment, so that what each phase cost can be measured, and a rank
-without items of a modality takes no part in it, neither forward nor backward. The price: the order of passes is fixed.
+The graph is cut between the phases, and features and their gradients are moved by hand. So every pass begins and ends
+at a known moment and can be measured, and a rank without items of a modality takes no part in its phase.
 
 Under FSDP2 every rank must run every module that any rank runs, or the ranks hang: there, a rank without items runs the
 smallest dummy, with zero gradients. Under odc it runs nothing.
@@ -10,83 +9,135 @@ smallest dummy, with zero gradients. Under odc it runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from odc.balance import QuadraticCost
+from odc.arms import arm_named
+from odc.dispatch import Nodes
 from odc.dispatch.exchange import BACK
-from odc.dispatch.orchestrator import TEXT_CHANNEL, OwnPlan
+from odc.dispatch.loader import PlannedLoader
+from odc.dispatch.orchestrator import TEXT_CHANNEL, Orchestrator, OwnPlan
 from odc.dispatch.route import Route
-from odc.experiments.config import JobConfig
-from odc.experiments.finish import agree, update
-from odc.experiments.multimodal.examples import MODALITIES, Media, Modality
-from odc.experiments.multimodal.exchange import Mover
-from odc.experiments.multimodal.flops import useful_flops
-from odc.experiments.multimodal.loader import Loaded
-from odc.experiments.multimodal.minibatch import PHASES, Phase
-from odc.experiments.multimodal.model import Geometry
-from odc.experiments.multimodal.passes import encode, labels_of, padded_dummy, rows
-from odc.experiments.multimodal.results import MultimodalStep, PhaseCount
-from odc.experiments.schedule import learning_rate
+from odc.experiments.arms import shard_model
+from odc.experiments.data.dataset import MinibatchSampler
+from odc.experiments.multimodal.config import MultimodalConfig
+from odc.experiments.multimodal.examples import MODALITIES, PHASES, Media, Modality, Phase, read_examples
+from odc.experiments.multimodal.exchange import Mover, PhaseCount, arena_bytes, make_exchange
+from odc.experiments.multimodal.inputs import Loaded, encode, labels_of, loaded_minibatches, padded_dummy, rows
+from odc.experiments.multimodal.model import build_towers, load_config
+from odc.experiments.multimodal.plan import Planning, phase_costs, records, useful_flops
+from odc.experiments.results import JobResult, StepRecord
 from odc.experiments.text.loss import loss_scale
+from odc.experiments.update import adamw, agree, set_rate, update
+from odc.experiments.workload import Trainer
 from odc.trace import OPTIMIZER, recorder
 
 NS = 1e-9
 #: What a rank does in a step, in order; a pass's index is the `microbatch` of its spans. The language model's forward
 #: and backward are one pass; each encoder's backward is a pass of its own.
 PASSES: Final[tuple[Phase, ...]] = ("image", "audio", "llm", "audio", "image")
+# The least budget of the planner's exchanges. Among the few ranks of one host there are few exchanges to try; the
+# planner's default held the interpreter for 0.8 s of every step at 2 ranks, which the training thread lost.
+_PLACING_S = 1e-5
 
 
-@dataclass
-class Stepper:
-    """What all steps of a job share; `run` does one. On every rank, on its training thread.
+@dataclass(frozen=True)
+class MultimodalStep(StepRecord):
+    """One optimizer step; tokens are the language model's positions.
 
     Args:
-        config: the job's; its arm, `fsdp2` or `odc`, says who communicates when.
-        towers: the sharded submodules `image`, `audio` and `llm`.
-        optimizer: over all their parameters.
-        geometry: of the model.
-        costs: useful FLOPs of each phase.
-        mover: of items between ranks.
+        flops: useful FLOPs of the minibatch over all ranks, without padding (`useful_flops`).
+        plan_s: seconds that planning took in the loader's thread.
+        waited_s: seconds that this rank waited for its loader before the step.
+        phases: this rank's counts.
     """
 
-    config: JobConfig
-    towers: Mapping[str, Any]
-    optimizer: Optimizer
-    geometry: Geometry
-    costs: Mapping[Phase, QuadraticCost]
-    mover: Mover
-    counts: dict[Phase, PhaseCount] = field(default_factory=dict)
+    flops: float
+    plan_s: float
+    waited_s: float
+    phases: dict[Phase, PhaseCount]
 
-    def run(self, step: int, loaded: Loaded, plan: OwnPlan, waited_s: float = 0.0) -> MultimodalStep:
-        """Optimizer step number `step` (from 0) on a loaded and planned minibatch; meets the other ranks.
 
-        `waited_s` is what the rank waited for it, noted in the record.
+@dataclass(frozen=True)
+class MultimodalResult(JobResult[MultimodalStep]):
+    """Also with the most bytes that buffers for exchanging examples took at once; on demand, the declared arena."""
 
-        Raises `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is not finite.
-        """
+    exchange_bytes: int = 0
+
+
+class MultimodalTrainer(Trainer):
+    """One rank of a multimodal job. All ranks build theirs together."""
+
+    def __init__(self, config: MultimodalConfig) -> None:
+        self.config, self.job, self.rank = config, config.job, dist.get_rank()
+        job, self.parts = config.job, load_config(config.job.model)
+        self.geometry, self.costs = self.parts.geometry, phase_costs(self.parts)
+        self.examples = read_examples(Path(job.data), self.geometry, max_tokens=job.max_tokens)
+        self.sampler = MinibatchSampler(len(self.examples), job.minibatch_size, job.seed)
+        self.drawn = self.sampler.state_dict()  # the sampler after the last step: the loader draws ahead
+        self.exchange = make_exchange(config, arena_bytes(self.examples, job.minibatch_size, self.geometry))
+        self.mover = Mover(self.exchange, config.per_node)
+        self.counts: dict[Phase, PhaseCount] = {}
+        self._waited_s = 0.0
+
+    def build(self) -> None:
+        self.towers = nn.ModuleDict(build_towers(self.parts, self.job.seed))
+        for tower in self.towers.values():
+            shard_model(arm_named(self.job.arm), tower, tower.blocks, self.job.settings())  # type: ignore[arg-type]
+        self.model, self.optimizer = self.towers, adamw(self.towers.parameters(), self.job)
+
+    def state(self) -> dict[str, Any]:
+        return {"sampler": self.drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+
+    def start(self, first: int) -> None:
+        planning = Planning(self.config.balance, self.costs, self.geometry)
+        nodes = Nodes(self.config.per_node, budget_s=_PLACING_S)
+        batches = loaded_minibatches(
+            self.examples,
+            self.geometry,
+            self.sampler,
+            planning,
+            self.rank,
+            dist.get_world_size(),
+            self.job.steps - first,
+        )
+        orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=nodes)
+        self.loader = PlannedLoader(batches, lambda batch: records(batch.minibatch.drawn[self.rank]), orchestrator)
+        self._planned: Iterator[tuple[Loaded, OwnPlan]] = iter(self.loader)
+
+    def finish(self) -> None:
+        next(self._planned, None)  # the loader's thread ends
+        self.exchange.close()
+
+    def result(self, measured: JobResult[Any]) -> MultimodalResult:
+        return MultimodalResult(**vars(measured), exchange_bytes=self.exchange.buffer_bytes)
+
+    def step(self, number: int, between: Callable[[], None] | None = None) -> MultimodalStep:
+        loaded, plan = next(self._planned)
+        waited, self._waited_s = self.loader.overlap.waited_s - self._waited_s, self.loader.overlap.waited_s
+        self.drawn = loaded.sampler
         start = recorder().now()
-        config, minibatch = self.config, loaded.minibatch
-        rate = learning_rate(step, steps=config.steps, peak=config.lr, warmup=config.warmup, floor=config.min_lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        minibatch, name = loaded.minibatch, f"step {number + 1}"
+        set_rate(self.optimizer, self.job, number)
         self.counts = {phase: PhaseCount() for phase in PHASES}
         self.mover.begin(plan.step, self.counts)
-        with recorder().window(step + 1), self._minibatch():
+        with recorder().window(number + 1), self._minibatch():
             loss_sum = self._passes(loaded, plan, loss_scale(dist.get_world_size(), minibatch.label_tokens))
-        total, _ = agree(step, loss_sum, 0)
+        total, _ = agree(name, loss_sum)
         with recorder().span(OPTIMIZER):
-            parameters = [parameter for tower in self.towers.values() for parameter in tower.parameters()]
-            norm = update(step, parameters, self.optimizer, config.clip)
+            norm = update(name, self.towers.parameters(), self.optimizer, self.job.clip)
         return MultimodalStep(
-            step=step + 1,
+            step=number + 1,
             loss=total / max(1, minibatch.label_tokens),
             norm=norm,
             samples=len(minibatch.examples),
@@ -95,7 +146,7 @@ class Stepper:
             flops=useful_flops(minibatch, self.costs),
             step_s=(recorder().now() - start) * NS,
             plan_s=plan.planning_s,
-            waited_s=waited_s,
+            waited_s=waited,
             phases=self.counts,
         )
 
@@ -108,7 +159,7 @@ class Stepper:
 
     @property
     def _on_demand(self) -> bool:
-        return self.config.arm == "odc"
+        return self.job.arm == "odc"
 
     def _passes(self, loaded: Loaded, plan: OwnPlan, scale: float) -> float:
         """All of `PASSES`; leaves gradients to be collected and returns this rank's summed loss."""

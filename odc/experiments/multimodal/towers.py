@@ -1,9 +1,9 @@
 """The three submodules of a multimodal model, each a root of its own for `fully_shard`.
 
-Chose transformers' blocks (Qwen2-VL's vision tower with its merging connector, Whisper's encoder layers, Qwen2) inside
-thin modules of ours. Three roots, not one, because each phase runs on its own microbatch, on its own rank, and what
-goes between them is moved by hand. The price is that a Whisper checkpoint's encoder must be renamed to load: its own
-forward insists on 30 seconds and does not mask padding, so an example would depend on its batch mates.
+Each phase runs on its own microbatch, on its own rank, so there are three roots, and what goes between them is moved by
+hand. The blocks are transformers' (Qwen2-VL's vision tower with its merging connector, Whisper's encoder layers,
+Qwen2). Whisper's own forward insists on 30 seconds and does not mask padding, so a checkpoint's encoder must be renamed
+to load.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from odc.experiments.text.loss import token_loss_sum
 class VisionTower(nn.Module):
     """ViT over packed patches of images of any size, attention inside each image, and the connector.
 
-    Args:
-        config: transformers' `Qwen2VLVisionConfig`; its `hidden_size` is the language model's width.
+    `config` is transformers' `Qwen2VLVisionConfig`; its `hidden_size` is the language model's width.
     """
 
     def __init__(self, config: Any) -> None:
@@ -35,7 +34,6 @@ class VisionTower(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The units to shard."""
         return list(self.tower.blocks)
 
     def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
@@ -51,10 +49,8 @@ class VisionTower(nn.Module):
 class AudioTower(nn.Module):
     """Whisper's encoder over a padded batch of clips, padding masked everywhere, and the connector.
 
-    Args:
-        config: transformers' `WhisperConfig`.
-        width: of the language model.
-        downsample: neighbouring positions that the connector joins into one token.
+    `config` is transformers' `WhisperConfig`, `width` the language model's; the connector joins `downsample`
+    neighbouring positions into one token.
     """
 
     def __init__(self, config: Any, width: int, downsample: int) -> None:
@@ -73,7 +69,6 @@ class AudioTower(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The units to shard."""
         return list(self.layers)
 
     def forward(self, mel: Tensor, frames: Sequence[int]) -> Tensor:
@@ -106,11 +101,7 @@ class AudioTower(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A causal LM over packed sequences in which media features stand where their tokens would.
-
-    Args:
-        config: transformers' config of a causal language model.
-    """
+    """A causal LM, `config` is transformers', over packed sequences with media features in their places."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -120,7 +111,6 @@ class LanguageModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The units to shard."""
         return list(self.lm.model.layers)
 
     def forward(self, ids: Tensor, features: Tensor, order: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tensor:

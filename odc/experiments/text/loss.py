@@ -1,12 +1,10 @@
 """The training loss: cross-entropy summed over the labelled tokens, in fp32, without the logits of a whole microbatch.
 
-Chose to compute the head's gradient together with its forward, a block of tokens at a time, over keeping or recomputing
-logits: a block's logits (64 MiB) are all that ever exists, untrained positions never reach the head, and no matmul runs
-twice. The price is an fp32 buffer of the head's size while the forward runs, and that gradients cost in the forward.
+The head's gradient is computed together with its forward, a block of tokens at a time: only a block's logits (64 MiB)
+ever exist, untrained positions never reach the head, and no matmul runs twice.
 
-Exact global-token normalization: the gradient of a minibatch is that of the mean over all its labelled tokens,
-whichever rank has them. Each rank multiplies its summed loss by `loss_scale(world_size, total_label_tokens)`, because
-FSDP averages gradients over ranks: the mean over W ranks of W * sum_r / N is sum / N.
+Each rank multiplies its summed loss by `loss_scale`. FSDP averages gradients over ranks, so the gradient of a minibatch
+is exactly that of the mean over all its labelled tokens, whichever rank has them.
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ _LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def loss_scale(world_size: int, total_label_tokens: int) -> float:
-    """Factor on each rank's summed loss: `world_size / total_label_tokens`, the labels of all ranks in the minibatch.
-
-    A minibatch without a label has no gradient: 0.
-    """
+    """Factor on each rank's summed loss: ranks / labels of all ranks in the minibatch; 0 without a label."""
     return world_size / total_label_tokens if total_label_tokens else 0.0
 
 
 def token_loss_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, block_logits: int = _BLOCK_LOGITS
 ) -> Tensor:
-    """Cross-entropy of `linear(hidden, weight, bias)` against `labels`, summed: a scalar, fp32, differentiable.
+    """Cross-entropy of `linear(hidden, weight, bias)` against `labels`, summed: a scalar, fp32, differentiable once.
 
     Args:
         hidden: [..., width], the model's last hidden states.
@@ -48,7 +43,7 @@ def token_loss_sum(
         bias: [vocab] or None.
         block_logits: most logits that exist at once.
 
-    Without any label the loss is 0 and gradients are zeros, not None. Does not support a second derivative.
+    Without any label the loss is 0 and gradients are zeros, not None.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     targets = labels.reshape(-1)
@@ -110,15 +105,11 @@ def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
 
 
 def use_document_loss(model: Any) -> Any:
-    """Make `model(labels=..., ...)` return the summed loss instead of logits; returns the model.
+    """Makes `model(labels=..., ...)` return the summed loss of shifted labels instead of logits; returns the model.
 
-    Args:
-        model: a transformers causal LM: a base model and one linear head. Its class, parameter names and calls without
-            labels stay as they are. Call it before `fully_shard`, so that head and loss run inside the root's forward,
-            where the head's weight is gathered.
-
-    Labels must be shifted (see `odc.experiments.data.packing`). Raises UnsupportedError for a model that changes its
-    logits after the head, or whose head is not one linear layer.
+    `model` is a transformers causal LM; calls without labels stay as they are. Call it before `fully_shard`, so that
+    head and loss run inside the root's forward, where the head's weight is gathered. Raises UnsupportedError for a
+    model that changes its logits after the head, or whose head is not one linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):

@@ -1,7 +1,6 @@
 """The model to train: a Hugging Face causal LM, from a checkpoint's weights or from a config and a seed.
 
-Chose transformers' own classes over a model of ours: what is trained loads everywhere. Every rank builds the whole
-model in memory before it is sharded, the same bits from the same seed; the price is one full copy per rank at first.
+Every rank builds the whole model in memory before it is sharded, the same bits from the same seed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def shipped_config(name: str) -> Path:
-    """Path of a config that comes with odc: `qwen2-tiny` or `qwen2-small`; ConfigError listing them otherwise."""
+    """Path of a config that comes with odc; ConfigError listing them otherwise."""
     folder = Path(__file__).parent / "configs"
     path = folder / f"{name}.json"
     if not path.is_file():
@@ -35,11 +34,10 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
         source: a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
         vocab_size: ids the tokenizer has. A model without weights is built with exactly so many; a checkpoint must have
             at least so many.
-        dtype: dtype of the parameters. Random weights are drawn in fp32 and rounded, so that dtypes differ by
-            rounding only.
-        seed: of the random weights. The global random state is left as it was.
+        dtype: dtype of the parameters. Random weights are drawn in fp32 and rounded.
+        seed: seeds the random weights; the global random state is left as it was.
 
-    Raises ConfigError when `source` is neither, names an unknown architecture or has too small a vocabulary, and when
+    Raises ConfigError if `source` is neither, names an unknown architecture or has too small a vocabulary, or if
     `transformers` is missing.
     """
     path, weights = _config_path(source)

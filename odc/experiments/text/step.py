@@ -1,52 +1,70 @@
-"""One optimizer step: plan, run the microbatches, agree on the loss, update.
+"""One optimizer step of a causal language model: plan, run the microbatches, agree on the loss, update.
 
-Chose to let every rank make the same plan from the same lengths, so that all know who computes what (or, under a
-dynamic arm, what lies in the queue) and how many label tokens the minibatch has, without a word between them. Ranks
-meet for the loss once a step, after the window; that meeting also tells every rank how many microbatches each computed,
-and of a loss that is not finite, before any of them has updated. It costs one all-gather of 16 bytes a rank.
+Every rank makes the same plan from the same lengths, so all know who computes what (or, under a dynamic arm, what lies
+in the queue) and how many label tokens the minibatch has, without communication. Ranks meet for the loss once a step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
-from odc.arms import Arm
-from odc.balance import Cost, Plan, queue_of
+from odc.arms import arm_named
+from odc.balance import Plan, cost_from_config, queue_of
 from odc.errors import AbandonedMinibatchError
-from odc.experiments.arms import run_minibatch, run_queue
+from odc.experiments.arms import run_minibatch, run_queue, shard_model
 from odc.experiments.config import JobConfig
-from odc.experiments.data.dataset import Dataset
+from odc.experiments.data.dataset import MinibatchSampler, load_dataset
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import Microbatch, pack, padded_dummy
 from odc.experiments.device import out_of_memory, settle
-from odc.experiments.finish import agree, update
+from odc.experiments.preflight import model_source
+from odc.experiments.progress import Progress
 from odc.experiments.results import SkippedStep, StepRecord
-from odc.experiments.schedule import learning_rate
-from odc.experiments.text.loss import loss_scale
+from odc.experiments.text.export import export
+from odc.experiments.text.loss import loss_scale, use_document_loss
+from odc.experiments.text.model import build_model, config_of
+from odc.experiments.update import adamw, agree, set_rate, update
+from odc.experiments.workload import Trainer
+from odc.fsdp.blocks import blocks_of
 from odc.trace import OPTIMIZER, recorder
 
 NS = 1e-9
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A minibatch before it runs.
+class TextStep(StepRecord):
+    """One optimizer step. Bubbles are predicted by the planner's cost model, of the plan and of the best possible plan.
 
-    Attributes:
-        plan: of all ranks.
-        mine: this rank's microbatches.
-        costs: predicted, of each; dummies have none.
-        scale: of the summed losses.
+    Args:
+        lr: learning rate of the update.
+        counts: microbatches that each rank ran, dummies included; `dummies` says how many of them were dummies.
+        retried: why a rank gave the minibatch up the first time; it was then run in smaller microbatches.
     """
+
+    lr: float
+    counts: list[int]
+    dummies: int
+    plan_bubble: float
+    bound_bubble: float
+    retried: str | None = None
+
+
+@dataclass(frozen=True)
+class _PlannedMinibatch:
+    """This rank's microbatches of a planned minibatch, their predicted costs (none for dummies), and the loss scale."""
 
     plan: Plan
     mine: list[Microbatch]
@@ -54,41 +72,64 @@ class _Prepared:
     scale: float
 
 
-@dataclass
-class Step:
-    """What all steps of a job share; `run` does one. On every rank, on its training thread.
+class TextTrainer(Trainer):
+    """One rank of a fine-tuning job."""
 
-    Args:
-        config: the job's.
-        arm: balancing and transport.
-        model: sharded by the arm; called with labels it returns the summed loss.
-        optimizer: over the model's parameters.
-        dataset: what sample indices point to.
-        cost: the planner's cost model.
-        device: where the model is.
-        computed: microbatches that this rank ran in its last step.
-    """
+    def __init__(self, config: JobConfig, progress: Progress, device: torch.device) -> None:
+        self.config, self.progress, self.device, self.arm = config, progress, device, arm_named(config.arm)
+        self.dataset = load_dataset(config, progress)
+        self.sampler = MinibatchSampler(len(self.dataset.documents), config.minibatch_size, config.seed)
+        self.computed = 0  # microbatches that this rank ran in its last step
 
-    config: JobConfig
-    arm: Arm
-    model: Any
-    optimizer: Optimizer
-    dataset: Dataset
-    cost: Cost
-    device: torch.device
-    computed: int = 0
+    def build(self) -> None:
+        """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm, and moved whole.
 
-    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord | SkippedStep:
+        Parameters are fp32; under "bf16" compute is in bf16 and gradients are reduced in fp32. Units are the model's
+        blocks and, as one more, everything else.
+        """
+        config, vocab = self.config, self.dataset.tokenizer.vocab_size
+        source = model_source(config.model)
+        model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
+        use_document_loss(model)
+        model.to(self.device)
+        blocks = blocks_of(model)
+        if config.activation_checkpointing:
+            for block in blocks:
+                _recompute(block)
+        options: dict[str, Any] = {}
+        if config.precision == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard_model(self.arm, model, blocks, config.settings(), self.device.type, config.per_node, **options)
+        self.model, self.optimizer = model, adamw(model.parameters(), config)
+        fields = config_of(source) | {"vocab_size": vocab}
+        self.cost = cost_from_config(fields, checkpointing=config.activation_checkpointing)
+
+    def state(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+
+    def finish(self) -> None:
+        if self.config.export is not None:
+            self.progress.phase(f"exporting to {self.config.export}")
+            export(Path(self.config.export), self.model, self.dataset.tokenizer)
+
+    def step(self, number: int, between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
+        record = self.run(number, next(self.sampler), between)
+        if isinstance(record, TextStep) and record.retried is not None:
+            self.progress.note(f"step {record.step} was run again in smaller microbatches: {record.retried}")
+        return record
+
+    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        `between` is called between the first and the second microbatch of this rank, if it runs two. Where a rank runs
-        out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller microbatches, and then
-        skip it. Raises `NonFiniteLossError` on every rank, before the update, when a loss or the gradient norm is NaN
-        or infinite.
+        If a rank runs out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller
+        microbatches, and then skip it.
         """
         start = recorder().now()
         documents = [self.dataset.documents[i] for i in samples]
-        rate = self._set_rate(step)
+        rate = set_rate(self.optimizer, self.config, step)
         prepared = self._prepare(documents, self.config.max_tokens)
         with recorder().window(step + 1):
             attempt = self._attempt_twice(step, documents, prepared, between)
@@ -96,11 +137,12 @@ class Step:
             return SkippedStep(step + 1, f"rank {attempt.culprit}: {attempt.reason}")
         plan, loss_sum, retried = attempt
         label_tokens = sum(document.label_tokens for document in documents)
-        total, counts = agree(step, loss_sum, self.computed)
+        total, computed = agree(f"step {step + 1}", loss_sum, self.computed)
         with recorder().span(OPTIMIZER):
-            norm = update(step, self.model.parameters(), self.optimizer, self.config.clip)
+            norm = update(f"step {step + 1}", self.model.parameters(), self.optimizer, self.config.clip)
             settle(self.device)
-        return StepRecord(
+        counts = [int(count) for (count,) in computed]
+        return TextStep(
             step=step + 1,
             loss=total / max(1, label_tokens),
             norm=norm,
@@ -116,7 +158,7 @@ class Step:
             retried=retried,
         )
 
-    def _prepare(self, documents: list[Document], max_tokens: int) -> _Prepared:
+    def _prepare(self, documents: list[Document], max_tokens: int) -> _PlannedMinibatch:
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed)
         loads = self.arm.loads(plan, rank)
@@ -124,10 +166,10 @@ class Step:
         if not self.arm.dynamic:
             mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
         scale = loss_scale(world, sum(document.label_tokens for document in documents))
-        return _Prepared(plan, mine, [cost for _, cost in loads], scale)
+        return _PlannedMinibatch(plan, mine, [cost for _, cost in loads], scale)
 
     def _attempt_twice(
-        self, step: int, documents: list[Document], first: _Prepared, between: Callable[[], None] | None
+        self, step: int, documents: list[Document], first: _PlannedMinibatch, between: Callable[[], None] | None
     ) -> tuple[Plan, float, str | None] | AbandonedMinibatchError:
         """(plan, this rank's summed loss, why it was retried), or the second error; the same outcome on every rank."""
         try:
@@ -140,7 +182,7 @@ class Step:
         except AbandonedMinibatchError as error:
             return error.with_traceback(None)  # frames would keep the activations of the failed microbatch
 
-    def _minibatch(self, step: int, prepared: _Prepared, between: Callable[[], None] | None) -> float:
+    def _minibatch(self, step: int, prepared: _PlannedMinibatch, between: Callable[[], None] | None) -> float:
         """Runs this rank's microbatches, or under a dynamic arm what it claims of everybody's; returns its loss."""
         mine, scale = prepared.mine, prepared.scale
         losses: list[float] = []
@@ -183,9 +225,7 @@ class Step:
         if factor > 1:
             time.sleep((factor - 1) * computed_s)
 
-    def _set_rate(self, step: int) -> float:
-        config = self.config
-        rate = learning_rate(step, steps=config.steps, peak=config.lr, warmup=config.warmup, floor=config.min_lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+
+def _recompute(block: nn.Module) -> None:
+    """Runs the block's forward again in backward. Its name, hooks and parameter names stay as they are."""
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

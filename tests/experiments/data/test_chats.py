@@ -11,8 +11,8 @@ import pytest
 from support.tiny_job import CONFIG, run_here, tiny_job
 
 from odc.experiments.config import JobConfig
-from odc.experiments.job import prepare
 from odc.experiments.results import JobResult
+from odc.experiments.text.workload import TextWorkload
 
 Pools = Callable[[int], Any]
 
@@ -50,7 +50,7 @@ def test_a_job_trains_on_chats_alone(ranks: Pools, tmp_path: Path) -> None:
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     folder = str(model_folder(tmp_path / "model"))
     config = tiny_job(tmp_path, model=folder, tokenizer="auto", data=str(data), minibatch_size=len(chats), steps=2)
-    prepare(config)
+    TextWorkload(config).prepare()
     first, second = ranks(2).run(run_job, config)[0].steps
     answered = sum(len(answer.split()) + 1 for answer in ANSWERS)  # with the mark that ends it
     assert first.label_tokens == second.label_tokens == answered

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import DataError
-from odc.experiments.data.sampling import MinibatchSampler
+from odc.experiments.data.dataset import MinibatchSampler
 
 
 def flat(sampler: MinibatchSampler, count: int) -> list[int]:

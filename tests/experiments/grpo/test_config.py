@@ -6,7 +6,7 @@ import pytest
 
 from odc.errors import ConfigError
 from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.tasks import UpperHalf
+from odc.experiments.grpo.samples import UpperHalf
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from support.tiny_multimodal import CONFIG, CORPUS
 from odc.errors import DataError
 from odc.experiments.multimodal.corpus import TASKS, write_corpus
 from odc.experiments.multimodal.examples import Media, Text, read_examples
+from odc.experiments.multimodal.inputs import decode, rows
 from odc.experiments.multimodal.media import audio_frames, image_grid, log_mel, patches
-from odc.experiments.multimodal.passes import decode, rows
 
 GEOMETRY = CONFIG.geometry
 

@@ -17,16 +17,17 @@ from support.tiny_job import tiny_job
 from odc.experiments import job
 from odc.experiments.config import JobConfig
 from odc.experiments.launch import JobFailedError, launch
-from odc.experiments.text.step import Step
+from odc.experiments.text.step import TextTrainer
+from odc.experiments.text.workload import TextWorkload
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
 
 def _breaking(config: JobConfig, what: Callable[[], None]) -> None:
     """The job, but rank 1 does `what` in its first forward of step 2."""
-    plain = Step._minibatch
+    plain = TextTrainer._minibatch
 
-    def minibatch(self: Step, *args: Any) -> float:
+    def minibatch(self: TextTrainer, *args: Any) -> float:
         losses = self.model.forward
         steps.append(1)
 
@@ -42,8 +43,8 @@ def _breaking(config: JobConfig, what: Callable[[], None]) -> None:
             self.model.forward = losses
 
     steps: list[int] = []
-    Step._minibatch = minibatch  # type: ignore[method-assign]
-    job.run_rank(config)
+    TextTrainer._minibatch = minibatch  # type: ignore[method-assign]
+    job.run_rank(TextWorkload(config))
 
 
 def _raises(config: JobConfig) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.tiny_job import tiny_job
+from support.tiny_job import rank_job, tiny_job
 
 from odc.experiments.config import JobConfig
 from odc.experiments.device import out_of_memory
-from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult
-from odc.experiments.text.rank import RankJob
+from odc.experiments.text.step import TextStep
 from odc.fsdp import shutdown
 
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -26,15 +25,17 @@ Pools = Callable[[int], Any]
 BAD_STEP = 1  # from 0
 
 
-def short_of_memory(rank: int, world: int, config: JobConfig, fits: int | None) -> tuple[JobResult, list[float]]:
+def short_of_memory(
+    rank: int, world: int, config: JobConfig, fits: int | None
+) -> tuple[JobResult[TextStep], list[float]]:
     """The job with a rank 1 whose backward fails in step `BAD_STEP` wherever a microbatch has over `fits` tokens.
 
     None: over half of what the job allows, if the longest document is no longer. Also returns the sum of all
     parameters after each step.
     """
-    job = RankJob(config, Progress(config.steps, shown=False))
+    job = rank_job(config)
     sums: list[float] = []
-    run = job.step.run
+    run = job.trainer.run
 
     limit = 0
 
@@ -47,20 +48,20 @@ def short_of_memory(rank: int, world: int, config: JobConfig, fits: int | None) 
 
     def noted(*args: Any) -> Any:
         nonlocal limit
-        longest = max(len(job.dataset.documents[i]) for i in args[1])
+        longest = max(len(job.trainer.dataset.documents[i]) for i in args[1])
         limit = max(config.max_tokens // 2, longest) if fits is None else fits
         record = run(*args)
-        sums.append(sum(float(p.full_tensor().double().sum()) for p in job.model.parameters()))
+        sums.append(sum(float(p.full_tensor().double().sum()) for p in job.trainer.model.parameters()))
         return record
 
-    blocks = [m for m in job.model.modules() if type(m).__name__.endswith("DecoderLayer")]
-    job.model.register_forward_pre_hook(lambda m, a, k: taken.update(k), with_kwargs=True)
+    blocks = [m for m in job.trainer.model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    job.trainer.model.register_forward_pre_hook(lambda m, a, k: taken.update(k), with_kwargs=True)
     taken: dict[str, Any] = {}
     blocks[0].register_forward_hook(
         lambda m, a, k, output: fail(m, a, taken, output if isinstance(output, torch.Tensor) else output[0]),
         with_kwargs=True,
     )
-    job.step.run = noted  # type: ignore[method-assign]
+    job.trainer.run = noted
     result = job.run()
     dist.barrier()
     shutdown()

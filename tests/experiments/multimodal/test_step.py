@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.tiny_multimodal import run_here, tiny_job, write_examples
+from support.tiny_multimodal import rank_job, run_here, tiny_job, write_examples
 
-from odc.experiments.data.sampling import MinibatchSampler
+from odc.experiments.data.dataset import MinibatchSampler
 from odc.experiments.multimodal.config import TRANSPORTS, MultimodalConfig
-from odc.experiments.multimodal.examples import read_examples
-from odc.experiments.multimodal.minibatch import deal
+from odc.experiments.multimodal.examples import deal, read_examples
 from odc.experiments.multimodal.model import load_config
 from odc.experiments.multimodal.plan import BALANCES
-from odc.experiments.multimodal.rank import MultimodalRank
-from odc.experiments.multimodal.results import MultimodalResult
-from odc.experiments.progress import Progress
+from odc.experiments.multimodal.step import MultimodalResult
 from odc.fsdp import shutdown
 
 Pools = Callable[[int], Any]
@@ -64,17 +62,16 @@ def _check_all_gather(results: dict[str, list[MultimodalResult]]) -> None:
 
 def gradients(rank: int, world: int, config: MultimodalConfig) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
     """Whole gradients of the first step, and for each rank's step the phases that it ran."""
-    job = MultimodalRank(config, Progress(1, shown=False))
+    job = rank_job(config)
     kept: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:
-        for tower, module in job.towers.items():
+        for tower, module in job.trainer.towers.items():
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
                     kept[f"{tower}.{name}"] = parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
 
-    job.stepper.optimizer.register_step_pre_hook(keep)
-    job.stepper.config = config.job.with_(clip=0.0)
+    job.trainer.optimizer.register_step_pre_hook(keep)
     result = job.run()
     dist.barrier()
     shutdown()
@@ -83,8 +80,8 @@ def gradients(rank: int, world: int, config: MultimodalConfig) -> tuple[dict[str
 
 def reference_gradients(config: MultimodalConfig) -> dict[str, torch.Tensor]:
     """By one backward through everything, every example alone, on plain unsharded towers."""
+    from odc.experiments.multimodal.inputs import decode, encode, labels_of, text_rows
     from odc.experiments.multimodal.model import build_towers
-    from odc.experiments.multimodal.passes import decode, encode, labels_of, text_rows
     from odc.experiments.multimodal.plan import records
 
     model = load_config(config.job.model)
@@ -144,3 +141,27 @@ def test_gradients_are_those_of_every_example_alone(
             letters = "".join(mine)  # type: ignore[arg-type]
             has = {"image": "i" in letters, "audio": "a" in letters, "llm": bool(mine)}
             assert phases[0] == [phase for phase, there in has.items() if there]  # and nothing else was run
+
+
+def trained(rank: int, world: int, config: MultimodalConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the job and its whole parameters at the end."""
+    job = rank_job(config)
+    result: MultimodalResult = job.run()
+    parameters = {name: p.full_tensor().detach().clone() for name, p in job.trainer.model.named_parameters()}
+    dist.barrier()
+    shutdown()
+    return [step.loss for step in result.steps], parameters
+
+
+@pytest.mark.parametrize("arm", TRANSPORTS)
+def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, arm: str) -> None:
+    base = tiny_job(tmp_path, arm=arm, steps=4, warmup=1, reproducible=arm == "odc", save_every=2, output="set below")
+    straight, expected = ranks(2).run(trained, base.with_(output=str(tmp_path / "straight")))[0]
+    first = tmp_path / "straight" / "checkpoints" / "step-00000002"
+    resumed, got = ranks(2).run(trained, base.with_(output=str(tmp_path / "again"), resume=str(first)))[0]
+    assert resumed == straight[2:] and len(straight) == 4
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), name
+    lines = (tmp_path / "straight" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == straight

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from odc.experiments.config import threads_per_rank
-from odc.experiments.group import rank_group
+from odc.experiments.job import rank_group
 from odc.experiments.launch import launch
 
 

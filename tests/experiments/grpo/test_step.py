@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.ranks import RankPool
-from support.small_model import toy, train_each
+from support.small_model import toy, train, train_each
 
 from odc.errors import ConfigError, OdcError
-from odc.experiments.grpo import GrpoConfig, GrpoResult, GrpoStep, job
+from odc.experiments.grpo import GrpoConfig, GrpoResult, GrpoStep, rollout, run, run_rank
 from odc.experiments.grpo.rollout import Rollout, RolloutError
 from odc.fsdp import shutdown
 
@@ -22,7 +22,17 @@ Pools = Callable[[int], RankPool]
 def told(result: GrpoResult) -> list[GrpoStep]:
     """What must agree: all but times and versions."""
     return [
-        GrpoStep(**{**vars(step), "version": None, "rollout_s": 0.0, "train_s": 0.0, "counts": []})
+        GrpoStep(
+            **{
+                **vars(step),
+                "version": None,
+                "rollout_s": 0.0,
+                "train_s": 0.0,
+                "step_s": 0.0,
+                "bubble": None,
+                "counts": [],
+            }
+        )
         for step in result.steps
     ]
 
@@ -56,9 +66,9 @@ def test_the_reward_rises(ranks: Pools, tmp_path: Path) -> None:
 
 
 def train_beside_a_process(rank: int, world: int, config: GrpoConfig) -> GrpoResult:
-    job.Rollout = Rollout  # type: ignore[misc]
+    rollout.Rollout = Rollout  # type: ignore[misc]
     try:
-        return job.train(config)
+        return train(config)
     finally:
         dist.barrier()
         shutdown()
@@ -83,10 +93,10 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
         self._process.kill()
         return collect(self)
 
-    job.Rollout = Rollout  # type: ignore[misc]
+    rollout.Rollout = Rollout  # type: ignore[misc]
     Rollout.collect = killed  # type: ignore[assignment, method-assign]
     try:
-        job.train(config)
+        train(config)
     except RolloutError as error:
         return str(error)
     finally:
@@ -109,10 +119,38 @@ def test_an_error_of_the_rollout_process_is_told(tmp_path: Path) -> None:
     assert issubclass(RolloutError, OdcError)
 
 
-@pytest.mark.parametrize("start", [job.run, job.run_rank])
+@pytest.mark.parametrize("start", [run, run_rank])
 def test_a_file_that_holds_a_run_is_refused_before_ranks_start(start: Callable[..., object], tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
     log.write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=rf"^output: {log} holds the steps of a run already; name a new file$"):
         start(toy(tmp_path, output=str(log)))
     assert log.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, lag: int) -> None:
+    """With a lag, the checkpoint holds the samples that older weights have drawn for the next step."""
+    folder, log = tmp_path / "out", tmp_path / "steps.jsonl"
+    straight = toy(
+        tmp_path, steps=4, lag=lag, minibatches=2, kl=0.05, reproducible=True, folder=str(folder), save_every=2
+    )
+    first = str(folder / "checkpoints" / "step-00000002")
+    resumed = straight.with_(folder=str(tmp_path / "again"), resume=first, output=str(log))
+    for expected, found in ranks(2).run(train_each, [straight, resumed]):
+        assert len(expected.steps) == 4 and told(found) == told(expected)[2:]
+        assert found.checkpoint == str(tmp_path / "again" / "checkpoints" / "step-00000004")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4] and all(0 <= line["bubble"] < 1 for line in lines)
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
+    config = toy(tmp_path, folder=str(tmp_path / "out"))
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "latest").write_text("step-00000001\n")
+    with pytest.raises(ConfigError, match=r"^folder: .* holds a run that left no checkpoint to --resume"):
+        run(config)
+    with pytest.raises(ConfigError, match="resume: no checkpoint in"):
+        run(config.with_(folder=None, resume=str(tmp_path)))
+    with pytest.raises(ConfigError, match="save_every needs a folder"):
+        config.with_(folder=None, save_every=1)

@@ -14,7 +14,8 @@ from support.tiny_multimodal import tiny_job
 
 from odc.cli import main
 from odc.errors import ConfigError
-from odc.experiments.multimodal.compare import CompareConfig
+from odc.experiments.compare import CompareConfig
+from odc.experiments.multimodal.workload import MultimodalWorkload
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
@@ -91,7 +92,7 @@ def _moved(arm: dict[str, Any], key: str) -> float:
 
 
 REFUSED = [
-    (["--arms", "odc/best"], "there is no arm 'odc/best'"),
+    (["--arms", "odc/best"], "odc/full, not 'odc/best'"),
     (["--arms", "odc/full,odc/full"], "arms must be different"),
     (["--per-node", "3"], "per_node must divide"),
     (["--model", "mm-none"], "no shipped multimodal config"),
@@ -117,14 +118,12 @@ def test_data_or_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--demo" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "changes", [{"precision": "bf16"}, {"arm": "odc-equal"}, {"slow": "1:2"}, {"save_every": 1, "output": "x"}]
-)
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"arm": "odc-equal"}, {"slow": "1:2"}, {"export": "x"}])
 def test_what_a_multimodal_job_cannot_do(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         tiny_job(tmp_path, **changes)
 
 
 def test_all_twelve_arms_unless_told_otherwise(tmp_path: Path) -> None:
-    config = CompareConfig(tiny_job(tmp_path, output=str(tmp_path)))
-    assert len(config.arms) == 12 and config.arm("fsdp2/llm-only").name == "fsdp2/llm-only"
+    config = CompareConfig(MultimodalWorkload(tiny_job(tmp_path, output=str(tmp_path))))
+    assert len(config.arms) == 12 and config.workload.with_arm("fsdp2/llm-only").config.name == "fsdp2/llm-only"

@@ -1,13 +1,15 @@
-"""One rank's passes: its items as tensors through a tower, and back.
+"""Examples as tensors: what a rank decodes of a minibatch, what a tower takes of it, and the labels.
 
-Chose one forward for all of a rank's items of a phase, as OrchMLLM does: images packed end to end, clips padded to the
-longest, sequences packed end to end. Memory is bounded by what a rank is dealt, not by a cap.
+One forward takes all of a rank's items of a phase: images packed end to end, clips padded to the longest, sequences
+packed end to end. Memory is bounded by what a rank is dealt, not by a cap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +17,17 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from odc.experiments.data.dataset import MinibatchSampler
 from odc.experiments.data.packing import IGNORED
-from odc.experiments.multimodal.examples import Example, Media, Modality, Text
+from odc.experiments.multimodal.examples import MODALITIES, Example, ExampleBatch, Media, Modality, Text, deal
 from odc.experiments.multimodal.media import log_mel, patches
-from odc.experiments.multimodal.model import Geometry
+from odc.experiments.multimodal.model import TowerGeometry
+from odc.experiments.multimodal.plan import Planning
+
+_NOWHERE = Path()
 
 
-def decode(media: Media, geometry: Geometry) -> Tensor:
+def decode(media: Media, geometry: TowerGeometry) -> Tensor:
     """What an encoder takes of one file: patches [P, 3 * patch * patch], or a spectrogram [frames, bins]; fp32."""
     if media.modality == "image":
         size = media.size[0], media.size[1]
@@ -29,7 +35,7 @@ def decode(media: Media, geometry: Geometry) -> Tensor:
     return torch.from_numpy(log_mel(media.path, geometry.bins))
 
 
-def empty_input(modality: Modality, geometry: Geometry) -> Tensor:
+def empty_input(modality: Modality, geometry: TowerGeometry) -> Tensor:
     """What `decode` returns, of no item."""
     return torch.zeros(0, 3 * geometry.patch**2 if modality == "image" else geometry.bins)
 
@@ -53,7 +59,7 @@ def encode(tower: nn.Module, inputs: Tensor, media: Sequence[Media]) -> Tensor:
     return features
 
 
-def padded_dummy(modality: Modality, geometry: Geometry) -> tuple[Tensor, list[Media]]:
+def padded_dummy(modality: Modality, geometry: TowerGeometry) -> tuple[Tensor, list[Media]]:
     """The smallest input a tower takes: for transports whose ranks must all run every module."""
     if modality == "image":
         side = geometry.merge
@@ -84,4 +90,45 @@ def labels_of(texts: Tensor, order: Tensor, lengths: Sequence[int]) -> Tensor:
     return pad(targets[1:], (0, 1), value=IGNORED)
 
 
-_NOWHERE = Path()
+@dataclass(frozen=True)
+class Loaded:
+    """One minibatch with this rank's part of it decoded.
+
+    Args:
+        minibatch: what every rank drew, or under pre-balancing was dealt.
+        inputs: of each modality the decoded items of this rank, end to end.
+        texts: `text_rows` of this rank's examples, end to end.
+        sampler: state of the sampler after this minibatch was drawn.
+    """
+
+    minibatch: ExampleBatch
+    inputs: Mapping[Modality, Tensor]
+    texts: Tensor
+    sampler: dict[str, Any]
+
+
+def loaded_minibatches(
+    examples: Sequence[Example],
+    geometry: TowerGeometry,
+    sampler: MinibatchSampler,
+    planning: Planning,
+    rank: int,
+    ranks: int,
+    steps: int,
+) -> Iterator[Loaded]:
+    """`steps` minibatches, with the part of `rank` of `ranks` decoded. Waits for nobody.
+
+    `odc.dispatch.loader` calls it on its thread and plans each one ahead. A rank decodes what it drew and nothing else.
+    Raises DataError naming a file that cannot be decoded.
+    """
+    for _ in range(steps):
+        chosen = [examples[i] for i in next(sampler)]
+        drawn = sampler.state_dict()
+        minibatch = planning.dealt(deal(chosen, ranks))
+        mine = minibatch.drawn[rank]
+        inputs: dict[Modality, Tensor] = {}
+        for modality in MODALITIES:
+            decoded = [decode(item, geometry) for example in mine for item in example.media(modality)]
+            inputs[modality] = torch.cat([empty_input(modality, geometry), *decoded])
+        texts = torch.cat([torch.zeros(0, 2, dtype=torch.int32), *(text_rows(example) for example in mine)])
+        yield Loaded(minibatch, inputs, texts, drawn)

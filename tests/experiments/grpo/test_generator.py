@@ -7,8 +7,8 @@ import torch
 from support.small_model import toy
 
 from odc.errors import ConfigError
-from odc.experiments.grpo.generate import Generator
 from odc.experiments.grpo.samples import Sample, batch_of, token_log_probs
+from odc.experiments.grpo.worker import Generator
 from odc.experiments.text.model import build_model
 
 PROMPTS = [[9, 10, 11, 12], [30, 31]]  # of two lengths: the shorter is padded on the left

@@ -1,80 +1,90 @@
-"""From the runs of a multimodal comparison to figures: one dictionary, written as JSON and printed as one table.
+"""The figures of a multimodal comparison that no other has: where each phase's time went, and its table.
 
-Chose the rules of `odc compare`: of every step the median over repeats first, then median, min and max over steps.
-docs/multimodal.md says what every key means.
+Every pass of a step is marked as a microbatch (`odc.experiments.multimodal.step.PASSES`): a piece of a rank's time
+belongs to the phase whose pass it lies in. Between passes lie the exchange and the end of the minibatch.
+docs/multimodal.md describes every key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError
-from odc.experiments.machine import machine, versions
-from odc.experiments.multimodal.compare import CompareConfig, Run
-from odc.experiments.multimodal.minibatch import PHASES, Phase
-from odc.experiments.multimodal.phases import PhaseTime
-from odc.trace import CATEGORIES, Stat
+from odc.experiments.multimodal.examples import PHASES, Phase
+from odc.experiments.multimodal.step import PASSES
+from odc.experiments.results import ArmRun
+from odc.trace import COMPUTE, MICROBATCH, Span, Stat
+from odc.trace.cover import cover, marked_epochs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = "odc-train-mm-1"
 _MIB = float(1 << 20)
+_SECOND = 1e9
 
 
-def report(config: CompareConfig, runs: dict[str, list[Run]], command: Sequence[str]) -> dict[str, Any]:
-    """All figures, JSON-able."""
-    first = config.arms[0]
+@dataclass(frozen=True)
+class PhaseTime:
+    """One phase of one step.
+
+    Args:
+        busy_s: by rank, seconds of compute in the phase's passes.
+        spent_s: by rank, seconds from the begin to the end of those passes: busy, and waiting or moving parameters.
+    """
+
+    busy_s: dict[int, float]
+    spent_s: dict[int, float]
+
+    @property
+    def bubble(self) -> float:
+        """1 - mean over ranks of busy / the longest rank's time in the phase; 0 where no rank ran it.
+
+        What is lost if ranks meet at the phase's end. Under FSDP2, where they meet in it, that is what was lost.
+        """
+        longest = max(self.spent_s.values())
+        return 1.0 - fmean(self.busy_s.values()) / longest if longest else 0.0
+
+
+def phase_times(spans_by_rank: Mapping[int, Sequence[Span]], epoch: int) -> dict[Phase, PhaseTime]:
+    """Seconds in each phase of one step (`epoch`, from 1), from the spans of all ranks."""
+    mine = {rank: [span for span in spans if span.epoch == epoch] for rank, spans in spans_by_rank.items()}
+    times = {phase: PhaseTime(dict.fromkeys(mine, 0.0), dict.fromkeys(mine, 0.0)) for phase in PHASES}
+    marked = marked_epochs(mine)
+    for rank, spans in mine.items():
+        for piece in cover(spans, marked):
+            if piece.category == COMPUTE and piece.microbatch >= 0:
+                times[PASSES[piece.microbatch]].busy_s[rank] += (piece.end_ns - piece.start_ns) / _SECOND
+        for span in spans:
+            if span.category == MICROBATCH:
+                times[PASSES[span.microbatch]].spent_s[rank] += (span.end_ns - span.start_ns) / _SECOND
+    return times
+
+
+def figures(runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """An arm's figures; `ArmRun.parts` has the `phase_times` of each counted step."""
+    steps = runs[0].results[0].steps[skip:]
+    results = [result for run in runs for result in run.results]
     return {
-        "schema": SCHEMA,
-        "reference": first,
-        "arms": {arm: _arm(config, own, runs[first][0].losses) for arm, own in runs.items()},
-        "job": config.config.job.to_dict(),
-        "per_node": config.config.per_node,
-        "repeats": config.repeats,
-        "skipped_steps": config.skip,
-        "machine": machine(),
-        "versions": versions(),
-        "seed": config.config.job.seed,
-        "command": list(command),
-    }
-
-
-def _arm(config: CompareConfig, runs: list[Run], reference: list[float]) -> dict[str, Any]:
-    seconds = _over_repeats(runs, lambda run, at: run.measured.steps[at].step_s)
-    steps = runs[0].results[0].steps[config.skip :]
-    gaps = [abs(a - b) for run in runs for a, b in zip(run.losses, reference, strict=True)]
-    return {
-        "step_s": Stat.of(seconds).to_dict(),
         "tokens_per_s": sum(step.tokens for step in steps) / sum(seconds),
         "useful_flops_per_s": sum(step.flops for step in steps) / sum(seconds),
-        "bubble": Stat.of(_over_repeats(runs, lambda run, at: run.measured.steps[at].bubble)).to_dict(),
-        "breakdown": {
-            category: Stat.of(
-                _over_repeats(runs, lambda run, at, name=category: run.measured.steps[at].mean_s(name))  # type: ignore[misc]
-            ).to_dict()
-            for category in CATEGORIES
-        },
-        "phases": {phase: _phase(config, runs, phase) for phase in PHASES},
-        "plan_s": median(step.plan_s for run in runs for result in run.results for step in result.steps),
-        "waited_s": median(s.waited_s for run in runs for result in run.results for s in result.steps[config.skip :]),
-        "loss": {"final": runs[0].losses[-1], "steps": runs[0].losses, "largest_difference": max(gaps)},
-        "peak_bytes": max(result.peak_bytes for run in runs for result in run.results),
-        "baseline_bytes": min(result.baseline_bytes for run in runs for result in run.results),
-        "exchange_bytes": max(result.exchange_bytes for run in runs for result in run.results),
-        "steal": median(known) if (known := [run.steal for run in runs if run.steal is not None]) else None,
+        "phases": {phase: _phase(runs, skip, phase) for phase in PHASES},
+        "plan_s": median(step.plan_s for result in results for step in result.steps),
+        "waited_s": median(step.waited_s for result in results for step in result.steps[skip:]),
+        "exchange_bytes": max(result.exchange_bytes for result in results),
         "runs": [[step.step_s for step in run.measured.steps] for run in runs],
     }
 
 
-def _phase(config: CompareConfig, runs: list[Run], phase: Phase) -> dict[str, Any]:
-    def over(figure: Callable[[PhaseTime], float]) -> dict[str, float]:
-        return Stat.of(_over_repeats(runs, lambda run, at: figure(run.phases[at][phase]))).to_dict()
+def _phase(runs: Sequence[ArmRun], skip: int, phase: Phase) -> dict[str, Any]:
+    steps = len(runs[0].parts)
 
-    counts = [step.phases[phase] for result in runs[0].results for step in result.steps[config.skip :]]
-    steps = len(runs[0].measured.steps)
+    def over(figure: Callable[[PhaseTime], float]) -> dict[str, float]:
+        return Stat.of(median(figure(run.parts[at][phase]) for run in runs) for at in range(steps)).to_dict()
+
+    counts = [step.phases[phase] for result in runs[0].results for step in result.steps[skip:]]
     real, computed = sum(count.real for count in counts), sum(count.computed for count in counts)
     return {
         "busy_s": over(lambda time: fmean(time.busy_s.values())),
@@ -85,11 +95,6 @@ def _phase(config: CompareConfig, runs: list[Run], phase: Phase) -> dict[str, An
         "bytes_within_nodes": sum(count.near for count in counts) / steps,
         "bytes_across_nodes": sum(count.far for count in counts) / steps,
     }
-
-
-def _over_repeats(runs: list[Run], figure: Callable[[Run, int], float]) -> list[float]:
-    """Of every counted step, the median over repeats."""
-    return [median(figure(run, at) for run in runs) for at in range(len(runs[0].measured.steps))]
 
 
 def table(figures: dict[str, Any]) -> Table:

@@ -1,8 +1,6 @@
 """Writes a sharded model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-Chose transformers' own `save_pretrained` on rank 0 with the gathered weights over a writer of our own: tied weights,
-shard files and the index come out as everybody expects them. The cost is one full copy of the weights in rank 0's
-memory, in the parameters' own dtype.
+Rank 0 gathers one full copy of the weights, in the parameters' own dtype, and calls transformers' `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -23,12 +21,11 @@ from odc.experiments.data.tokenizer import Tokenizer
 
 
 def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> None:
-    """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`.
+    """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
-    Every rank calls it, outside a minibatch; it meets the other ranks. The folder, which must be empty or missing,
-    appears as a whole once complete.
-    Its config ends texts with the tokenizer's end-of-text token, unless it already knows that token as an end.
-    Raises `CheckpointError` on every rank when the disk or transformers refuses.
+    Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Its config
+    ends texts with the tokenizer's end-of-text token, unless it already knows that token as an end. Raises
+    `CheckpointError` on every rank if the disk or transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     failure: list[str | None] = [None]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from odc.experiments.schedule import learning_rate
+from odc.experiments.update import learning_rate
 
 
 def _rates(steps: int, warmup: int) -> list[float]:

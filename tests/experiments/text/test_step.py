@@ -19,31 +19,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import RanksFailed
-from support.tiny_job import CONFIG, run_here, tiny_job
+from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
 
 from odc.arms import ARM_NAMES, ARMS, ArmName
 from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.experiments.config import JobConfig
-from odc.experiments.job import prepare, run
-from odc.experiments.progress import Progress
-from odc.experiments.results import JobResult, StepRecord
-from odc.experiments.text.rank import RankJob
-from odc.experiments.text.step import Step
+from odc.experiments.job import run as run_workload
+from odc.experiments.results import JobResult, SkippedStep
+from odc.experiments.text.step import TextStep, TextTrainer
+from odc.experiments.text.workload import TextWorkload
 from odc.fsdp import shutdown
 from odc.trace import recorder
 
 Pools = Callable[[int], Any]
 
 
-def run_job(rank: int, world: int, config: JobConfig) -> JobResult:
+def prepare(config: JobConfig) -> None:
+    TextWorkload(config).prepare()
+
+
+def run(config: JobConfig) -> list[JobResult[TextStep]]:
+    return run_workload(TextWorkload(config))
+
+
+def run_job(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
     return run_here(config)
 
 
 def trained_parameters(rank: int, world: int, config: JobConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the job and its whole parameters at the end."""
-    job = RankJob(config, Progress(config.steps, shown=False))
+    job = rank_job(config)
     result = job.run()
-    parameters = {name: p.full_tensor().detach().clone() for name, p in job.model.named_parameters()}
+    parameters = {name: p.full_tensor().detach().clone() for name, p in job.trainer.model.named_parameters()}
     dist.barrier()
     shutdown()
     return [step.loss for step in result.steps], parameters
@@ -99,11 +106,11 @@ def under_naps(rank: int, world: int, config: JobConfig, seeds: list[int]) -> li
     """(losses, norms, counts and digest of the parameters) of the same job, each time with other naps."""
     found = []
     for seed in seeds:
-        job = RankJob(config, Progress(config.steps, shown=False))
-        job.model.register_forward_pre_hook(nap(f"{seed} {rank}", 0.03 if rank == seed % world else 0.003))
+        job = rank_job(config)
+        job.trainer.model.register_forward_pre_hook(nap(f"{seed} {rank}", 0.03 if rank == seed % world else 0.003))
         steps = job.run().steps
         digest = hashlib.sha256()
-        for parameter in job.model.parameters():
+        for parameter in job.trainer.model.parameters():
             digest.update(parameter.full_tensor().detach().numpy().tobytes())
         dist.barrier()
         shutdown()
@@ -126,16 +133,16 @@ def test_a_queue_gives_the_same_bits_whoever_computes_what(ranks: Pools, tmp_pat
 
 def slowed(rank: int, world: int, config: JobConfig) -> tuple[list[list[int]], float]:
     """Microbatches by step and rank; and seconds asleep for each second of processor time of microbatches."""
-    job, slept, used = RankJob(config, Progress(config.steps, shown=False)), list[float](), list[float]()
-    slow_down = Step._slow_down
+    job, slept, used = rank_job(config), list[float](), list[float]()
+    slow_down = TextTrainer._slow_down
 
-    def measured(self: Step, computed_s: float) -> None:
+    def measured(self: TextTrainer, computed_s: float) -> None:
         began = time.monotonic()
         slow_down(self, computed_s)
         slept.append(time.monotonic() - began)
         used.append(computed_s)
 
-    with mock.patch.object(Step, "_slow_down", measured):
+    with mock.patch.object(TextTrainer, "_slow_down", measured):
         steps = job.run().steps
     dist.barrier()
     shutdown()
@@ -150,7 +157,7 @@ def test_a_slow_rank_sleeps_in_proportion_and_computes_less(ranks: Pools, tmp_pa
     assert sum(by_rank[1] for by_rank in counts) < sum(by_rank[0] for by_rank in counts)
 
 
-def run_with_little_room(rank: int, world: int, config: JobConfig) -> JobResult:
+def run_with_little_room(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
     """Rank 0 keeps five spans, which no step fits into."""
     mine = recorder()
     whole = mine._spans
@@ -218,10 +225,10 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
         run(tiny_job(tmp_path, output=str(tmp_path / "out")))
 
 
-class Spoiled(Step):
+class Spoiled(TextTrainer):
     """From step 2 (counted from 0) on, rank 1's summed loss is NaN though its gradients are fine."""
 
-    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> StepRecord:
+    def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
         self.now = step
         return super().run(step, samples, between)
 
@@ -232,11 +239,11 @@ class Spoiled(Step):
 
 def poisoned(rank: int, world: int, config: JobConfig) -> tuple[str, int]:
     """The error of a job whose third step has a NaN loss on rank 1, and how often its optimizer stepped."""
-    job = RankJob(config, Progress(config.steps, shown=False))
-    job.step = Spoiled(**vars(job.step))
+    job = rank_job(config)
+    job.trainer.__class__ = Spoiled
     with pytest.raises(NonFiniteLossError) as caught:
         job.run()
-    steps = {int(state["step"]) for state in job.optimizer.state.values()}
+    steps = {int(state["step"]) for state in job.trainer.optimizer.state.values()}
     assert len(steps) == 1, steps
     return str(caught.value), steps.pop()
 
@@ -249,13 +256,13 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(ranks: Poo
 
 def exploding(rank: int, world: int, config: JobConfig) -> tuple[str, bool]:
     """A head scaled by infinity gives infinite logits: a loss that is NaN on every rank; weights stay as they are."""
-    job = RankJob(config, Progress(config.steps, shown=False))
+    job = rank_job(config)
     with torch.no_grad():
-        job.model.model.norm.weight.fill_(math.inf)
-    before = [p.to_local().clone() for p in job.model.parameters()]
+        job.trainer.model.model.norm.weight.fill_(math.inf)
+    before = [p.to_local().clone() for p in job.trainer.model.parameters()]
     with pytest.raises(NonFiniteLossError) as caught:
         job.run()
-    same = all(torch.equal(a, p.to_local()) for a, p in zip(before, job.model.parameters(), strict=True))
+    same = all(torch.equal(a, p.to_local()) for a, p in zip(before, job.trainer.model.parameters(), strict=True))
     return str(caught.value), same
 
 

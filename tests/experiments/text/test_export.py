@@ -12,8 +12,8 @@ from odc.experiments.checkpoint import CheckpointError
 from odc.experiments.data.bpe import BpeTokenizer, cached_bpe
 from odc.experiments.data.sources import RawDocument
 from odc.experiments.data.tokenizer import load_tokenizer
-from odc.experiments.export import export
 from odc.experiments.launch import launch
+from odc.experiments.text.export import export
 
 TEXT = "def g(x1234): # naïve ☕ don't <|endoftext|>\r\n  \t y"
 

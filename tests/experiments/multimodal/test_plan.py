@@ -7,8 +7,8 @@ import torch
 from support.tiny_multimodal import CONFIG
 from torch.utils.flop_counter import FlopCounterMode
 
-from odc.experiments.multimodal.flops import phase_costs
 from odc.experiments.multimodal.model import build_towers, load_config
+from odc.experiments.multimodal.plan import phase_costs
 
 COSTS = phase_costs(CONFIG)
 TOWERS = build_towers(CONFIG, seed=0)

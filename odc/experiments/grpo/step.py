@@ -1,0 +1,228 @@
+"""One rank of a GRPO job, and its step: samples from the rollout, then optimizer steps on them.
+
+Every rank knows all samples of a step (token ids and numbers, a few hundred bytes each), so all make the same plan
+without communication and any rank can compute any sample.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from odc.arms import arm_named
+from odc.balance import Plan, cost_from_config
+from odc.experiments.arms import run_minibatch, shard_model
+from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.grpo.objective import kl_estimate, objective_named
+from odc.experiments.grpo.plans import verl_plan
+from odc.experiments.grpo.rollout import SampleFeed
+from odc.experiments.grpo.samples import Sample, SampleBatch, Task, UpperHalf, batch_of, token_log_probs
+from odc.experiments.preflight import model_source
+from odc.experiments.results import JobResult, StepRecord
+from odc.experiments.text.model import build_model, config_of
+from odc.experiments.update import agree, gather, update
+from odc.experiments.workload import Trainer
+from odc.fsdp.blocks import blocks_of
+from odc.trace import OPTIMIZER, recorder
+
+
+@dataclass(frozen=True)
+class GrpoStep(StepRecord):
+    """One rollout and its updates; samples are responses, label tokens their tokens.
+
+    `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches.
+
+    Args:
+        version: of the weights that generated, as `odc.handover` counts; None where they were sent.
+        reward, response_tokens: means over samples; `longest` is the longest response.
+        kl: the KL estimate per token, 0 without the term.
+        counts: microbatches that each rank ran, dummies included, over the step.
+        rollout_s: seconds that rank 0 waited for the samples.
+        train_s: seconds of the updates, the slowest rank's.
+    """
+
+    version: int | None
+    reward: float
+    response_tokens: float
+    longest: int
+    kl: float
+    counts: list[int]
+    rollout_s: float
+    train_s: float
+
+
+@dataclass(frozen=True)
+class GrpoResult(JobResult[GrpoStep]):
+    """One rank's result; `steps` are the same on all but for seconds. `objective` says whose formulae were used."""
+
+    objective: str = ""
+
+    def summary(self) -> str:
+        if not self.steps:
+            return super().summary()
+        first, last = self.steps[0], self.steps[-1]
+        return (
+            f"step {last.step}: reward {first.reward:.3f} -> {last.reward:.3f}, response {last.response_tokens:.1f} "
+            f"tokens, loss {last.loss:.4f}, kl {last.kl:.4f} ({self.objective}'s objective)"
+        )
+
+
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """Of one optimizer step, the same on every rank: means over response tokens, and the slowest rank's seconds."""
+
+    loss: float
+    kl: float
+    norm: float
+    counts: list[int]
+    seconds: float
+
+
+class GrpoTrainer(Trainer):
+    """One rank of a GRPO job; without a task it learns the toy task."""
+
+    feed: SampleFeed | None = None
+
+    def __init__(self, config: GrpoConfig, task: Task | None) -> None:
+        self.config, self.arm, self.objective = config, arm_named(config.arm), objective_named(config)
+        fields = config_of(model_source(config.model))
+        self.cost = cost_from_config(fields)
+        self.task = task or UpperHalf(fields["vocab_size"], config.prompts, config.prompt_tokens, config.seed)
+        self.done = 0  # optimizer steps
+        self._held: dict[str, Any] | None = None
+
+    def build(self) -> None:
+        config = self.config
+        self.model = build_model(model_source(config.model), dtype=torch.float32, seed=config.seed)
+        shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
+        self.optimizer = AdamW(
+            self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True
+        )
+
+    def state(self) -> dict[str, Any]:
+        assert self.feed is not None
+        return {"samples": self.feed.hold(self.done // self.config.minibatches)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._held = state["samples"]
+
+    def start(self, first: int) -> None:
+        self.done = first * self.config.minibatches
+        self.feed = SampleFeed(self.config, self.task, self.model, first, self._held)
+
+    def close(self) -> None:
+        if self.feed is not None:
+            self.feed.close()
+
+    def result(self, measured: JobResult[Any]) -> GrpoResult:
+        return GrpoResult(**vars(measured), objective=self.objective.name)
+
+    def step(self, number: int, between: Callable[[], None] | None = None) -> GrpoStep:
+        assert self.feed is not None
+        began = time.perf_counter()
+        version, samples = self.feed.samples(number)
+        waited = time.perf_counter() - began
+        outcomes = self._updates(samples, between)
+        lengths = [len(sample.response) for sample in samples]
+        record = GrpoStep(
+            step=number + 1,
+            loss=fmean(outcome.loss for outcome in outcomes),
+            norm=fmean(outcome.norm for outcome in outcomes),
+            samples=len(samples),
+            tokens=sum(len(sample) for sample in samples),
+            label_tokens=sum(lengths),
+            step_s=time.perf_counter() - began,
+            version=version,
+            reward=fmean(sample.reward for sample in samples),
+            response_tokens=fmean(lengths),
+            longest=max(lengths),
+            kl=fmean(outcome.kl for outcome in outcomes),
+            counts=[sum(counts) for counts in zip(*(outcome.counts for outcome in outcomes), strict=True)],
+            rollout_s=waited,
+            train_s=sum(outcome.seconds for outcome in outcomes),
+        )
+        if self.config.show and dist.get_rank() == 0:
+            print(
+                f"odc grpo: step {record.step} of {self.config.steps}: reward {record.reward:.3f}, response "
+                f"{record.response_tokens:.1f} tokens, rollout {waited:.2f} s, training {record.train_s:.2f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return record
+
+    def _updates(self, samples: Sequence[Sample], between: Callable[[], None] | None) -> list[UpdateOutcome]:
+        """The step's optimizer steps: advantages over all samples, prompts dealt to minibatches."""
+        rewards = torch.tensor([sample.reward for sample in samples])
+        advantages = self.objective.advantages(rewards, [sample.group for sample in samples]).tolist()
+        outcomes = []
+        for m in range(self.config.minibatches):
+            chosen = [i for i, sample in enumerate(samples) if sample.group % self.config.minibatches == m]
+            outcomes.append(self.update([samples[i] for i in chosen], [advantages[i] for i in chosen], between))
+        return outcomes
+
+    def plan(self, samples: Sequence[Sample]) -> Plan:
+        lengths, ranks, cap = [len(sample) for sample in samples], self.config.ranks, self.config.max_tokens
+        if self.config.balance == "verl":
+            return verl_plan(lengths, ranks, cap, self.cost)
+        return self.arm.plan(lengths, ranks, cap, self.cost, self.config.seed)
+
+    def update(
+        self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
+    ) -> UpdateOutcome:
+        """One optimizer step on all of `samples`; meets the other ranks.
+
+        Raises `NonFiniteLossError` on every rank, before the update.
+        """
+        rank, plan = dist.get_rank(), self.plan(samples)
+        mine = [
+            batch_of([samples[i] for i in some], [advantages[i] for i in some])
+            for some, _ in self.arm.loads(plan, rank)
+        ]
+        mine += [batch_of([], []) for _ in range(self.arm.counts(plan)[rank] - len(mine))]
+        tokens = sum(len(sample.response) for sample in samples)
+        self.done += 1
+        name, begin = f"update {self.done}", time.perf_counter()
+        with recorder().window(self.done):
+            loss_sum, divergence = self._minibatch(mine, tokens, between)
+        loss, rows = agree(name, loss_sum, divergence, len(mine))
+        with recorder().span(OPTIMIZER):
+            norm = update(name, self.model.parameters(), self.optimizer, self.config.clip)
+        seconds = max(row[0] for row in gather([time.perf_counter() - begin]))
+        kl, counts = math.fsum(row[0] for row in rows) / tokens, [int(row[1]) for row in rows]
+        return UpdateOutcome(loss / dist.get_world_size(), kl, norm, counts, seconds)
+
+    def _minibatch(
+        self, mine: list[SampleBatch], tokens: int, between: Callable[[], None] | None
+    ) -> tuple[float, float]:
+        """(scaled loss, summed KL estimate) of this rank's microbatches."""
+        losses, divergences = [0.0], [0.0]
+
+        def backward(m: int) -> None:
+            batch = mine[m]
+            if m == 1 and between is not None:
+                between()
+            with recorder().microbatch(m):
+                logits = self.model(**batch.inputs.model_inputs(labels=False)).logits
+                if not len(batch.log_probs):
+                    (0.0 * logits.sum()).backward()  # a dummy: the others are in a collective
+                    return
+                log_probs = token_log_probs(logits, batch.inputs.labels)
+                loss = self.objective.loss(
+                    log_probs, batch.log_probs, batch.reference, batch.advantages, tokens, dist.get_world_size()
+                )
+                loss.backward()
+                losses.append(float(loss.detach()))
+                if batch.reference is not None:
+                    divergences.append(float(kl_estimate(log_probs.detach(), batch.reference).sum()))
+
+        run_minibatch(self.arm, self.model, len(mine), backward)
+        return math.fsum(losses), math.fsum(divergences)

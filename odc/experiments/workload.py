@@ -1,0 +1,156 @@
+"""What a workload supplies to the frame: the checks of a job, one rank's model and data, one step, and its figures.
+
+`odc.experiments.job` runs a `Workload`; `odc.experiments.compare` runs its arms.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from odc.arms import ArmName
+from odc.experiments.progress import Progress
+from odc.experiments.results import ArmRun, JobResult, SkippedStep, StepRecord
+from odc.trace import Breakdown, Span
+
+
+class FrameConfig(Protocol):
+    """The options of a job that the frame reads; `JobConfig` describes them."""
+
+    @property
+    def arm(self) -> ArmName: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def save_every(self) -> int: ...
+    @property
+    def resume(self) -> str | None: ...
+    @property
+    def spans(self) -> str | None: ...
+
+
+class Trainer(ABC):
+    """One rank's model, data and step, on the rank's training thread.
+
+    The constructor reads data and meets no other rank. `model` and `optimizer` are set by `build`; a checkpoint holds
+    both, and `state`.
+    """
+
+    model: Any
+    optimizer: Optimizer
+
+    @abstractmethod
+    def build(self) -> None:
+        """Builds and shards the model, and makes its optimizer."""
+
+    @abstractmethod
+    def step(self, number: int, between: Callable[[], None] | None = None) -> StepRecord | SkippedStep:
+        """Runs step `number`, counted from 0; meets the other ranks.
+
+        `between` is called between this rank's first and second microbatch, if it runs two. Raises
+        `NonFiniteLossError` on every rank, before the update, if a loss or the gradient norm is not finite.
+        """
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint holds: JSON types, the same on every rank. Every rank calls it between two steps."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes what `state` returned; called before `start`."""
+
+    def start(self, first: int) -> None:
+        """Called once before step `first`, the first of this run."""
+        return
+
+    def finish(self) -> None:
+        """Called once after the last step; every rank calls it."""
+        return
+
+    def close(self) -> None:
+        """Called last, also after an error."""
+        return
+
+    def result(self, measured: JobResult[Any]) -> JobResult[Any]:
+        """What this rank brings back, from what the frame measured."""
+        return measured
+
+
+C = TypeVar("C")
+
+
+class Workload(ABC, Generic[C]):
+    """One job. Pickles, so that ranks in other processes run it.
+
+    Args:
+        config: the job's options.
+        job: those that the frame reads.
+        title: shown before the progress.
+        folder: of checkpoints and `steps.jsonl`, or of everything that a comparison writes.
+    """
+
+    schema: ClassVar[str]  # of the figures of a comparison
+    arms: ClassVar[tuple[str, ...]]  # that a comparison may name
+    default_arms: ClassVar[tuple[str, ...]]
+    device = "cpu"
+    shown = True  # whether rank 0 shows progress
+    windows = 1  # minibatches, so marked windows, of one step
+
+    def __init__(self, config: C, job: FrameConfig, title: str, folder: str | None) -> None:
+        self.config, self.job, self.title = config, job, title
+        self.folder = Path(folder) if folder is not None else None
+        self.log = self.folder / "steps.jsonl" if self.folder is not None else None  # gets a line of JSON a step
+        # Whether the job resumes or leaves something behind, which a comparison refuses.
+        self.keeps = job.resume is not None or job.save_every > 0
+
+    def check_arm(self) -> None:
+        """Checks that this machine has what the job's arm needs; reads nothing."""
+        return
+
+    @abstractmethod
+    def check(self) -> None:
+        """Quick checks that need the disk or the machine, before ranks start. Raises `ConfigError`."""
+
+    def prepare(self, title: str = "") -> None:
+        """Runs `check` and reads what the ranks will read, to refuse what cannot work. Raises also `DataError`."""
+        self.check()
+
+    @abstractmethod
+    def trainer(self, progress: Progress, device: torch.device) -> Trainer:
+        """This rank's part."""
+
+    @abstractmethod
+    def with_arm(self, arm: str, title: str = "", spans: str | None = None) -> Self:
+        """The same job under an arm, which writes nothing but spans. Raises `ConfigError` if it cannot run so."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """All options as JSON types."""
+
+    def dissect(self, spans_by_rank: Mapping[int, Sequence[Span]], measured: Breakdown) -> Any:
+        """What a run's figures need of its spans beside the breakdown; kept as `ArmRun.parts`."""
+        return None
+
+    @abstractmethod
+    def figures(self, runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
+        """An arm's further figures; `seconds` has each counted window's median over runs."""
+
+    def facts(self) -> dict[str, Any]:
+        """Further facts of the whole comparison."""
+        return {}
+
+    def picture(self, skip: int) -> dict[str, Any]:
+        """Options of `odc.trace.draw`: by default the last two windows that count."""
+        windows = self.job.steps * self.windows
+        return {"epochs": range(max(skip * self.windows, windows - 2) + 1, windows + 1)}
