@@ -69,7 +69,7 @@ def compare(
 def carry_out(
     config: Any, path: Path, say: Callable[[str], None], tables: Callable[[dict[str, Any], int], list[Any]]
 ) -> None:
-    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables for the console's width."""
+    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables."""
     from rich.console import Console
 
     from odc.experiments.report import compare
