@@ -54,15 +54,16 @@ def compare(
     for name in ("model", "data"):
         if name not in job:
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
+    folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.config import JobConfig
     from odc.experiments.table import tables
     from odc.experiments.text.workload import TextWorkload
 
-    folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
     config = CompareConfig(TextWorkload(JobConfig(**job, output=folder)), **comparison)
     wanted = config.workload.job
-    say(f"{len(config.arms)} arms, {wanted.ranks} ranks, {wanted.steps} steps; figures and pictures go to {folder}")
+    say(f"{len(config.arms)} arms, {wanted.ranks} ranks, {wanted.steps} steps")
     carry_out(config, Path(json) if json else config.output / "compare.json", say, tables)
 
 

@@ -2,8 +2,8 @@
 
 Everything runs in real processes (the pool of `ranks`), because what a process sees of its own writes says nothing of
 what another one sees. Module-level functions below run on every rank; they take `(rank, world, group, identity, ...)`,
-where `group(identity, ranks, me, deadline_s)` is a context manager that yields this member's unsealed heap and serves it
-to the others until the block ends.
+where `group(identity, ranks, me, deadline_s)` is a context manager that yields this member's unsealed heap and
+serves it to the others until the block ends.
 """
 
 from __future__ import annotations
