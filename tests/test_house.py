@@ -24,7 +24,7 @@ TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 GROUND = frozenset({"errors", "settings", "provenance"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
-    frozenset({"balance", "blocks", "kernels", "memory", "trace"}),
+    frozenset({"balance", "kernels", "memory", "trace"}),
     frozenset({"arms", "microbatch", "runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
     frozenset({"handover", "split"}),
@@ -34,7 +34,6 @@ FLOORS = (
 WORK = frozenset().union(*FLOORS[:4])  # what trains, measures and evaluates; tools and adapters stand above it
 MAY_IMPORT = {
     "balance": frozenset(),
-    "blocks": frozenset(),
     "kernels": frozenset(),
     "memory": frozenset(),
     "trace": frozenset(),
