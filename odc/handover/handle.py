@@ -18,10 +18,10 @@ SCHEMA = "odc-weight-handle-1"
 
 @dataclass(frozen=True)
 class ShardOwner:
-    """One rank whose shards are read: its global rank, the socket of its server, and the token to present there."""
+    """One rank whose shards are read: its global rank, the address of its server, and the token to present there."""
 
     rank: int
-    socket: str
+    address: str
     token: str
 
 

@@ -273,7 +273,7 @@ def _ask(owner: ShardOwner, root: str, timeout_s: float) -> Answer:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return knock(owner.socket, request, min(_KNOCK_S, timeout_s))
+            return knock(owner.address, request, min(_KNOCK_S, timeout_s))
         except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(

@@ -96,35 +96,9 @@ class Breakdown:
         """Measured bubble, 0 to 1."""
         return Stat.of(step.bubble for step in self.steps)
 
-    def mean_s(self, category: str) -> Stat:
-        """Seconds of a category in a step, mean over ranks."""
-        return Stat.of(step.mean_s(category) for step in self.steps)
-
-    def rank_s(self, rank: int, category: str) -> Stat:
-        """Seconds of a category in a step of one rank."""
-        return Stat.of(step.nanoseconds[rank][category] / _SECOND for step in self.steps)
-
     def busy(self, rank: int) -> Stat:
         """Share of the step in which a rank was busy, 0 to 1."""
         return Stat.of(step.busy(rank) for step in self.steps)
-
-    def to_dict(self) -> dict[str, object]:
-        """JSON-able. Seconds and shares as floats; each `Stat` as median, min, max over `epochs`."""
-        return {
-            "step_s": self.step_s.to_dict(),
-            "bubble": self.bubble.to_dict(),
-            "breakdown": {category: self.mean_s(category).to_dict() for category in CATEGORIES},
-            "ranks": {
-                str(rank): {
-                    "busy": self.busy(rank).to_dict(),
-                    **{category: self.rank_s(rank, category).to_dict() for category in CATEGORIES},
-                }
-                for rank in self.ranks
-            },
-            "epochs": [step.epoch for step in self.steps],
-            "left_out": list(self.left_out),
-            "skipped": list(self.skipped),
-        }
 
 
 def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> Breakdown:

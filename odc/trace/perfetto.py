@@ -4,8 +4,7 @@ A span takes some 290 bytes; a path that ends in ".gz" is compressed, which Perf
 process and each lane a thread (more where spans of a lane overlap without nesting). Besides the recorded spans and
 marks the file holds the derived compute (`args.derived`), so that the breakdown's figures can be seen. Times are
 microseconds after the first span; `otherData.origin_ns` is that span's time on the host's monotonic clock. A recorder
-keeps only its newest spans, so a file may begin in the middle of a run; a rank's name says how many older spans it
-dropped.
+keeps only its newest spans, so a file may begin in the middle of a run.
 """
 
 from __future__ import annotations
@@ -24,20 +23,13 @@ _FORMAT = "odc-trace-1"
 _ROWS_A_RANK = 1000  # Perfetto wants thread numbers that are unique over all ranks
 
 
-def write_trace(
-    path: str | os.PathLike[str],
-    spans_by_rank: Mapping[int, Sequence[Span]],
-    *,
-    dropped: Mapping[int, int] | None = None,
-) -> None:
+def write_trace(path: str | os.PathLike[str], spans_by_rank: Mapping[int, Sequence[Span]]) -> None:
     """Write the spans of all ranks, by global rank, as Chrome `X` events; the folder of `path` must exist.
 
-    Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane. `dropped`
-    says how many older spans each rank's recorder has dropped (`Recorder.dropped`).
+    Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane.
     """
-    lost = {rank: number for rank, number in (dropped or {}).items() if number}
     origin = min((span.start_ns for spans in spans_by_rank.values() for span in spans), default=0)
-    other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank), "dropped": lost}
+    other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank)}
     marked = marked_epochs(spans_by_rank)
     encode = json.JSONEncoder(separators=(",", ":")).encode
     target = Path(path)
@@ -46,15 +38,13 @@ def write_trace(
         file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n')
         separator = ""
         for rank in sorted(spans_by_rank):
-            for event in _rank_events(rank, spans_by_rank[rank], origin, marked, lost.get(rank, 0)):
+            for event in _rank_events(rank, spans_by_rank[rank], origin, marked):
                 file.write(separator + encode(event))
                 separator = ",\n"
         file.write("\n]}\n")
 
 
-def _rank_events(
-    rank: int, spans: Sequence[Span], origin: int, marked: frozenset[int], dropped: int
-) -> Iterator[dict[str, Any]]:
+def _rank_events(rank: int, spans: Sequence[Span], origin: int, marked: frozenset[int]) -> Iterator[dict[str, Any]]:
     process = rank + 1  # Perfetto keeps process and thread 0 for the idle task
     # A recorded COMPUTE span covers like any other, but is not derived.
     covering = (span._replace(category=IDLE) if span.category == COMPUTE else span for span in spans)
@@ -66,8 +56,7 @@ def _rank_events(
         if is_derived:
             event["args"]["derived"] = True
         yield event
-    title = f"rank {rank}, without {dropped:,} older spans" if dropped else f"rank {rank}"
-    yield _name("process_name", process, process * _ROWS_A_RANK, name=title)
+    yield _name("process_name", process, process * _ROWS_A_RANK, name=f"rank {rank}")
     yield _name("process_sort_index", process, process * _ROWS_A_RANK, sort_index=rank)
     for index, (thread, name) in enumerate(rows.names()):
         yield _name("thread_name", process, thread, name=name)

@@ -344,7 +344,7 @@ def test_the_memory_is_mapped_without_the_right_to_write(job: Job) -> None:
 
 def test_a_weight_handle_opens_nothing_but_reading(job: Job) -> None:
     owner = job.owners[0]
-    answer = knock(owner.socket, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
+    answer = knock(owner.address, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
     assert answer.reply == {"error": "wrong token"} and not answer.fds
 
 

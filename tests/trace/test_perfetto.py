@@ -128,16 +128,6 @@ def test_events_of_one_thread_nest_or_lie_apart(tmp_path_factory, spans):
                 assert other_end <= start or (other_start <= start and end <= other_end)
 
 
-def test_dropped_spans_are_told(tmp_path):
-    path = tmp_path / "trace.json"
-    write_trace(path, TRACE, dropped={0: 12345, 3: 0})
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    assert trace["otherData"]["dropped"] == {"0": 12345}
-    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    assert names == {"rank 0, without 12,345 older spans", "rank 3"}
-    assert read_trace(path).keys() == TRACE.keys()
-
-
 def test_spans_that_overlap_get_a_second_row(tmp_path):
     path = tmp_path / "trace.json"
     spans = [Span(PUSH, "server", 0, 10), Span(PUSH, "server", 5, 15), Span(PUSH, "server", 10, 20)]
