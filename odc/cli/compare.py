@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from typer import Option
 
-from odc.arms import ARM_NAMES, ArmName
 from odc.cli.options import options_from
 from odc.errors import ConfigError
-from odc.experiments.config import DEFAULT_ARMS, JobConfig
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -27,11 +25,11 @@ _DEMO: dict[str, Any] = {
     "lr": 2e-3,
     "warmup": 2,
 }
-Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
-Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
+_COMPARISON = ("arms", "repeats", "skip")  # fields of the comparison; the others are the job's
 
 
 @options_from(
+    "odc.experiments.compare:CompareConfig",
     "odc.experiments.config:JobConfig",
     without=("arm", "save_every", "resume", "export"),
     optional=("model", "data"),
@@ -41,9 +39,6 @@ def compare(
     demo: Annotated[
         bool, Option("--demo", help="A tiny Qwen2 on the sources of Python's standard library, in a few minutes.")
     ] = False,
-    arms: Annotated[str, Option(help=f"Which of {', '.join(ARM_NAMES)}, with commas.")] = ",".join(DEFAULT_ARMS),
-    repeats: Repeats = 1,
-    skip: Skip = 1,
     output: Annotated[
         str | None, Option(help="Folder for figures, pictures and traces. (default: runs/compare-DATE)")
     ] = None,
@@ -51,20 +46,23 @@ def compare(
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
     say = progress("compare")
+    comparison = {name: given.pop(name) for name in _COMPARISON if name in given}
     job = (_DEMO if demo else {}) | given
     for name in ("model", "data"):
         if name not in job:
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
+    from odc.experiments.compare import CompareConfig
+    from odc.experiments.config import JobConfig
+
     folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = JobConfig(**job, output=folder)
-    names = tuple(cast(ArmName, name.strip()) for name in arms.split(","))
-    say(f"{len(names)} arms, {config.ranks} ranks, {config.steps} steps; figures and pictures go to {folder}")
-    from odc.experiments.compare import CompareConfig, run_arms, write_pictures
+    config = CompareConfig(JobConfig(**job, output=folder), **comparison)
+    say(f"{len(config.arms)} arms, {config.job.ranks} ranks, {config.job.steps} steps; output goes to {folder}")
+    from odc.experiments.compare import run_arms, write_pictures
     from odc.experiments.report import report
     from odc.experiments.table import tables
 
-    path = Path(json or Path(folder) / "compare.json")
-    carry_out(CompareConfig(config, names, repeats, skip), path, say, run_arms, report, tables, write_pictures)
+    path = Path(json) if json else config.output / "compare.json"
+    carry_out(config, path, say, run_arms, report, tables, write_pictures)
 
 
 def carry_out(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from odc.arms import ARM_NAMES, ArmName
@@ -39,9 +39,11 @@ class CompareConfig:
     """
 
     job: JobConfig
-    arms: tuple[ArmName, ...] = DEFAULT_ARMS
-    repeats: int = 1
-    skip: int = 1
+    arms: tuple[ArmName, ...] = field(
+        default=DEFAULT_ARMS, metadata={"help": f"Which of {', '.join(ARM_NAMES)}, with commas."}
+    )
+    repeats: int = field(default=1, metadata={"help": "Runs of each arm, interleaved."})
+    skip: int = field(default=1, metadata={"help": "First steps of every run that are not counted."})
 
     def __post_init__(self) -> None:
         unknown = [arm for arm in self.arms if arm not in ARM_NAMES]

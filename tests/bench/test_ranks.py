@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_ranks_keep_what_a_function_leaves() -> None:
     assert not vars(held) and not dist.is_initialized()
 
 
+def run_on(pool: RankPool, function: Callable[[], None]) -> None:
+    if function is sleep_on_one:
+        pool._timeout_s = 3.0  # of this command, not of the group
+    pool.each(function)
+
+
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
@@ -56,10 +63,9 @@ def test_ranks_keep_what_a_function_leaves() -> None:
     ],
 )
 def test_what_fails_is_named_and_the_next_pool_works(function, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message), RankPool(2) as pool:
-        if function is sleep_on_one:
-            pool._timeout_s = 3.0  # of this command, not of the group
-        pool.each(function)
+    pool = RankPool(2)
+    with pytest.raises(error, match=message), pool:
+        run_on(pool, function)
     with RankPool(2) as pool:
         assert pool.each(keep, 1) == [0, 0]
 
