@@ -1,6 +1,7 @@
 """All members of one heap group in one process, so that a test decides in which order things happen.
 
-Each member has a real `ShmHeap` and maps the others' memory for itself: heap, locks and words behave as between ranks.
+Each member has a real `ShmHeap` and maps the others' memory for itself, so heap, locks and words do what they do between
+ranks.
 """
 
 from __future__ import annotations
