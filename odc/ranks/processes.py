@@ -45,6 +45,15 @@ class RanksFailed(OdcError):
     """One or more ranks raised, died or did not answer; the message has each one's traceback or output."""
 
 
+def host_store() -> Any:
+    """A store on the loopback interface for ranks to meet at; this process hosts it until it is dropped."""
+    import torch.distributed as dist
+
+    stores: Any = dist
+    patience = timedelta(seconds=PATIENCE_S)
+    return stores.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+
+
 @dataclass
 class Outcome:
     """How one rank ended, or how its last task did.
@@ -140,11 +149,8 @@ class ForkServer:
 
     def new_group(self, world: int, device: str, timeout_s: float) -> Group:
         """A process group of its own for `world` ranks; this process hosts the store."""
-        import torch.distributed as dist
-
         if self._store is None:
-            patience = timedelta(seconds=PATIENCE_S)
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+            self._store = host_store()
         self._groups += 1
         return Group(world, self._store.port, f"group{self._groups}", device, timeout_s)
 
