@@ -193,7 +193,7 @@ def test_the_fork_server_has_one_thread_and_is_replaced_when_it_is_gone() -> Non
     server = fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp"))
     assert fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp")) is server
     ranks = RankProcesses(server, [0], once=True)
-    assert len(os.listdir(f"/proc/{parent_of(ranks.pids[0])}/task")) == 1, "a fork would lose the others"
+    assert len(os.listdir(f"/proc/{parent_of(ranks.outcomes[0].pid)}/task")) == 1, "a fork would lose the others"
     ranks.send(task(os.getenv, "ODC_TEST"))
     assert ranks.answers(600.0, 0.0) and ranks.ended(600.0)
     assert [outcome.value for outcome in ranks.outcomes] == ["1"]
