@@ -77,7 +77,7 @@ def _times(nbytes: int, device: str) -> int:
 def get(nbytes: int, device: str) -> list[Action]:
     """Copies `nbytes` of the next rank's heap into private memory; on a device in each way that there is."""
     heap, mine, peers = _pieces(nbytes, device)
-    ways = {"get": lambda i: mine[i].copy_(peers[i])} if device == "cpu" else _device_gets(heap, mine, peers)
+    ways: Ways = {"get": lambda i: mine[i].copy_(peers[i])} if device == "cpu" else _device_gets(heap, mine, peers)
     return _copies(ways, nbytes, device, baselines.all_gather(nbytes, device))
 
 
@@ -111,7 +111,7 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
 def put(nbytes: int, device: str) -> list[Action]:
     """Copies `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
     heap, mine, peers = _pieces(nbytes, device)
-    ways = {"put": lambda i: peers[i].copy_(mine[i])} if device == "cpu" else _device_puts(heap, mine, peers)
+    ways: Ways = {"put": lambda i: peers[i].copy_(mine[i])} if device == "cpu" else _device_puts(heap, mine, peers)
     return _copies(ways, nbytes, device, baselines.all_to_all(nbytes, device))
 
 

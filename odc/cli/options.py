@@ -117,7 +117,7 @@ def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:
     if default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"))
-    annotation = Annotated[kind | None if default is None else kind, option]
+    annotation: Any = Annotated[kind | None if default is None else kind, option]
     return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -47,7 +47,7 @@ def train_mm(
     json: Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/train-mm.json)")] = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model under every balance and transport; print a table."""
-    comparison = {name: given.pop(name) for name in ("repeats", "skip") if name in given}
+    comparison: dict[str, Any] = {name: given.pop(name) for name in ("repeats", "skip") if name in given}
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     if "data" not in fields and not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")

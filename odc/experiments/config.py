@@ -26,38 +26,10 @@ DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "od
 
 @dataclass(frozen=True)
 class JobConfig:
-    """One job of supervised fine-tuning.
+    """One job of supervised fine-tuning. The fields that are command-line options are described by their help text.
 
     Args:
-        model: a Hugging Face config (JSON file), a folder with a config and, if it has them, weights, or the name of a
-            config that comes with odc.
-        data: a folder of text files, a JSONL file (`text` or `messages`), a datasets folder, or `stdlib` (the running
-            Python's own sources).
-        output: folder for checkpoints and results, new or that of the run which is resumed; None writes nothing.
-        arm: how ranks communicate and how work is balanced, see `odc.arms`.
-        per_node: ranks of one declared node, for arms that shard the model within nodes.
-        ranks: processes on this machine.
-        device: "cpu", or "cuda": ranks take this machine's CUDA devices in turn, and share them where there are fewer.
-        steps: optimizer steps of the whole schedule; a resumed job goes on to this step.
-        minibatch_size: samples of one optimizer step, over all ranks.
-        max_tokens: most tokens of one microbatch (one forward and backward on one rank).
-        long: what happens to a document over `max_tokens`: refuse the job, split it, or drop it.
-        tokenizer: "bytes", "bpe" (a byte-level BPE trained once on the data and cached) or "auto" (the model folder's
-            own tokenizer if it has one, else "bpe").
-        vocab: tokens of the trained BPE.
-        lr, warmup, min_lr: peak learning rate, steps of linear warm-up, and the fraction of `lr` the cosine ends at.
-        weight_decay, betas, eps: AdamW.
-        clip: largest gradient norm; 0 does not clip (the norm is still measured).
-        precision: "fp32", or "bf16" (parameters and compute in bf16, gradients reduced and kept in fp32).
-        activation_checkpointing: recompute each block's activations in backward.
-        save_every: steps between checkpoints, 0 for none but the last one when there is an output folder.
-        resume: a checkpoint folder, or an output folder (its `latest` is taken).
-        export: folder that gets the trained model as Hugging Face safetensors.
-        seed: initial weights, order of samples, and the planner's ties.
-        reproducible, accumulate, timeout_s: see `odc.Settings`; `timeout_s` is also the collectives' timeout.
-        slow: ranks that act as slower devices, as "RANK:FACTOR" with commas; each sleeps after every microbatch, so
-            that the microbatch takes FACTOR (1 or more) times as long as its computing did.
-        cache: folder for trained tokenizers and token ids; None is `~/.cache/odc`.
+        betas, eps: of AdamW.
         spans: folder that gets each rank's recorded spans; None stores none.
         label: name shown before the progress.
     """
@@ -67,7 +39,8 @@ class JobConfig:
         metadata={"help": "Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`."}
     )
     output: str | None = field(
-        default=None, metadata={"help": "New folder for checkpoints and steps.jsonl, or --resume's.", "panel": "Files"}
+        default=None,
+        metadata={"help": "Folder for checkpoints and steps.jsonl, new or that of --resume.", "panel": "Files"},
     )
     arm: ArmName = field(default="odc", metadata={"help": f"One of {', '.join(ARM_NAMES)}."})
     per_node: int = field(default=2, metadata={"help": "Ranks of one declared node, for hybrid arms.", "panel": "Work"})
@@ -75,14 +48,18 @@ class JobConfig:
     device: Device = field(
         default="cpu", metadata={"help": "cpu, or cuda: this machine's devices in turn.", "panel": "Work"}
     )
-    steps: int = field(default=10, metadata={"help": "Optimizer steps.", "panel": "Work"})
+    steps: int = field(default=10, metadata={"help": "Optimizer steps of the whole schedule.", "panel": "Work"})
     minibatch_size: int = field(default=8, metadata={"help": "Samples of one step, over all ranks.", "panel": "Work"})
     max_tokens: int = field(default=4096, metadata={"help": "Most tokens of one microbatch.", "panel": "Work"})
     long: Long = field(
         default="error", metadata={"help": "Documents over --max-tokens: error, split or drop.", "panel": "Work"}
     )
     tokenizer: TokenizerName = field(
-        default="auto", metadata={"help": "auto, bytes or bpe.", "panel": "Model and data"}
+        default="auto",
+        metadata={
+            "help": "bytes, bpe (trained on the data and cached) or auto: the model folder's own, else bpe.",
+            "panel": "Model and data",
+        },
     )
     vocab: int = field(default=4096, metadata={"help": "Tokens of the trained BPE.", "panel": "Model and data"})
     lr: float = field(default=3e-4, metadata={"help": "Peak learning rate.", "panel": "Optimizer"})
@@ -94,7 +71,10 @@ class JobConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float = field(default=1.0, metadata={"help": "Largest gradient norm; 0: no clipping.", "panel": "Optimizer"})
-    precision: Precision = field(default="fp32", metadata={"help": "fp32 or bf16.", "panel": "Model and data"})
+    precision: Precision = field(
+        default="fp32",
+        metadata={"help": "fp32, or bf16 with gradients reduced and kept in fp32.", "panel": "Model and data"},
+    )
     activation_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute blocks in backward.", "panel": "Model and data"}
     )
@@ -107,12 +87,18 @@ class JobConfig:
     export: str | None = field(
         default=None, metadata={"help": "Folder for the model as Hugging Face safetensors.", "panel": "Files"}
     )
-    seed: int = field(default=0, metadata={"help": "Seeds weights and sample order.", "panel": "Work"})
+    seed: int = field(
+        default=0, metadata={"help": "Seeds weights, sample order and the planner's ties.", "panel": "Work"}
+    )
     reproducible: bool = field(
         default=False, metadata={"help": "fp64 accumulators under the odc arms.", "panel": "Runtime"}
     )
     accumulate: Accumulate = field(
-        default="server", metadata={"help": "server, direct or per_source.", "panel": "Runtime"}
+        default="server",
+        metadata={
+            "help": "Who adds pushed gradients under the odc arms: server, direct or per_source.",
+            "panel": "Runtime",
+        },
     )
     timeout_s: float = field(
         default=600.0,
@@ -120,7 +106,10 @@ class JobConfig:
     )
     slow: str | None = field(
         default=None,
-        metadata={"help": "RANK:FACTOR, with commas: emulate slower devices by sleeping.", "panel": "Runtime"},
+        metadata={
+            "help": "RANK:FACTOR, with commas: emulate slower devices by sleeping after each microbatch.",
+            "panel": "Runtime",
+        },
     )
     cache: str | None = field(
         default=None,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import OdcError
-from odc.ranks.processes import ForkServer, Outcome, RankProcesses, fork_server, task
+from odc.ranks.processes import ForkServer, Outcome, RankProcesses, fork_server, host_store, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
@@ -38,10 +38,7 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     what `torch.distributed.init_process_group` reads. Blocks until all ranks have ended; on return or raise none lives.
     Raises `JobFailedError` when a rank raises or dies; KeyboardInterrupt when this process is interrupted.
     """
-    import torch.distributed as dist
-
-    server = start_server()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server, store = start_server(), host_store()
     processes = RankProcesses(
         server, range(ranks), environment=lambda rank: _environment(rank, ranks, store.port), once=True, quiet=True
     )

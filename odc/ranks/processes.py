@@ -45,6 +45,15 @@ class RanksFailed(OdcError):
     """One or more ranks raised, died or did not answer; the message has each one's traceback or output."""
 
 
+def host_store() -> Any:
+    """A store on the loopback interface for ranks to meet at; this process hosts it until it is dropped."""
+    import torch.distributed as dist
+
+    stores: Any = dist
+    patience = timedelta(seconds=PATIENCE_S)
+    return stores.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+
+
 @dataclass
 class Outcome:
     """How one rank ended, or how its last task did.
@@ -52,10 +61,8 @@ class Outcome:
     Attributes:
         exit_code: of the process; negative a signal's number; None while it lives.
         value: what the function returned.
-        error: name of the exception's type, None without one.
-        message: of the exception.
-        trace: its traceback.
-        at: `time.monotonic()` when the exception had left the function; comparable between processes.
+        error, message, trace, at: of the exception: the name of its type, its text and traceback, and
+            `time.monotonic()` when it had left the function, which is comparable between processes.
         told: what the rank passed to `odc.ranks.worker.tell`.
         output: its standard output and error, where they were kept.
         answered: whether the function has returned or raised.
@@ -110,7 +117,7 @@ class ForkServer:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [one or os.getcwd() for one in sys.path]
         arguments = json.dumps([theirs.fileno(), os.getpid(), path, list(preloaded)])
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -140,11 +147,8 @@ class ForkServer:
 
     def new_group(self, world: int, device: str, timeout_s: float) -> Group:
         """A process group of its own for `world` ranks; this process hosts the store."""
-        import torch.distributed as dist
-
         if self._store is None:
-            patience = timedelta(seconds=PATIENCE_S)
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+            self._store = host_store()
         self._groups += 1
         return Group(world, self._store.port, f"group{self._groups}", device, timeout_s)
 
@@ -154,22 +158,17 @@ class ForkServer:
             self._read(0)
         return self.exits
 
-    @property
-    def alive(self) -> bool:
-        """Whether it can fork."""
-        return self._process.poll() is None
-
     def close(self) -> None:
         """Ends it and, by the kernel, whatever it has forked."""
         self.control.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _read(self, timeout: float) -> dict[str, int]:
         self.control.settimeout(timeout)
         message = self.control.recv(256)
         if not message:
-            raise OdcError(f"the process that forks ranks has ended with code {self._process.wait()}")
+            raise OdcError(f"the process that forks ranks has ended with code {self.process.wait()}")
         note: dict[str, int] = json.loads(message)
         if "exited" in note:
             self.exits[note["exited"]] = note["code"]
@@ -182,7 +181,7 @@ _servers: dict[tuple[int, Environment, tuple[str, ...]], ForkServer] = {}
 def fork_server(environment: Environment = (), preloaded: tuple[str, ...] = ("torch", "odc.fsdp")) -> ForkServer:
     """This process's fork server with these variables and modules, started on first use."""
     key = os.getpid(), environment, preloaded
-    if key in _servers and not _servers[key].alive:  # it ends with the thread that started it
+    if key in _servers and _servers[key].process.poll() is not None:  # it ends with the thread that started it
         _servers.pop(key).close()
     if key not in _servers:
         _servers[key] = ForkServer(environment, preloaded)
@@ -217,12 +216,9 @@ class RankProcesses:
     Args:
         server: forks them.
         ranks: their numbers.
-        group: they join it before their first task.
         environment: variables to set in each, by rank.
         outputs: a descriptor for each rank's standard output and error; None writes to this process's own.
-        once: each ends after its first task.
-        whole_end: each takes its modules apart at its end.
-        quiet: tracebacks are in outcomes alone.
+        group, once, whole_end, quiet: as in `Hello`.
     """
 
     def __init__(
@@ -251,11 +247,6 @@ class RankProcesses:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks."""
-        return [outcome.pid for outcome in self.outcomes]
 
     def send(self, *messages: bytes) -> None:
         """Gives every rank its next task: its own message, or the only one."""

@@ -115,7 +115,7 @@ def serve(control: socket.socket) -> Birth | None:
                 control.close()
                 for pidfd in pidfds:
                     os.close(pidfd)
-                return Birth(*fds, parent)
+                return Birth(fds[0], fds[1], fds[2], parent)
             for fd in fds:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
@@ -226,8 +226,11 @@ def join(rank: int, group: Group) -> None:
             backend = "cpu:gloo,cuda:nccl"
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch, read when it maps
-    store = dist.PrefixStore(group.prefix, dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=group.world, timeout=timeout)
+    stores: Any = dist
+    store = stores.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        backend, store=stores.PrefixStore(group.prefix, store), rank=rank, world_size=group.world, timeout=timeout
+    )
 
 
 def leave() -> None:

@@ -39,27 +39,10 @@ _ARMS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Minibatches of one kind under several arms.
+    """Minibatches of one kind under several arms. The fields are described by their help text.
 
     Args:
-        lengths: a named distribution, or a file or datasets folder (see `odc.simulate.lengths`).
-        sigma: width of a named distribution, in place of its own.
-        max_length: samples are cut at so many tokens; None: the distribution's longest.
-        packing_ratio: tokens that fit into a microbatch, over the longest sample.
-        samples_per_rank: of one minibatch, on average.
-        minibatches: how many are drawn and simulated.
-        model: a name of the catalog, a Hugging Face config file, or a folder with one. bf16 parameters and gradients.
-        checkpointing: activations are computed again in backward.
-        machine: a name of the catalog.
-        ranks: number of ranks.
-        ranks_per_node: None: the machine's, or all ranks if fewer.
-        efficiency: share of the machine's peak FLOPs that compute reaches.
-        intra_bandwidth, inter_bandwidth: bytes/s of one rank in place of the machine's.
-        collective: "ring" or "tree".
-        prefetch: units fetched or gathered ahead, 0 or 1.
-        owner_skew, jitter, slow: see `odc.simulate.Cluster`.
-        arms: names of `odc.arms.ARMS`; the first is what speed-ups are relative to.
-        seed: of lengths and jitter.
+        slow: compute time by rank, as a multiple of the others'.
     """
 
     lengths: str = field(
@@ -70,16 +53,22 @@ class Scenario:
         },
     )
     sigma: float | None = field(
-        default=None, metadata={"help": "Width of a named distribution.", "panel": "Data and model"}
+        default=None,
+        metadata={"help": "Width of a named distribution, in place of its own.", "panel": "Data and model"},
     )
     max_length: int | None = field(
-        default=None, metadata={"help": "Cut samples at so many tokens.", "panel": "Data and model"}
+        default=None,
+        metadata={
+            "help": "Cut samples at so many tokens. (default: the distribution's longest)",
+            "panel": "Data and model",
+        },
     )
     packing_ratio: float = field(
-        default=1.0, metadata={"help": "Tokens of a microbatch over the longest sample.", "panel": "Data and model"}
+        default=1.0,
+        metadata={"help": "Tokens that fit into a microbatch, over the longest sample.", "panel": "Data and model"},
     )
     samples_per_rank: int = field(
-        default=4, metadata={"help": "Samples of a rank in a minibatch.", "panel": "Data and model"}
+        default=4, metadata={"help": "Samples of a rank in a minibatch, on average.", "panel": "Data and model"}
     )
     minibatches: int = field(
         default=20, metadata={"help": "Minibatches that are drawn and simulated.", "panel": "Data and model"}
@@ -98,15 +87,19 @@ class Scenario:
     ranks_per_node: int | None = field(
         default=None, metadata={"help": "Devices of one node. (default: the machine's)", "panel": "Machine"}
     )
-    efficiency: float = field(default=0.4, metadata={"help": "Share of peak FLOPs.", "panel": "Machine"})
+    efficiency: float = field(
+        default=0.4, metadata={"help": "Share of the machine's peak FLOPs that compute reaches.", "panel": "Machine"}
+    )
     intra_bandwidth: float | None = field(
-        default=None, metadata={"help": "Bytes/s in a node. (default: the machine's)", "panel": "Machine"}
+        default=None,
+        metadata={"help": "Bytes/s of one rank within a node. (default: the machine's)", "panel": "Machine"},
     )
     inter_bandwidth: float | None = field(
-        default=None, metadata={"help": "Bytes/s to other nodes. (default: the machine's)", "panel": "Machine"}
+        default=None,
+        metadata={"help": "Bytes/s of one rank to other nodes. (default: the machine's)", "panel": "Machine"},
     )
     collective: Algorithm = field(default="ring", metadata={"help": "ring or tree.", "panel": "Machine"})
-    prefetch: int = field(default=1, metadata={"help": "Units ahead, 0 or 1.", "panel": "Machine"})
+    prefetch: int = field(default=1, metadata={"help": "Units fetched or gathered ahead, 0 or 1.", "panel": "Machine"})
     owner_skew: float = field(
         default=1.0, metadata={"help": "Fullest owner's share over the mean.", "panel": "Machine"}
     )

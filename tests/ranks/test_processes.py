@@ -16,6 +16,7 @@ from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_f
 from support.rank_worker import die, tell
 from support.ranks import RankPool, RanksFailed, spawn_ranks
 
+from odc.ranks.processes import RankProcesses, fork_server, task
 from odc.trace import WINDOW, recorder
 
 Pools = Callable[[int], RankPool]
@@ -186,6 +187,22 @@ time.sleep(600)
         assert len(pids) == 2
         process.kill()
     assert_nothing_left(pids, shared_files())
+
+
+def test_the_fork_server_has_one_thread_and_is_replaced_when_it_is_gone() -> None:
+    server = fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp"))
+    assert fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp")) is server
+    ranks = RankProcesses(server, [0], once=True)
+    assert len(os.listdir(f"/proc/{parent_of(ranks.outcomes[0].pid)}/task")) == 1, "a fork would lose the others"
+    ranks.send(task(os.getenv, "ODC_TEST"))
+    assert ranks.answers(600.0, 0.0) and ranks.ended(600.0)
+    assert [outcome.value for outcome in ranks.outcomes] == ["1"]
+    server.close()
+    assert fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp")) is not server
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_child_left_behind_is_found() -> None:

@@ -51,6 +51,11 @@ class RankProcesses(processes.RankProcesses):
         files = [output.fileno() for output in self._outputs]
         super().__init__(server, range(world), group=group, outputs=files, once=once, whole_end=whole_end)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks."""
+        return [outcome.pid for outcome in self.outcomes]
+
     def perform(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Have every rank run `function(rank, world, *args)`."""
         where = function.__module__, function.__code__.co_filename, function.__qualname__
