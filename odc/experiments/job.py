@@ -45,7 +45,7 @@ def launch_ranks(workload: Workload[Any]) -> list[Any]:
     return launch(_launched_rank, workload, ranks=workload.job.ranks)
 
 
-def _launched_rank(workload: Workload[Any]) -> JobResult[Any]:
+def _launched_rank(workload: Workload[Any]) -> Any:
     logging.getLogger("odc").setLevel(logging.ERROR)  # the launching process has said the rest already
     return run_rank(workload)
 
