@@ -86,8 +86,8 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[
 class RankJob:
     """One rank's part of a job inside a process group that is already there, on the rank's training thread.
 
-    Building it meets no other rank, running does. Each step is measured as it ends and its spans are dropped unless
-    the job stores them, so memory stays bounded over a long job.
+    All ranks build theirs together. Each step is measured as it ends and its spans are dropped unless the job stores
+    them, so memory stays bounded over a long job.
 
     Args:
         workload: the same on every rank.
