@@ -45,7 +45,7 @@ def launch_ranks(workload: Workload[Any]) -> list[Any]:
     return launch(_launched_rank, workload, ranks=workload.job.ranks)
 
 
-def _launched_rank(workload: Workload[Any]) -> JobResult[Any]:
+def _launched_rank(workload: Workload[Any]) -> Any:
     logging.getLogger("odc").setLevel(logging.ERROR)  # the launching process has said the rest already
     return run_rank(workload)
 
@@ -86,8 +86,8 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[
 class RankJob:
     """One rank's part of a job inside a process group that is already there, on the rank's training thread.
 
-    Building it meets no other rank, running does. Each step is measured as it ends and its spans are dropped unless
-    the job stores them, so memory stays bounded over a long job.
+    All ranks build theirs together. Each step is measured as it ends and its spans are dropped unless the job stores
+    them, so memory stays bounded over a long job.
 
     Args:
         workload: the same on every rank.

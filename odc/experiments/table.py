@@ -138,5 +138,5 @@ def _caption(figures: dict[str, Any]) -> str:
         f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
         "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
         f"step that has two. The loss gap is to {figures['reference']}. Steal: cores' time that the host of a virtual "
-        f"machine gave to others while the arm ran.{on_cuda if figures['job']['device'] == 'cuda' else ''}"
+        f"machine gave to others while the arm ran.{on_cuda if figures['job'].get('device') == 'cuda' else ''}"
     )

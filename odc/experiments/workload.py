@@ -41,10 +41,9 @@ class FrameConfig(Protocol):
 
 
 class Trainer(ABC):
-    """One rank's model, data and step, on the rank's training thread.
+    """One rank's model, data and step, on the rank's training thread. All ranks build theirs together.
 
-    The constructor reads data and meets no other rank. `model` and `optimizer` are set by `build`; a checkpoint holds
-    both, and `state`.
+    The constructor reads data; `build` sets `model` and `optimizer`. A checkpoint holds both, and `state`.
     """
 
     model: Any

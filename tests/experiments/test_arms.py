@@ -89,8 +89,8 @@ def test_a_hybrid_arm_needs_two_nodes_and_says_so_first(tmp_path: Path, count: i
     with pytest.raises(
         ConfigError, match=rf"odc-hybrid shards over a 2-D mesh.*at least 2 nodes of per_node={per_node}"
     ):
-        CompareConfig(job, arms=("odc", "odc-hybrid"))
-    assert CompareConfig(job.with_(ranks=2 * per_node), arms=("odc-hybrid",)).arms == ("odc-hybrid",)
+        CompareConfig(TextWorkload(job), arms=("odc", "odc-hybrid"))
+    assert CompareConfig(TextWorkload(job.with_(ranks=2 * per_node)), arms=("odc-hybrid",)).arms == ("odc-hybrid",)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-resident", "odc"])

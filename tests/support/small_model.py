@@ -31,7 +31,7 @@ CONFIG = {
 }
 
 
-def toy(folder: Path, **changes: Any) -> GrpoConfig:
+def toy(folder: Path, /, **changes: Any) -> GrpoConfig:
     """A job on a model made in `folder`."""
     model = folder / "model.json"
     model.write_text(json.dumps(CONFIG))

@@ -66,7 +66,7 @@ def phase_times(spans_by_rank: Mapping[int, Sequence[Span]], epoch: int) -> dict
 def figures(runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
     """An arm's figures; `ArmRun.parts` has the `phase_times` of each counted step."""
     steps = runs[0].results[0].steps[skip:]
-    results = [result for run in runs for result in run.results]
+    results: list[Any] = [result for run in runs for result in run.results]
     return {
         "tokens_per_s": sum(step.tokens for step in steps) / sum(seconds),
         "useful_flops_per_s": sum(step.flops for step in steps) / sum(seconds),

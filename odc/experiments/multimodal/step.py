@@ -155,7 +155,7 @@ class MultimodalTrainer(Trainer):
             return nullcontext()
         from odc.fsdp import minibatch
 
-        return minibatch(*self.towers.values())
+        return minibatch(*self.towers.values())  # type: ignore[arg-type]
 
     @property
     def _on_demand(self) -> bool:
