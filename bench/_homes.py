@@ -23,8 +23,8 @@ import torch
 
 from odc.bench.crew import held
 from odc.memory import Attachment, ShmHeap
-from odc.runtime import Geometry, Service, Space, UnitSpec, daemon
-from odc.runtime.listener import knock
+from odc.runtime import HeapLayout, RankGrid, Service, UnitSpec, daemon
+from odc.runtime.listener import ask
 from odc.settings import Settings
 
 _FINGERPRINT = "odc-heap-1"  # of odc.fsdp.root: part of what two maps of one heap agree on
@@ -33,8 +33,8 @@ _FINGERPRINT = "odc-heap-1"  # of odc.fsdp.root: part of what two maps of one he
 class OwnersHeap(ShmHeap):
     """A second map of a heap that another process of the same rank made."""
 
-    def __init__(self, identity: str, geometry: Geometry, descriptor: int) -> None:
-        super().__init__(identity, geometry.ranks, geometry.me, _nobody, 1.0)
+    def __init__(self, identity: str, grid: RankGrid, descriptor: int) -> None:
+        super().__init__(identity, grid.ranks, grid.me, _nobody, 1.0)
         self._descriptor = descriptor
 
     def _create(self, nbytes: int) -> int:
@@ -51,10 +51,10 @@ def serve_beside(pipe: Connection, door: str, token: str, identity: str, parts: 
     """The process beside the rank: says when it is ready, with its private MiB, and serves until the pipe closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
-    geometry, units, settings = parts
-    heap_fd, bell = knock(door, {"op": "attach", "root": identity, "token": token}, 10.0).fds
-    space = Space(OwnersHeap(identity, geometry, heap_fd), geometry, units, settings, _FINGERPRINT)
-    service = Service(identity, space)
+    grid, units, settings = parts
+    heap_fd, bell = ask(door, {"op": "attach", "root": identity, "token": token}, 10.0).fds
+    layout = HeapLayout(OwnersHeap(identity, grid, heap_fd), grid, units, settings, _FINGERPRINT)
+    service = Service(identity, layout)
     pipe.send(private_mib())
     pipe.recv()  # the loop in the rank has let go of the bell: who reads it first keeps the other asleep
     epoll = select.epoll()
@@ -92,17 +92,17 @@ def move_out(rank: int) -> dict[str, float]:
     (service,) = server._services.values()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    space = service.space
-    parts: tuple[Geometry, tuple[UnitSpec, ...], Settings] = (space.geometry, space.units, space.settings)
+    layout = service.layout
+    parts: tuple[RankGrid, tuple[UnitSpec, ...], Settings] = (layout.grid, layout.units, layout.settings)
     begin = time.perf_counter()
-    args = (theirs, server.door_name, service.token, service.identity, parts)
+    args = (theirs, server.address, service.token, service.identity, parts)
     held.beside = context.Process(target=serve_beside, args=args)
     held.beside.start()
     theirs.close()
     memory = ours.recv()
     took = time.perf_counter() - begin
     held.beside_pipe = ours
-    _on_loop(lambda: server._selector.unregister(server.bell), rank)
+    _on_loop(lambda: server._selector.unregister(server.doorbell), rank)
     ours.send("go")
     return {"start_s": took, "private_MiB": memory}
 
@@ -114,10 +114,10 @@ def move_in(rank: int) -> None:
     held.beside.join(10)
     for service in server._services.values():
         for inbox in service._inboxes:  # go on where the process beside stopped
-            inbox._taken = inbox._accumulated.load(inbox.source)
+            inbox._taken = inbox._words.added()
     # The loop does not hear the bell now: register from here, it sleeps.
-    server._selector.register(server.bell, select.EPOLLIN, server._on_bell)
-    server.ring()
+    server._selector.register(server.doorbell, select.EPOLLIN, server._on_doorbell)
+    server.notify()
 
 
 def _on_loop(task: Callable[[], Any], rank: int) -> None:

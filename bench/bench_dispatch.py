@@ -172,7 +172,7 @@ def exchange_rank(rank: int, world: int, rows: int, width: int, repeats: int) ->
 
     from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, OnDemandExchange
     from odc.dispatch.route import Route
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     store = default_store()
     examples = 4 * world
@@ -229,7 +229,7 @@ def loader_rank(rank: int, world: int, steps: int, compute_s: float) -> dict[str
     from odc.dispatch.exchange import OnDemandExchange
     from odc.dispatch.loader import PlannedLoader
     from odc.dispatch.orchestrator import Orchestrator, channels
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     names = ["images", "audio"]
     drawn = [(name, phase_of(name, steps * EACH, rank)[0].reshape(steps, EACH).tolist()) for name in [*names, TEXT]]

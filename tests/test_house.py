@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "handover": frozenset({"fsdp", "runtime", "memory"}),
     "dispatch": frozenset({"balance", "runtime", "memory", "trace"}),
     "arms": frozenset({"balance"}),
+    "blocks": frozenset(),
     "simulate": frozenset({"arms", "balance", "trace"}),
     "bench": ALL - {"cli", "doctor", "simulate", "experiments"},
     "doctor": frozenset({"fsdp", "memory", "runtime"}),
@@ -132,6 +133,11 @@ def test_private_torch_names_live_in_one_file_a_seam() -> None:
             wrong += [f"{name}: {path}" for path in paths if path.startswith("torch.") and "._" in path]
     assert wrong, "the search finds nothing at all"
     assert not [one for one in wrong if not one.startswith(SEAMS)]
+
+
+def test_only_fsdp_uses_torchs_private_names_of_fsdp() -> None:
+    users = {part(name) for name in FILES if "odc.fsdp._torch_compat" in imports(name)}
+    assert users == {"fsdp"}
 
 
 def test_extras_that_messages_name_exist() -> None:

@@ -146,7 +146,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _join(rank: int, world: int, store: str, timeout_s: float, device: str) -> None:
-    from odc.fsdp.registry import forget_calls
+    from odc.fsdp.root_layout import forget_calls
 
     forget_calls()  # heaps are named by the order of construction; this process may have had a crew before
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from odc.bench.rounds import Action
 from odc.dispatch import Rearrangement
 from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
 from odc.dispatch.route import Route
-from odc.fsdp._torch_compat import default_store
+from odc.fsdp import default_store
 
 _WIDTH, _EXAMPLES = 256, 4  # features of a row; examples of each rank for each rank
 

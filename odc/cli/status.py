@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from odc.runtime.status import RankStatus, ask_all
+from odc.runtime.daemon import RankStatus, ask_all
 
 _MIB = float(1 << 20)
 

@@ -133,6 +133,6 @@ def _forget_order(model: Any) -> None:
     block's backward would gather the last block again, which was just resharded, and only on ranks that ran
     several microbatches.
     """
-    from odc.fsdp import _torch_compat as compat
+    from odc.fsdp import forget_forward_order
 
-    compat.clear_forward_order(compat.state_of(model))
+    forget_forward_order(model)

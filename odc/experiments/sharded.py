@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from odc.arms import Arm
 from odc.balance import Cost, cost_from_config
+from odc.blocks import blocks_of
 from odc.experiments.arms import shard_model
 from odc.experiments.config import JobConfig
 from odc.experiments.preflight import model_source
 from odc.experiments.text.loss import use_document_loss
 from odc.experiments.text.model import build_model, config_of
-from odc.fsdp.blocks import blocks_of
 
 
 def build_sharded(config: JobConfig, arm: Arm, vocab_size: int, device: torch.device) -> tuple[Any, AdamW]:

@@ -90,7 +90,7 @@ def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_staged_push_by_kernels_alone(interpreted: Pools, world: int) -> None:
+def test_staged_push_triton_mover_alone(interpreted: Pools, world: int) -> None:
     interpreted(world).run(staged_push)
 
 

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from odc.arms import arm_named
 from odc.balance import cost_from_config
+from odc.blocks import blocks_of
 from odc.errors import ConfigError, DataError
 from odc.experiments.arms import shard_model
 from odc.experiments.group import rank_group
@@ -38,7 +39,6 @@ from odc.experiments.grpo.update import Outcome, Update
 from odc.experiments.launch import launch
 from odc.experiments.preflight import model_source, unwritten_file, writable_folder
 from odc.experiments.text.model import build_model, config_of
-from odc.fsdp.blocks import blocks_of
 from odc.trace import Span, recorder, save_spans
 
 
