@@ -111,6 +111,7 @@ class Listener:
     """
 
     def __init__(self, address: str, handler: Handler, connection_s: float = CONNECTION_S) -> None:
+        abstract = _abstract(address)
         self.address, self._handler, self._connection_s = address, handler, connection_s
         self._connections: dict[int, _Connection] = {}
         self._epoll = select.epoll()  # close-on-exec; readable as soon as any of its descriptors is
@@ -118,7 +119,7 @@ class Listener:
         self._spare = os.open(os.devnull, os.O_RDONLY)  # given up to accept one client when there is no other left
         try:
             self._socket.setblocking(False)
-            self._socket.bind(_abstract(address))
+            self._socket.bind(abstract)
             self._socket.listen(_BACKLOG)
             self._epoll.register(self._socket, select.EPOLLIN)
         except OSError as error:

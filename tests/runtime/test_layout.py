@@ -124,7 +124,11 @@ def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> Non
             views += [layout.peer(1).accumulator(unit, source) for source in range(layout.sources)]
             assert [v.dtype for v in views[-layout.sources :]] == [F64 if reproducible else F32] * layout.sources
         views += [layout.peer(1).pushes(source) for source in range(3)]
-        views += [layout.peer(1).reason(), layout.peer(1).sent.as_tensor(), layout.peer(1).accumulated.as_tensor()]
+        views += [
+            layout.heap.tensor(1, "reason", torch.uint8),
+            layout.peer(1).sent.as_tensor(),
+            layout.peer(1).accumulated.as_tensor(),
+        ]
         for mark, view in enumerate(views):
             view.fill_(mark + 1)
         for mark, view in enumerate(views):
@@ -136,13 +140,13 @@ def test_a_peer_sees_what_the_owner_wrote() -> None:
     with Crew(LAYOUT, 2) as crew:
         mine, peer = crew.layouts
         unit = mine.units[0]
-        mine.published(0, unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
-        mine.accumulator(0, unit).fill_(4.0)
-        assert peer.published(0, unit, 1).tolist() == [1.5, -2.0, 3.0]
-        assert peer.accumulator(0, unit).tolist() == [4.0] * 8
-        assert peer.published(1, unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
+        mine.peer(0).published(unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
+        mine.peer(0).accumulator(unit).fill_(4.0)
+        assert peer.peer(0).published(unit, 1).tolist() == [1.5, -2.0, 3.0]
+        assert peer.peer(0).accumulator(unit).tolist() == [4.0] * 8
+        assert peer.peer(1).published(unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
         assert (
-            mine.published(0, unit, 0).data_ptr()
+            mine.peer(0).published(unit, 0).data_ptr()
             == mine.published_bytes(0, unit).data_ptr() + unit.params[0].published_offset
         )
 

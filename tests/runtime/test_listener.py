@@ -86,14 +86,14 @@ def test_long_replies_arrive_whole(name: str, size: int) -> None:
     os.close(answer.fds[0])
 
 
-def test_many_knock_at_once(name: str) -> None:
+def test_many_ask_at_once(name: str) -> None:
     seen: list[int] = []
 
-    def ask(number: int) -> None:
+    def ask_for(number: int) -> None:
         seen.append(ask(name, {"n": number}, 60.0).reply["asked"]["n"])
 
     with served(name):
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        threads = [threading.Thread(target=ask_for, args=(number,)) for number in range(40)]
         for thread in threads:
             thread.start()
         for thread in threads:

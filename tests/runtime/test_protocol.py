@@ -202,13 +202,17 @@ def test_await_done_needs_everybody_and_names_who_is_missing(crew: Crew) -> None
     crew.members[0].protocol.await_done(1)
 
 
-def test_await_word_waits_for_the_current_epoch_of_those_named(crew: Crew) -> None:
-    crew.publish(0)
-    crew.members[0].protocol.await_word(Word.READ, [], "to read")
-    with crew.late("waiting for rank 13 to read epoch 1"):
-        crew.members[0].protocol.await_word(Word.READ, [1], "to read")
-    crew.layouts[1].peer(1).board.store(Word.READ, 1)
-    crew.members[0].protocol.await_word(Word.READ, [1], "to read")
+def test_the_next_epoch_waits_until_the_replicas_have_read_the_sums() -> None:
+    with Crew(LAYOUT, 1, replicas=2, settings=SHORT) as crew:
+        protocol = crew.members[0].protocol
+        protocol.await_end_of_epoch()  # there was none
+        crew.publish_all()
+        for member in crew.members:
+            member.done(Outcome.TRAINED)
+        with crew.late("waiting for rank 13 to read the accumulators of epoch 1"):
+            protocol.await_end_of_epoch()
+        crew.members[1].protocol.read_all()
+        protocol.await_end_of_epoch()
 
 
 def test_await_accumulated_needs_every_block_that_was_posted() -> None:

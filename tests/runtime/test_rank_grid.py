@@ -70,5 +70,5 @@ def test_no_two_sources_share_a_staging_ring(shards: int, data: st.DataObject) -
     ],
 )
 def test_refuses_what_is_no_mesh(ranks: tuple[int, ...], shards: int, me: int) -> None:
-    with pytest.raises(ValueError, match=r"member|rows"):
+    with pytest.raises(ValueError, match=r"member|groups"):
         RankGrid(ranks, shards, me)

@@ -34,7 +34,7 @@ def test_a_heap_stays_until_the_slow_peer_has_attached(side: Make) -> None:
     fast.layout.peer(0).published(fast.units[0], 0).fill_(7.0)
     fast.layout.peer(1).attach()
     wait = left(fast)
-    fast.daemon.ring()
+    fast.daemon.notify()
     waiter = threading.Thread(target=wait)
     waiter.start()
     waiter.join(0.2)
