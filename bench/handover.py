@@ -59,9 +59,7 @@ def build(units: int, seconds: float, second_buffer: bool) -> str:
     from odc.handover import ticket
 
     for root in live_roots():
-        wait = root.shut_down()
-        assert wait is not None
-        wait()
+        root.shut_down()()
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer(seconds / units) for _ in range(units)))
     settings = Settings(second_buffer=second_buffer)

@@ -42,7 +42,7 @@ def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
     world = dist.get_world_size()
     root = opened(nbytes * world, device, shape="one", accumulate="direct", **settings)
     (unit,) = root.layout.units
-    owner = root.geometry.row[(root.geometry.shard + 1) % world]
+    owner = root.grid.shard_group[(root.grid.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
     adder, moved = Adder(root.layout), unit.numel * 4
     others = [*rivals.add(moved, device), *rivals.reduce_scatter(moved, device)]
@@ -101,7 +101,7 @@ class PlainCopy:
     def __init__(self, root: Root, module: Any, device: str) -> None:
         (group,) = root.groups
         module.unshard()
-        self._outputs = [param.allocate(root.shards) for param in group.odc_params]
+        self._outputs = [param.allocate(root.grid.shards) for param in group.odc_params]
         module.reshard()
         self._sizes = [output.numel() * output.itemsize for output in self._outputs]
         self._sources = [torch.ones(size, dtype=torch.uint8, device=device) for size in self._sizes]

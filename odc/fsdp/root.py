@@ -114,17 +114,22 @@ class Root:
         """`id()` of every sharded parameter, as optimizers hold them."""
         return {id(param.parameter) for group in self.groups for param in group.odc_params}
 
-    def shut_down(self, note: str = "") -> Callable[[], None] | None:
+    def shut_down(self, note: str = "") -> Callable[[], None]:
         """Leave the job in good order; the modules must not be run any more. Waits for nobody. Idempotent.
 
         Args:
             note: what a peer is told that waits for this rank in vain.
 
         Returns:
-            As `Member.shut_down`.
+            A function that waits until no peer needs the heap and it is closed; it raises WaitTimeoutError if a peer
+            had to be given up.
         """
         self._note.append(note)
-        return self._end()
+        return self._end() or _nothing
+
+
+def _nothing() -> None:
+    return
 
 
 def _shut_down(member: Member, fetcher: Fetcher, sender: Sender, note: Sequence[str]) -> Callable[[], None] | None:

@@ -34,7 +34,7 @@ def microbatches(step: int, rank: int, width: int, device: torch.device) -> list
 
 def leave() -> None:
     for root in live_roots():
-        root.leave()
+        root.shut_down()
 
 
 def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool) -> float:
@@ -141,7 +141,7 @@ def launches(rank: int, world: int, width: int) -> list[str]:
     (unit,) = root.layout.units
     into = [torch.empty(world * spec.numel, dtype=spec.dtype, device=device) for spec in unit.params]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        root.verbs.shards.fetch(unit, into)
+        root.member.shards.fetch(unit, into)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     leave()

@@ -147,7 +147,7 @@ def test_a_peer_sees_what_the_owner_wrote() -> None:
         assert peer.peer(1).published(unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
         assert (
             mine.peer(0).published(unit, 0).data_ptr()
-            == mine.published_bytes(0, unit).data_ptr() + unit.params[0].published_offset
+            == mine.peer(0).published_bytes(unit).data_ptr() + unit.params[0].published_offset
         )
 
 

@@ -1,4 +1,4 @@
-"""A device that does its work late: what the verbs ask for happens only when a thread settles or follows a mark.
+"""A device that does its work late: what a member asks for happens only when a thread settles or follows a mark.
 
 Chose heaps of shared memory with `DataMover` that queue over a mock of CUDA's calls: what is tested is the rule of
 `odc.memory.lanes`, that no word is stored and no lock given back before the work it speaks of has settled. Where a verb
