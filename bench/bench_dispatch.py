@@ -173,7 +173,7 @@ def exchange_rank(rows: int, width: int, repeats: int) -> dict[str, list[float]]
 
     from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, OnDemandExchange
     from odc.dispatch.route import Route
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     examples = 4 * world
@@ -224,7 +224,7 @@ def loader_rank(steps: int, compute_s: float) -> dict[str, float]:
     from odc.dispatch.exchange import OnDemandExchange
     from odc.dispatch.loader import PlannedLoader
     from odc.dispatch.orchestrator import Orchestrator, channels
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     names, rank, world = ["images", "audio"], dist.get_rank(), dist.get_world_size()
     drawn = [(name, phase_of(name, steps * EACH, rank)[0].reshape(steps, EACH).tolist()) for name in [*names, TEXT]]

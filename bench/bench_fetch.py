@@ -76,12 +76,12 @@ def cold(plain: PlainCopy) -> float:
 
 def bookkeeping(rounds: int) -> list[float]:
     """`unshard_times` with nothing copied."""
-    verbs = root_of(held.module).verbs
-    verbs.fetch = lambda unit, destinations, lane="main": 0
+    shards = root_of(held.module).member.shards
+    shards.fetch = lambda unit, destinations, lane="main": 0
     try:
         return unshard_times(rounds)
     finally:
-        del verbs.fetch
+        del shards.fetch
 
 
 @pytest.mark.parametrize(("pages", "mib", "dtype", "shape"), CASES)

@@ -92,7 +92,7 @@ def test_empty(world: int, note: Callable[..., None], benchmark: Any) -> None:
 @pytest.mark.parametrize("mib", [1, 16, 64])
 def test_stale_check(mib: int, note: Callable[..., None], benchmark: Any) -> None:
     from odc.fsdp import root_of
-    from odc.fsdp.stale import refuse_stale
+    from odc.fsdp.refusals import refuse_stale
 
     with RankPool(2) as pool:
         pool.each(build_and_open, mib * MIB)
@@ -106,7 +106,7 @@ def test_stale_check(mib: int, note: Callable[..., None], benchmark: Any) -> Non
             fetches.append(time.perf_counter() - begin)
             held.module.reshard()
 
-        benchmark.pedantic(refuse_stale, (root.space, root.verbs.epoch, shards), setup=between, rounds=50)
+        benchmark.pedantic(refuse_stale, (root.layout, root.minibatch.epoch, shards), setup=between, rounds=50)
     note(
         what="stale check",
         ranks=2,

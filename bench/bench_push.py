@@ -49,8 +49,8 @@ def accumulated() -> tuple[float, float]:
     """Smallest and largest element of the own accumulator."""
     from odc.fsdp import root_of
 
-    space = root_of(held.module).space
-    total = space.accumulator(space.geometry.me, space.units[0])
+    layout = root_of(held.module).layout
+    total = layout.mine.accumulator(layout.units[0])
     return float(total.min()), float(total.max())
 
 
@@ -74,7 +74,7 @@ class Push:
         from odc.runtime import Gradient
 
         root = root_of(held.module)
-        self.verbs, self.space, self.unit = root.verbs, root.space, root.space.units[0]
+        self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]
         self.gradients = [
             Gradient(i, torch.ones(2 * spec.numel, dtype=dtype)) for i, spec in enumerate(self.unit.params)
         ]
@@ -83,9 +83,9 @@ class Push:
     def __call__(self) -> None:
         """Until the owner has added all of it."""
         self.times += 1
-        self.verbs._pusher.push_to(OWNER, self.unit, self.gradients)
-        sent, accumulated = self.space.sent(OWNER).load(0), self.space.accumulated(OWNER)
-        while accumulated.load(0) != sent:
+        self.member.pusher.push_to(OWNER, self.unit, self.gradients)
+        ring = self.member.protocol.ring(OWNER, 0)
+        while ring.added() != ring.posted():
             time.sleep(0)
 
 
@@ -144,6 +144,6 @@ def test_push(
         copy_add_ratio=median(adds) / median(copies),
         push_GBps=push.unit.numel * dtype.itemsize / took / 1e9,
         gloo_ms=gloo * 1e3,
-        slots=push.space.ring.slots,
+        slots=push.layout.ring.slots,
     )
     pool.each(drop)

@@ -109,7 +109,7 @@ def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]
     if arm == "odc":
         from odc.fsdp import root_of
 
-        heap = root_of(held.model).space.heap.nbytes
+        heap = root_of(held.model).layout.heap.nbytes
     peak = torch.cuda.max_memory_allocated(held.device) if held.device.type == "cuda" else 0
     return losses, seconds, peak / GIB, heap / GIB
 

@@ -59,7 +59,7 @@ def build(units: int, seconds: float, second_buffer: bool) -> str:
     from odc.handover import weight_handle
 
     for root in live_roots():
-        root.leave()()
+        root.shut_down()()
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer(seconds / units) for _ in range(units)))
     settings = Settings(second_buffer=second_buffer)

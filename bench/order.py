@@ -56,7 +56,7 @@ class Push:
         from odc.runtime import Gradient
 
         root = root_of(held.modules[name])
-        self.verbs, self.space, self.unit = root.verbs, root.space, root.space.units[0]
+        self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]
         self.gradients = [
             Gradient(i, torch.ones(2 * spec.numel, dtype=dtype)) for i, spec in enumerate(self.unit.params)
         ]
@@ -64,12 +64,12 @@ class Push:
     @property
     def accumulator_bytes(self) -> int:
         """Of one rank."""
-        return sum(nbytes for name, nbytes in self.space.ledger().items() if "accumulator" in name)
+        return sum(nbytes for name, nbytes in self.layout.ledger().items() if "accumulator" in name)
 
     def __call__(self) -> None:
-        self.verbs._pusher.push_to(OWNER, self.unit, self.gradients)
-        sent, added = self.space.sent(OWNER).load(0), self.space.accumulated(OWNER)
-        while added.load(0) != sent:
+        self.member.pusher.push_to(OWNER, self.unit, self.gradients)
+        ring = self.member.protocol.ring(OWNER, 0)
+        while ring.added() != ring.posted():
             time.sleep(0)
 
 

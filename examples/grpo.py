@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from odc import Settings, fully_shard, shutdown
 from odc.balance import cost_from_config, lb_mini
+from odc.blocks import blocks_of
 from odc.experiments.grpo import GrpoConfig, Sample, grpo_advantages, kl_estimate, policy_losses
 from odc.experiments.grpo.rollout import Rollout
 from odc.experiments.grpo.samples import batch_of, token_log_probs
 from odc.experiments.text.model import build_model, config_of, shipped_config
-from odc.fsdp.blocks import blocks_of
 from odc.handover import version, weight_handle
 
 

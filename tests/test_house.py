@@ -24,7 +24,7 @@ TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 GROUND = frozenset({"errors", "settings", "provenance"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
-    frozenset({"balance", "kernels", "memory", "ranks", "trace"}),
+    frozenset({"balance", "blocks", "kernels", "memory", "ranks", "trace"}),
     frozenset({"arms", "microbatch", "runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
     frozenset({"handover", "split"}),
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "ranks": frozenset(),
     "trace": frozenset(),
     "arms": frozenset({"balance"}),
+    "blocks": frozenset(),
     "microbatch": frozenset({"trace"}),
     "runtime": frozenset({"kernels", "memory", "trace"}),
     "dispatch": frozenset({"balance", "memory", "runtime", "trace"}),
@@ -150,6 +151,11 @@ def test_private_torch_names_live_in_one_file_a_seam() -> None:
             wrong += [f"{name}: {path}" for path in paths if path.startswith("torch.") and "._" in path]
     assert wrong, "the search finds nothing at all"
     assert not [one for one in wrong if not one.startswith(SEAMS)]
+
+
+def test_only_fsdp_uses_torchs_private_names_of_fsdp() -> None:
+    users = {part(name) for name in FILES if "odc.fsdp._torch_compat" in imports(name)}
+    assert users == {"fsdp"}
 
 
 def test_extras_that_messages_name_exist() -> None:

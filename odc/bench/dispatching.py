@@ -26,7 +26,7 @@ from odc.bench.rounds import Action
 from odc.dispatch import Rearrangement
 from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
 from odc.dispatch.route import Route
-from odc.fsdp._torch_compat import default_store
+from odc.fsdp import default_store
 
 COST = quadratic(24576, 1)
 CAP = 65536

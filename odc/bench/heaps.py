@@ -96,7 +96,7 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     raw = [piece.view(torch.uint8) for piece in peers]
     ways: Ways = {
-        "get": lambda i: by_cuda.gather([mine[i]], [0], 1, iter([(0, raw[i])])),
+        "get": lambda i: by_cuda.gather([mine[i]], [0], 1, [(0, raw[i])]),
         f"get, {COPY_ENGINE}": lambda i: by_cuda.copy(mine[i].data_ptr(), peers[i].data_ptr(), size),
         f"get, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([mine[i]], [peers[i]]),
     }

@@ -41,7 +41,7 @@ class RankPool:
         self._others: Processes | None = None
 
     def __enter__(self) -> RankPool:
-        from odc.fsdp.registry import forget_calls
+        from odc.fsdp.root_layout import forget_calls
 
         forget_calls()  # heaps are named by the order of construction; this process may have had a pool before
         server = fork_server()

@@ -40,10 +40,10 @@ def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
     """Adds `nbytes` of fp32 to the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
     world = dist.get_world_size()
     root = opened(nbytes * world, device, shape="one", accumulate="direct", **settings)
-    (unit,) = root.space.units
-    owner = root.geometry.row[(root.geometry.shard + 1) % world]
+    (unit,) = root.layout.units
+    owner = root.grid.shard_group[(root.grid.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
-    adder, moved = Adder(root.space), unit.numel * 4
+    adder, moved = Adder(root.layout), unit.numel * 4
     others = [*baselines.add(moved, device), *baselines.reduce_scatter(moved, device)]
     against = tuple(other.name for other in others)
     return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), *others]
@@ -71,14 +71,14 @@ def publish_kernel(nbytes: int, device: str) -> list[Action]:
 
 def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settings: Any) -> list[Action]:
     root = opened(nbytes * dist.get_world_size(), device, compute, **settings)
-    moved = sum(unit.published_bytes for unit in root.space.units)
+    moved = sum(unit.published_bytes for unit in root.layout.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = baselines.copy(moved, device, dtype=compute)
-    space, me, epoch = root.space, root.geometry.me, root.verbs.epoch
-    places = [[space.published(me, unit, i, epoch) for i in range(len(unit.params))] for unit in space.units]
+    mine, epoch = root.layout.mine, root.minibatch.epoch
+    places = [[mine.published(unit, i, epoch) for i in range(len(unit.params))] for unit in root.layout.units]
     # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
     return [
-        Action(name, lambda: root.verbs.publish(shards, [False]), moved, (limit.name,)),
+        Action(name, lambda: root.member.shards.publish(shards, [False]), moved, (limit.name,)),
         # A publish ends with a wait for the device; its copies alone have a rate there.
         Action(f"{name}, its copies", _copier(root, places, shards), moved, (limit.name,), queued=True),
         limit,
@@ -89,7 +89,7 @@ def _copier(root: Root, places: list[list[torch.Tensor]], shards: list[list[torc
     def run() -> None:
         with torch.no_grad():
             for place, shard in zip(places, shards, strict=True):
-                root.space.moves.publish(place, shard)
+                root.layout.mover.publish(place, shard)
 
     return run
 
@@ -100,7 +100,7 @@ class PlainCopy:
     def __init__(self, root: Root, module: Any, device: str) -> None:
         (group,) = root.groups
         module.unshard()
-        self._outputs = [param.allocate(root.shards) for param in group.odc_params]
+        self._outputs = [param.allocate(root.grid.shards) for param in group.odc_params]
         module.reshard()
         self._sizes = [output.numel() * output.itemsize for output in self._outputs]
         self._sources = [torch.ones(size, dtype=torch.uint8, device=device) for size in self._sizes]
@@ -139,7 +139,7 @@ def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
     collective = baselines.collective(f"FSDP2 on {kind}", other.unshard, plain.nbytes, device, other.reshard)
     against = (limit.name, collective.name)
     ways = {"unit gather": by_cuda.COPY_ENGINE_BYTES}
-    if device == "cuda" and root.space.settings.kernels == "torch":
+    if device == "cuda" and root.layout.settings.kernels == "torch":
         ways |= {f"unit gather, {COPY_ENGINE}": 1, f"unit gather, {TORCH_KERNEL}": 1 << 62}
     gathers = [
         Action(name, _unsharded(module, from_size), plain.nbytes, against, after=module.reshard, queued=True)
@@ -165,19 +165,19 @@ def _unsharded(module: Any, copy_engine_bytes: int) -> Callable[[], object]:
 def push(nbytes: int, device: str) -> list[Action]:
     """Sends a unit's gradients (`nbytes` of fp32) to their owners, until each has added them."""
     root = opened(nbytes, device)
-    space, geometry = root.space, root.geometry
-    (unit,) = space.units
-    gradients = [Gradient(i, torch.ones(root.shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
-    moved = root.shards * unit.numel * 4
+    grid, shards = root.grid, root.grid.shards
+    (unit,) = root.layout.units
+    gradients = [Gradient(i, torch.ones(shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
+    moved = shards * unit.numel * 4
     others = [*baselines.add(moved, device), *baselines.reduce_scatter(moved, device)]
 
     def run() -> None:
-        root.verbs.push(unit, gradients)
-        for owner in geometry.row:
-            sent, added = space.sent(owner).load(geometry.me), space.accumulated(owner)
-            while added.load(geometry.me) != sent:
+        root.member.pusher.push(unit, gradients)
+        for owner in grid.shard_group:
+            ring = root.member.protocol.ring(owner, grid.me)
+            while ring.added() != ring.posted():
                 time.sleep(0)
-                root.verbs.waiter.check("pushing")
+                root.member.protocol.waiter.check("pushing")
 
     return [Action("push of a unit", run, moved, tuple(other.name for other in others)), *others]
 
@@ -188,7 +188,7 @@ def minibatch(nbytes: int, device: str) -> list[Action]:
     with torch.no_grad():
         root.minibatch.done()
         root.minibatch.collect()
-    limit = baselines.copy(sum(unit.published_bytes for unit in root.space.units), device)
+    limit = baselines.copy(sum(unit.published_bytes for unit in root.layout.units), device)
     other = baselines.barrier()
 
     def finish() -> None:

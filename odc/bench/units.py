@@ -92,7 +92,7 @@ def drop() -> None:
 
     from odc.fsdp import live_roots
 
-    for left in [root.leave() for root in live_roots()]:
+    for left in [root.shut_down() for root in live_roots()]:
         left()
     let_go()
     gc.collect()

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 if TYPE_CHECKING:
-    from odc.runtime.status import RankStatus
+    from odc.runtime.daemon import RankStatus
 
 _MIB = float(1 << 20)
 
 
 def status(as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
     """Show what every rank of the jobs on this host is doing, from another terminal."""
-    from odc.runtime.status import ask_all  # loads torch
+    from odc.runtime.daemon import ask_all  # loads torch
 
     answers = ask_all()
     if as_json:

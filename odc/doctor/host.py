@@ -26,7 +26,7 @@ from odc.memory import (
     require_add,
 )
 from odc.runtime import daemon, stop_daemon
-from odc.runtime.listener import knock
+from odc.runtime.listener import ask
 
 _MIB = 1 << 20
 _LITTLE = 256 * _MIB
@@ -125,7 +125,7 @@ _MUTEX = "a C library with robust process-shared mutexes (glibc; musl 1.2 or new
 
 
 def peers() -> list[Finding]:
-    """What ranks do to find and watch each other: connect, pass a descriptor, see a death."""
+    """What ranks do to find and watch each other: a listener, a descriptor passed, a death seen."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -143,13 +143,13 @@ def peers() -> list[Finding]:
         return [broken("peers", "a process's life and death cannot be told", "allow pidfd_open, or mount /proc")]
     try:
         _pass_a_descriptor()
-        knock(daemon(0).door_name, {"op": "status"}, 5.0)
+        ask(daemon(0).address, {"op": "status"}, 5.0)
     except (OSError, OdcError) as error:
         return [broken("peers", f"a unix socket does not work: {error}", _SOCKETS)]
     finally:
         stop_daemon()
     return [
-        ok("peers", f"sockets connect, descriptors pass, deaths are seen ({'pidfd' if watched else 'polled in /proc'})")
+        ok("peers", f"listeners open, descriptors pass, deaths are seen ({'pidfd' if watched else 'polled in /proc'})")
     ]
 
 

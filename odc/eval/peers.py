@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from odc.errors import PeerLostError, ResultsError, WaitTimeoutError
 from odc.eval import plain_json
-from odc.runtime import JobStore
+from odc.runtime import Backoff, Deadline, JobStore, last_in_chain
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members
@@ -161,41 +161,37 @@ class Peers:
 
     def _wait(self, ready: Callable[[], bool], member: int, what: str) -> None:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
-        pause, looked, moved, steps = _FIRST_SLEEP_S, time.monotonic(), time.monotonic(), -1
+        backoff, deadline = Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S), Deadline(self.timeout_s)
+        next_look = Deadline(self.timeout_s / _LOOKS)
         told = False
+        seen = -1
         while not ready():
             self.check(f"waiting for {what}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
-            now = time.monotonic()
-            if now - looked < self.timeout_s / _LOOKS:
+            backoff.sleep()
+            if not next_look.passed():
                 continue
-            looked = now
+            next_look = Deadline(self.timeout_s / _LOOKS)
             if not told:
                 self._store.set(f"waits/{self.me}", str(member))
                 told = True
-            seen = self._store.add(f"steps/{member}", 0)
-            if seen != steps:
-                steps, moved = seen, now
-                self._store.add(f"steps/{self.me}", 1)  # who waits for this rank waits for that progress
-            elif now - moved > self.timeout_s:
+            before, seen = seen, self._store.add(f"steps/{member}", 0)
+            if deadline.passed(seen):
                 self._run_out(member, what)
+            if seen != before:
+                self._store.add(f"steps/{self.me}", 1)  # who waits for this rank waits for that progress
         if told:
             self._store.set(f"waits/{self.me}", str(self.me))  # for nobody; a key that is read is never deleted
         self._ticked = float("-inf")  # the next tick() counts at once
 
     def _run_out(self, member: int, what: str) -> NoReturn:
-        """Several deadlines may run out for one rank's sake: blame the last of the chain of who waits for whom."""
-        culprit, seen = member, {self.me, member}
-        while self._store.check([f"waits/{culprit}"]):
-            following = int(self._store.get(f"waits/{culprit}"))
-            if following in seen:
-                break
-            seen.add(following)
-            culprit = following
+        culprit = last_in_chain(member, self.me, self._waits_for)
         chain = f"; it waits for rank {self.ranks[culprit]} itself" if culprit != member else ""
         raise WaitTimeoutError(
             f"rank {self.rank}, waiting for {what}: rank {self.ranks[member]} has made no progress for "
             f"{self.timeout_s:g} s{chain}; raise timeout_s if it is only slow",
             culprit=self.ranks[culprit],
         )
+
+    def _waits_for(self, member: int) -> int | None:
+        key = f"waits/{member}"
+        return int(self._store.get(key)) if self._store.check([key]) else None

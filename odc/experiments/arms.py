@@ -130,6 +130,6 @@ def _forget_order(model: Any) -> None:
     torch forgets the order of forwards only after a last backward. With an earlier microbatch still in it, the first
     block's backward would gather the last block again, only on ranks that ran several microbatches.
     """
-    from odc.fsdp import _torch_compat as compat
+    from odc.fsdp import forget_forward_order
 
-    compat.clear_forward_order(compat.state_of(model))
+    forget_forward_order(model)

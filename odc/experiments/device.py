@@ -129,7 +129,7 @@ def _heaps() -> int:
     """Bytes on the device of this process's heaps; torch's allocator does not count them."""
     from odc.fsdp import live_roots
 
-    return sum(root.space.heap.layout.nbytes for root in live_roots())
+    return sum(root.layout.heap.layout.nbytes for root in live_roots())
 
 
 def _field(path: Path, name: str) -> int:

@@ -1,7 +1,19 @@
 """Drop-in `fully_shard`: the call, the parameter group, the minibatch state machine."""
 
+from odc.fsdp._torch_compat import default_store, forget_forward_order
+from odc.fsdp.boundaries import minibatch
 from odc.fsdp.call import fully_shard, shutdown
-from odc.fsdp.module import OdcModule, minibatch
+from odc.fsdp.module import OdcModule
 from odc.fsdp.root import Root, live_roots, root_of
 
-__all__ = ["OdcModule", "Root", "fully_shard", "live_roots", "minibatch", "root_of", "shutdown"]
+__all__ = [
+    "OdcModule",
+    "Root",
+    "default_store",
+    "forget_forward_order",
+    "fully_shard",
+    "live_roots",
+    "minibatch",
+    "root_of",
+    "shutdown",
+]

@@ -187,7 +187,7 @@ class Iteration:
 
     def forget_order(self) -> None:
         """Forget the order of forwards, as torch does when a backward is the last."""
-        clear_forward_order(self._root)
+        self._root._comm_ctx.post_forward_order.clear()
 
     def is_last_backward(self) -> bool:
         """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
@@ -259,9 +259,9 @@ def states_below(root: FSDPState) -> list[FSDPState]:
     return [state for state in root._state_ctx.all_states if state is not root]
 
 
-def clear_forward_order(state: FSDPState) -> None:
-    """Forget the order of forwards, as torch does when a backward is the last."""
-    state._comm_ctx.post_forward_order.clear()
+def forget_forward_order(module: FSDPModule) -> None:
+    """Forget the order of forwards below a root, as torch does when a backward is the last."""
+    state_of(module)._comm_ctx.post_forward_order.clear()
 
 
 def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:

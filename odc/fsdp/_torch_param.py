@@ -12,11 +12,7 @@ from odc.fsdp._torch_compat import ACCUMULATES_APART, HAS_GRADIENT_DTYPE, FSDPPa
 
 
 class ShardedParam:
-    """One sharded parameter.
-
-    Args:
-        param: torch's.
-    """
+    """One sharded parameter."""
 
     def __init__(self, param: FSDPParam) -> None:
         self._param = param
@@ -69,7 +65,7 @@ class ShardedParam:
         return hasattr(self._param._sharded_local_tensor, "fsdp_pre_all_gather")
 
     def shard(self) -> torch.Tensor:
-        """The own padded shard, 1-D, own dtype."""
+        """This rank's padded shard, 1-D, in its own dtype."""
         return self._param._sharded_param_data
 
     def allocate(self, shards: int) -> torch.Tensor:
@@ -105,7 +101,7 @@ class ShardedParam:
             self._param.free_unsharded_param()
 
     def take_gradient(self) -> torch.Tensor | None:
-        """The unsharded gradient in its own dtype, local to tensor parallelism; it is no longer held by torch after."""
+        """The unsharded gradient in its own dtype, local to tensor parallelism; torch no longer holds it afterwards."""
         param = self._param
         if ACCUMULATES_APART and param.unsharded_accumulated_grad is not None:
             grad = param.unsharded_accumulated_grad_data

@@ -1,7 +1,7 @@
 """`fully_shard`: torch's, on demand.
 
-Chose to call torch's own `fully_shard` and then change who communicates, so that sharding, dtypes, state dicts and
-hooks are FSDP2's. Refuses, before any module is touched, what it could not do right later.
+It calls torch's own `fully_shard` and then changes who communicates, so that sharding, dtypes, state dicts and hooks
+are FSDP2's. It refuses, before any module is touched, what it could not do right later.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp import exits, guard
+from odc.fsdp import hooks
 from odc.fsdp.group import adopt
 from odc.fsdp.module import OdcModule, add_methods
-from odc.fsdp.registry import register
 from odc.fsdp.root import live_roots, root_above, root_at
+from odc.fsdp.root_layout import register
 from odc.memory import require_add
-from odc.runtime import JobStore, State, announce_process, await_departures, daemon, stop_daemon
+from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
 from odc.settings import Settings
 
 _at_exit = False
@@ -122,28 +122,29 @@ def _join_job(rank: int, timeout_s: float) -> None:
     store = compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
         announce_process(JobStore(store, timeout_s, rank), rank)
-        exits.install(store, rank)
+        hooks.watch_exit(store, rank)
         _joined = os.getpid(), weakref.ref(store)
-    guard.install()
+    hooks.guard_steps()
     if not _at_exit:
         atexit.register(shutdown)
         _at_exit = True
 
 
 def shutdown() -> None:
-    """Leave the job: peers that wait for this rank are told, heaps are closed, the daemon stops.
+    """Shut this rank down: peers that wait for it are told, heaps are closed, the daemon stops.
 
     Runs at exit by itself. On this rank only; calls no collective. Sharded modules must not be run after it. Waits
-    until every peer has attached to its own peers, has left or has died, because a slow one may still have to fetch
-    this rank's shards; waits for nobody if an error is being handled or ends the process, which the peers are told.
+    until every peer has attached to its own peers, has shut down or has died, because a slow one may still have to
+    fetch this rank's shards; waits for nobody if an error is being handled or ends the process, which the peers are
+    told.
 
     Raises:
-        WaitTimeoutError: a peer, which is named, was given up after `Settings.timeout_s`; this rank has left all the
-            same.
+        WaitTimeoutError: a peer, which is named, was given up after `Settings.timeout_s`; this rank has shut down
+            all the same.
     """
-    failed = exits.ended_by_error()
+    failed = hooks.ended_by_error()
     for root in live_roots():
-        root.leave(exits.last_error() or root.minibatch.left_unfinished())
+        root.shut_down(hooks.last_error() or root.minibatch.left_unfinished())
     try:
         if not failed:
             await_departures()
@@ -171,7 +172,7 @@ def _refuse_mesh(mesh: DeviceMesh) -> None:
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """A unit's trainable parameters share one dtype; those of units below are DTensors by now and theirs to check."""
+    """A unit's trainable parameters share one dtype; those of units below are DTensors by now, checked before."""
     found: dict[torch.dtype, str] = {}
     below = {
         id(p) for top in modules for m in top.modules() if isinstance(m, compat.FSDPModule) for p in m.parameters()
@@ -202,5 +203,5 @@ def _before_load(module: nn.Module, *unused: Any) -> None:
     state = compat.state_of(cast(compat.FSDPModule, module))
     for root in live_roots():
         if any(group in root.groups for group in compat.groups_of_state(state)) or root.state is state:
-            if root.minibatch.state is not State.CLOSED:
+            if root.minibatch.state is not RootState.CLOSED:
                 root.minibatch.close_evaluation("load_state_dict()")

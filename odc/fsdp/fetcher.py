@@ -1,31 +1,23 @@
 """Fetching a unit into its unsharded parameters, at need or ahead of it.
 
-Chose to copy from the owners' heaps straight to the unsharded parameters' places (one copy; FSDP2 gathers into a buffer
-and copies out, two), and to learn the order of units from the run itself: after unit A came unit B last time, so B is
-fetched while A computes. A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
+A fetch copies from the owners' heaps straight to where the unsharded parameters lie (one copy; FSDP2 gathers into a
+buffer and copies out, two). The order of units is learned from the run itself: after unit A came unit B last time, so B
+is fetched while A computes. A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
+from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes, advise_huge
-from odc.runtime import UnitSpec, Verbs
+from odc.runtime import PublishedShards, UnitSpec
 from odc.trace import FETCH, recorder
-
-
-class Unit(Protocol):
-    """What can be fetched ahead of use."""
-
-    def unshard(self) -> None:
-        """Get it under way, unless it is there."""
-
 
 _HOST = HostLanes()
 
@@ -69,17 +61,17 @@ class Fetcher:
     """Fetches of one root.
 
     Args:
-        verbs: of the root.
+        shards: of the root's members.
         ahead: units to fetch ahead of use; 0 starts no thread.
         lanes: of the root's heap.
     """
 
-    def __init__(self, verbs: Verbs, ahead: int, lanes: Lanes = _HOST) -> None:
-        self._verbs, self._ahead, self._lanes = verbs, ahead, lanes
+    def __init__(self, shards: PublishedShards, ahead: int, lanes: Lanes = _HOST) -> None:
+        self._shards, self._ahead, self._lanes = shards, ahead, lanes
         self._worker = Worker("odc-fetch", depth=ahead + 1) if ahead else None
         # Weak: a unit holds its root, and the root's end must not wait for its fetcher's.
-        self._last: dict[str, weakref.ref[Unit] | None] = {}
-        self._next: dict[str, dict[int, weakref.ref[Unit]]] = {}
+        self._last: dict[str, weakref.ref[compat.FSDPParamGroup] | None] = {}
+        self._next: dict[str, dict[int, weakref.ref[compat.FSDPParamGroup]]] = {}
 
     def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
         """Allocate the unsharded parameters and get the fetch under way.
@@ -87,7 +79,7 @@ class Fetcher:
         Args:
             now: the caller waits at once, so the copy is left to its thread.
         """
-        shards = self._verbs.geometry.shards
+        shards = self._shards.count
         outputs = [param.allocate(shards) for param in params]
         lanes = self._lanes
         for output in outputs if not lanes.asynchronous else ():
@@ -101,7 +93,7 @@ class Fetcher:
             begin = recorder().now()
             with lanes.lane("fetch"):
                 lanes.follow(allocated)
-                nbytes = self._verbs.fetch(unit, by_shard, lane=lane)
+                nbytes = self._shards.fetch(unit, by_shard, lane=lane)
                 copied.append(lanes.mark())
             recorder().add(FETCH, begin, unit=unit.name, nbytes=nbytes, lane=lane)
 
@@ -115,7 +107,7 @@ class Fetcher:
 
         return Fetch(job, params, by_shard, shards, follow)
 
-    def used(self, group: Unit, phase: str) -> None:
+    def used(self, group: compat.FSDPParamGroup, phase: str) -> None:
         """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time."""
         if not self._ahead:
             return
@@ -125,7 +117,7 @@ class Fetcher:
         if last is not None and last is not group:
             order[id(last)] = weakref.ref(group)
         self._last[phase] = weakref.ref(group)
-        following: Unit | None = group
+        following: compat.FSDPParamGroup | None = group
         for _ in range(self._ahead):
             ref = order.get(id(following))
             following = ref() if ref is not None else None
@@ -141,3 +133,31 @@ class Fetcher:
         """End the thread, without waiting for it."""
         if self._worker is not None:
             self._worker.close()
+
+
+class FetchedGroup(compat.FSDPParamGroup):
+    """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`).
+
+    Attributes:
+        odc_params: the parameters, in torch's order.
+        odc_fetch: what is under way and was not waited for.
+    """
+
+    odc_params: list[ShardedParam]
+    odc_fetch: Fetch | None
+
+    def drop_fetch(self) -> None:
+        """Give up a fetch that nobody waited for: its values are of an epoch that ends."""
+        fetch, self.odc_fetch = self.odc_fetch, None
+        if fetch is not None:
+            fetch.drop()
+
+    def give_up(self) -> None:
+        """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""
+        self.drop_fetch()
+        for param in self.odc_params:
+            param.take_gradient()
+        compat.make_idle(self)
+        compat.to_sharded(self)
+        for param in self.odc_params:
+            param.free()  # also what was allocated for a fetch that never began

@@ -1,71 +1,53 @@
 """The seam into FSDP2: one parameter group, on demand.
 
-Chose to re-class each `FSDPParamGroup` *instance* and override what communicates (unshard, wait_for_unshard,
-post_backward, finalize_backward; pre_forward and pre_backward only to know what is needed now) over patching torch's
-module globals: other FSDP2 models in the process are untouched, and everything that does not communicate stays
-torch's. The price is the private names in `_torch_compat`.
+`adopt` re-classes a torch `FSDPParamGroup` *instance*, and the class overrides what communicates (unshard,
+wait_for_unshard, post_backward, finalize_backward; pre_forward and pre_backward only to know what is needed now). No
+module global of torch is patched, so other FSDP2 models in the process are untouched, and everything that does not
+communicate stays torch's. The private names it needs are listed in `_torch_compat`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp._torch_param import ShardedParam, params_of
-from odc.fsdp.fetcher import Fetch
+from odc.fsdp._torch_param import params_of
+from odc.fsdp.fetcher import FetchedGroup, Fetcher
+from odc.fsdp.minibatch import Minibatch
 from odc.runtime import Gradient, UnitSpec, flatten
 from odc.trace import FETCH, recorder
 
 
-class Engine(Protocol):
-    """What a group needs of its root."""
-
-    shards: int
-
-    def begin(self) -> None:
-        """Open a minibatch if none is open."""
-
-    def start_fetch(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
-        """Get a unit under way; `now`: the caller waits for it at once."""
-        ...
-
-    def used(self, group: OdcParamGroup, phase: str) -> None:
-        """The group is in use in `phase`: "forward" or "backward"."""
-
-    def push(self, unit: UnitSpec, gradients: list[Gradient]) -> None:
-        """Send a unit's gradients to their owners."""
-
-    def finalized(self, group: OdcParamGroup) -> None:
-        """A last backward is over for the group."""
-
-    def partial_backward(self) -> None:
-        """A backward has gone through a group of which only some modules ran."""
-
-
-class OdcParamGroup(compat.FSDPParamGroup):
+class OdcParamGroup(FetchedGroup):
     """A torch parameter group whose shards are fetched and whose gradients are pushed.
 
-    Instances are made by `adopt`, never constructed. `odc_root` is set when the root is initialised.
+    Instances are made by `adopt`, never constructed.
+
+    Attributes:
+        odc_trained: for each parameter whether it required a gradient when it was sharded.
+        odc_needed_now: whether whoever calls `unshard` waits for it at once.
+        odc_find_root: builds the root, which sets the attributes below.
+        odc_root: keeps the root alive for as long as its groups; None before their first use.
     """
 
-    odc_root: Engine | None
-    odc_find_root: Callable[[OdcParamGroup], Engine]
-    odc_unit: UnitSpec
-    odc_params: list[ShardedParam]
-    odc_trained: list[bool]  # for each of them whether it required a gradient when it was sharded
-    odc_fetch: Fetch | None
+    odc_trained: list[bool]
     odc_needed_now: bool
+    odc_find_root: Callable[[OdcParamGroup], object]
+    odc_root: object | None
+    odc_unit: UnitSpec
+    odc_fetcher: Fetcher
+    odc_minibatch: Minibatch
 
     def unshard(self, async_op: bool = False) -> None:
-        """Get the unit under way; the first call of a minibatch opens it (publishes own shards)."""
+        """Get the unit under way; the first call of a minibatch opens it (publishes this rank's shards)."""
         if self.odc_fetch is not None or self.is_unsharded:
             return
         if not self.unshard_in_backward and compat.is_pre_backward(self):
             return
-        root = self._root()
-        root.begin()
-        self.odc_fetch = root.start_fetch(self.odc_unit, self.odc_params, now=self.odc_needed_now)
+        self._use_root()
+        self.odc_minibatch.begin()
+        self.odc_fetch = self.odc_fetcher.start(self.odc_unit, self.odc_params, now=self.odc_needed_now)
 
     def wait_for_unshard(self) -> None:
         """Return with the unsharded parameters registered; no-op without an `unshard` under way."""
@@ -84,7 +66,8 @@ class OdcParamGroup(compat.FSDPParamGroup):
             result = super().pre_forward(*args, **kwargs)
         finally:
             self.odc_needed_now = False
-        self._root().used(self, "forward")
+        self._use_root()
+        self.odc_fetcher.used(self, "forward")
         return result
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
@@ -96,7 +79,8 @@ class OdcParamGroup(compat.FSDPParamGroup):
         finally:
             self.odc_needed_now = False
         if default_prefetch:
-            self._root().used(self, "backward")
+            self._use_root()
+            self.odc_fetcher.used(self, "backward")
 
     def post_backward(self, *unused: Any) -> None:
         """Push this backward's gradients; torch reshards. Safe to call on a group without gradients, as torch does.
@@ -113,45 +97,29 @@ class OdcParamGroup(compat.FSDPParamGroup):
             self.reduce_grads = wanted
         if self.odc_root is None:
             return
-        shards = self.odc_root.shards
+        shards = self.odc_minibatch.shards
         gradients = [
             Gradient(i, flatten(grad, param.shard_dim, shards)) for i, param, grad in taken if grad is not None
         ]
         if gradients:
-            self.odc_root.push(self.odc_unit, gradients)
+            self.odc_minibatch.push(self.odc_unit, gradients)
         if partial:
-            self.odc_root.partial_backward()
+            self.odc_minibatch.partial_backward()
 
     def finalize_backward(self) -> None:
         """Called by torch for each group after a backward marked as the last; the last group ends the minibatch."""
         super().finalize_backward()
         self.drop_fetch()
         if self.odc_root is not None:
-            self.odc_root.finalized(self)
+            self.odc_minibatch.finalized(self)
 
-    def drop_fetch(self) -> None:
-        """Give up a fetch that nobody waited for: its values are of an epoch that ends."""
-        fetch, self.odc_fetch = self.odc_fetch, None
-        if fetch is not None:
-            fetch.drop()
-
-    def give_up(self) -> None:
-        """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""
-        self.drop_fetch()
-        for param in self.odc_params:
-            param.take_gradient()
-        compat.make_idle(self)
-        compat.to_sharded(self)
-        for param in self.odc_params:
-            param.free()  # also what was allocated for a fetch that never began
-
-    def _root(self) -> Engine:
+    def _use_root(self) -> None:
+        """Build the root at the group's first use; a unit may be unsharded before the root's first forward."""
         if self.odc_root is None:
-            self.odc_root = self.odc_find_root(self)
-        return self.odc_root
+            self.odc_find_root(self)
 
 
-def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], Engine]) -> OdcParamGroup:
+def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object]) -> OdcParamGroup:
     """Turn one of torch's groups into an on-demand one, in place; `find_root` is asked at its first use."""
     group.__class__ = OdcParamGroup
     adopted: Any = group

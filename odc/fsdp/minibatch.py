@@ -1,14 +1,8 @@
-"""The minibatch protocol of one root: CLOSED -> OPEN -> CLOSED, with one meeting at the end.
+"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, with one meeting at the end.
 
-Chose one meeting point a minibatch, at the very end, over a barrier a layer: a finish first does all that peers wait
-for (flush, counts, DONE) and only then waits itself, so ranks may arrive with any number of microbatches, also none.
-The order below is what makes the verbs sound:
-
-    begin    wait: all DONE the previous epoch | publish, zero accumulators | PUBLISHED
-    (fetch and push: each waits for the peer's PUBLISHED)
-    (claim: waits until every rank has offered its microbatches)
-    done     queue drained, own fetches over, sender flushed | attach to all | push counts to all | OUTCOME | DONE
-    collect  wait: all DONE, own daemon has added all | (replicas complete) | scale once, write .grad
+`odc.runtime.protocol` says what ranks tell each other and why it is sound. This module says when: the first unshard
+begins an epoch, backwards push, and the end has two halves. `done` does all that peers wait for (flush, counts, DONE);
+`collect` then waits for the peers and writes `.grad`. Several roots close all their epochs before they wait for any.
 
 A rank may give the open minibatch up at any time (`abandon`). It still meets the others: it stores its outcome before
 its DONE, so all ranks read the same outcomes and none writes a gradient. A backward that ended with an exception, which
@@ -21,15 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from odc.errors import AbandonedMinibatchError, OdcError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import refusals
-from odc.fsdp.gradients import push_counts, write_gradients
-from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.collect import Collector
+from odc.fsdp.fetcher import FetchedGroup
 from odc.fsdp.sender import Sender
-from odc.runtime import Gradient, Outcome, State, UnitSpec, Verbs, Word
+from odc.runtime import Endpoint, Gradient, Outcome, RootState, UnitSpec
 from odc.trace import Mark, recorder
 
 
@@ -37,58 +29,52 @@ class Minibatch:
     """State machine of one root; see the module.
 
     Args:
-        verbs: of the root.
+        member: this rank's.
         sender: of the root.
         groups: every unit of the root, in the order of the heap's units.
         iteration: torch's own state of the root.
     """
 
     def __init__(
-        self, verbs: Verbs, sender: Sender, groups: Sequence[OdcParamGroup], iteration: compat.Iteration
+        self, member: Endpoint, sender: Sender, groups: Sequence[FetchedGroup], iteration: compat.Iteration
     ) -> None:
-        self._verbs, self._sender, self._groups, self._iteration = verbs, sender, groups, iteration
-        self._space, self._geometry = verbs.space, verbs.geometry
-        self._rank = verbs.geometry.ranks[verbs.geometry.me]
-        self.state = State.CLOSED
+        self._member, self._sender, self._groups, self._iteration = member, sender, groups, iteration
+        self._protocol, self._rank = member.protocol, member.grid.rank
+        self._collector = Collector(member, groups)
+        self.shards = member.grid.shards
+        self.state = RootState.CLOSED
         self.pushed = False  # in the open epoch
         self.explicit = False  # inside `with model.minibatch()`
         self.given_up: str | None = None  # why this rank abandons the open epoch
         self.manual = False  # a minibatch ends by `finalize_backward()`, never by a backward
         self._finalized: set[int] = set()
-        self._writing = False  # `collect` writes gradients and runs their hooks
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
         self._window: Mark | None = None  # of the open epoch, for those who look at the trace of their own loop
-        self._seen = torch.zeros(verbs.space.param_base[-1], dtype=torch.int64)
-        self._dirty = [False] * len(groups)
 
     @property
     def epoch(self) -> int:
         """Number of the open or last minibatch, from 1."""
-        return self._verbs.epoch
+        return self._protocol.epoch
 
     def begin(self) -> None:
-        """Open the next epoch if none is open: publish own shards. Waits until nobody uses the last epoch."""
-        self._verbs.touch("beginning or fetching")
+        """Open the next epoch if none is open: publish this rank's shards. Waits until nobody uses the last epoch."""
+        self._protocol.touch("beginning or fetching")
         refusals.refuse_early_begin(self._who(), self.state)
-        if self.state is not State.CLOSED:
+        if self.state is not RootState.CLOSED:
             self._mark()
             return
-        last = self._verbs.epoch
-        if last:
-            self._verbs.await_done(last)
-            if len(self._geometry.column) > 1:
-                others = [m for m in self._geometry.column if m != self._geometry.me]
-                self._verbs.await_word(Word.READ, others, "to read the accumulators of")
-        self._verbs.publish([[param.shard() for param in group.odc_params] for group in self._groups], self._dirty)
-        self._dirty = [False] * len(self._groups)
-        self._verbs.board.store(Word.MICROBATCH, 0)
-        self._set(State.OPEN)
+        self._protocol.await_end_of_epoch()
+        shards = [[param.shard() for param in group.odc_params] for group in self._groups]
+        self._member.shards.publish(shards, self._collector.dirty)
+        self._collector.dirty = [False] * len(self._groups)
+        self._protocol.reset_microbatches()
+        self._set(RootState.OPEN)
         self._mark()
         self.pushed = False
 
     def _mark(self) -> None:
         """Open the window of the open epoch in the trace, if it has none yet."""
-        if self._window is None and self.state is State.OPEN:
+        if self._window is None and self.state is RootState.OPEN:
             self._window = recorder().window(self.epoch)
             self._window.__enter__()
 
@@ -103,7 +89,7 @@ class Minibatch:
         self.pushed = True
         self._sender.send(unit, gradients)
 
-    def finalized(self, group: OdcParamGroup) -> None:
+    def finalized(self, group: FetchedGroup) -> None:
         """A last backward is over for `group`; the last of all groups ends the minibatch.
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
@@ -114,7 +100,7 @@ class Minibatch:
         if len(self._finalized) < len(self._groups):
             return
         self.begin()
-        self._close_own_part()
+        self._close()
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
         compat.queue_after_backward(self._collect_or_raise)
 
@@ -127,9 +113,9 @@ class Minibatch:
             return
 
         def end() -> None:
-            if self.state is not State.FINISHING and not self._iteration.final_callback_queued():
+            if self.state is not RootState.FINISHING and not self._iteration.final_callback_queued():
                 self.begin()
-                self._close_own_part(partial=True)
+                self._close(partial=True)
                 compat.queue_after_backward(self._collect_or_raise)
 
         compat.queue_after_backward(end)
@@ -141,12 +127,12 @@ class Minibatch:
         """
         self.begin()  # a rank without microbatches: its peers need its shards
         self.recover()
-        self._close_own_part()
+        self._close()
 
-    def _close_own_part(self, *, partial: bool = False) -> None:
+    def _close(self, *, partial: bool = False) -> None:
         """`partial`: a forward of other units may still wait for its backward, so they keep unsharded parameters."""
         self._finalized.clear()
-        refusals.refuse_unclaimed(self._who(), self._verbs)
+        refusals.refuse_unclaimed(self._who(), self._member.queue)
         for group in self._groups:
             if not partial:
                 compat.torch_finalize(group)
@@ -159,10 +145,10 @@ class Minibatch:
         if not partial:
             self._iteration.forget_order()
         self._flush()
-        self._space.attach_all()  # before DONE: a peer may end right after it has seen DONE
+        self._member.layout.attach_all()  # before DONE: a peer may end right after it has seen DONE
         outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
-        self._verbs.done(outcome, self.given_up or "")
-        self._set(State.FINISHING)
+        self._member.done(outcome, self.given_up or "")
+        self._set(RootState.FINISHING)
 
     def _flush(self) -> None:
         """Return when everything sent is posted. A push cut short gives the minibatch up; a lost peer raises."""
@@ -180,12 +166,12 @@ class Minibatch:
         Returns the error to be raised if a rank has given the minibatch up; then no rank writes a `.grad`. Any other
         error is raised here and ends the job on every rank: the others may have written theirs.
         """
-        if self.state is not State.FINISHING:
+        if self.state is not RootState.FINISHING:
             raise OdcError(f"rank {self._rank}: collect() without done() in epoch {self.epoch}")
         try:
             return self._meet()
         except BaseException as error:
-            self._set(State.FAILED)
+            self._set(RootState.FAILED)
             self.abort(error)
             raise
 
@@ -193,44 +179,12 @@ class Minibatch:
         if (abandoned := self.collect()) is not None:
             raise abandoned
 
-    @torch.no_grad()
     def _meet(self) -> AbandonedMinibatchError | None:
-        verbs, space = self._verbs, self._space
-        verbs.await_done(self.epoch)
-        verbs.await_accumulated()
-        counts = push_counts(space)
-        used = (counts != self._seen).tolist()
-        self._seen = counts
-        abandoned = refusals.abandonment(self._who(), verbs)
-        if abandoned is None and any(used):
-            refusals.refuse_half_evaluated(verbs)
-        hybrid = len(self._geometry.column) > 1
-        verbs.board.store(Word.COMPLETE, self.epoch)
-        if hybrid:
-            verbs.await_word(Word.COMPLETE, self._geometry.column, "to complete the accumulators of")
-        if abandoned is None:
-            self._write_gradients(used)
-        else:
-            self._dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
-        if hybrid:
-            space.heap.lanes.settle()  # own reads of replicas' accumulators
-        verbs.board.store(Word.READ, self.epoch)
-        self._set(State.CLOSED)
+        abandoned = self._collector.meet(self._who())
+        self._set(RootState.CLOSED)
         self._end_window(keep=abandoned is None)
         self.pushed, self.given_up = False, None
         return abandoned
-
-    def _write_gradients(self, used: Sequence[bool]) -> None:
-        self._writing = True
-        try:
-            for unit, group in zip(self._space.units, self._groups, strict=True):
-                base = self._space.param_base[unit.index]
-                flags = list(used[base : base + len(unit.params)])
-                self._dirty[unit.index] = any(flags)
-                divide = group.gradient_divide_factor or float(len(self._geometry.ranks))
-                write_gradients(self._space, unit, group.odc_params, flags, divide)
-        finally:
-            self._writing = False
 
     def _end_window(self, *, keep: bool) -> None:
         if self._window is None:
@@ -250,12 +204,12 @@ class Minibatch:
         Elsewhere this call does: it returns when all ranks have closed the minibatch, and the others get the error out
         of their backward.
         """
-        if self.state is not State.OPEN:
+        if self.state is not RootState.OPEN:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
         if not self.explicit and not self.manual:
-            self._close_own_part()
+            self._close()
             self.collect()
 
     def reset(self) -> None:
@@ -275,7 +229,7 @@ class Minibatch:
             self._iteration.reset(self._groups)
 
     def left_unfinished(self) -> str:
-        """For the peers of a rank that leaves now: what it has not told them of a failed backward, or nothing."""
+        """For the peers of a rank that shuts down now: what it has not told them of a failed backward, or nothing."""
         return (
             "a backward that ended with an exception, which was caught" if self._iteration.backward_cut_short() else ""
         )
@@ -283,8 +237,8 @@ class Minibatch:
     def _give_up(self, reason: str) -> None:
         if self.given_up is None:
             self.given_up = reason
-        if self._verbs.queue is not None:
-            self._verbs.queue.give_up()
+        if self._member.queue is not None:
+            self._member.queue.give_up()
 
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without meeting anyone; no-op when closed.
@@ -292,21 +246,21 @@ class Minibatch:
         Raises:
             UnfinishedMinibatchError: something was pushed.
         """
-        if self.state is State.CLOSED:
+        if self.state is RootState.CLOSED:
             return
         self._refuse_pushed(doing)
         for group in self._groups:
             group.drop_fetch()
             compat.to_sharded(group)
-        self._verbs.done(Outcome.EVALUATED)
-        self._set(State.CLOSED)
+        self._member.done(Outcome.EVALUATED)
+        self._set(RootState.CLOSED)
         self._end_window(keep=False)
 
     def publish(self) -> None:
-        """Make changed weights seen: close the epoch and open the next. Every rank calls it.
+        """Show changed weights to the peers: close the epoch and open the next. Every rank calls it.
 
         The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and then
-        wait for what they make of it.
+        wait for their answer.
 
         Raises:
             UnfinishedMinibatchError: something was pushed in this epoch.
@@ -321,7 +275,7 @@ class Minibatch:
 
         In a post-accumulate-grad hook, too: the gradient is whole, and peers read published copies of the shards.
         """
-        return self._writing or (self.state is State.CLOSED and not self._kept)
+        return self._collector.writing or (self.state is RootState.CLOSED and not self._kept)
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards; an epoch of evaluation ends, units that were kept are resharded.
@@ -330,7 +284,7 @@ class Minibatch:
             UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
         """
         self.refuse_unfinished("optimizer.step()")
-        if self._writing:
+        if self._collector.writing:
             return
         self.close_evaluation("optimizer.step()")
         if self._kept:
@@ -340,11 +294,11 @@ class Minibatch:
 
     def refuse_unfinished(self, doing: str) -> None:
         """Raise `UnfinishedMinibatchError` if `doing` would use gradients that are not there yet."""
-        if self._writing:
+        if self._collector.writing:
             return  # a hook of a parameter whose gradient has just been written (optimizer in backward)
-        if self.explicit and self.state is State.OPEN:
+        if self.explicit and self.state is RootState.OPEN:
             refusals.refuse_inside_block(self._who(), doing)
-        if self.state is not State.CLOSED:
+        if self.state is not RootState.CLOSED:
             self._refuse_pushed(doing)
 
     def _refuse_pushed(self, doing: str) -> None:
@@ -357,11 +311,11 @@ class Minibatch:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""
         culprit = error.culprit if isinstance(error, OdcError) else None
         reason = f"{type(error).__name__} in epoch {self.epoch}: {error}"
-        self._verbs.abort(reason, self._rank if culprit is None else culprit)
+        self._protocol.abort(reason, self._rank if culprit is None else culprit)
 
     def _who(self) -> str:
         return f"rank {self._rank} (epoch {self.epoch})"
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: RootState) -> None:
         self.state = state
-        self._verbs.board.store(Word.STATE, int(state))
+        self._protocol.set_state(state)

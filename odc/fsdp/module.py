@@ -1,24 +1,22 @@
 """What a sharded module can do beyond torch's `FSDPModule`, and what of it is redefined or refused.
 
-Chose a mixin in front of torch's class, so that `isinstance(module, FSDPModule)` holds and every method that is not
+`OdcModule` stands in front of torch's class, so `isinstance(module, FSDPModule)` holds and every method that is not
 named here stays torch's. docs/fsdp.md lists all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from odc.errors import AbandonedMinibatchError, OdcError, UnsupportedError
+from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp.claims import Claims
-from odc.fsdp.finalization import GradientReduction, finalize, set_manual
+from odc.fsdp.boundaries import Claims, GradientReduction, finalize, finish, minibatch, set_manual
 from odc.fsdp.group import OdcParamGroup
-from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.root import root_of
 
 
@@ -39,7 +37,7 @@ class OdcModule(compat.FSDPModule):
         return self
 
     def minibatch(self) -> contextlib.AbstractContextManager[None]:
-        """Any number of backwards on this rank, also none, then one meeting of all ranks at exit.
+        """Any number of backwards on this rank, zero included, then one meeting of all ranks at exit.
 
         On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
         after it. An exception that leaves the block aborts the job on every rank.
@@ -59,7 +57,7 @@ class OdcModule(compat.FSDPModule):
         """Microbatches of this minibatch, the costliest first, each computed by whichever rank is free.
 
         On the root, inside `with model.minibatch():`, once a minibatch, on every rank: what this rank has loaded (an
-        empty list if nothing) is laid out for all at once; each step of the loop claims the next of all ranks'
+        empty list if nothing) is offered to all at once; each step of the loop claims the next of all ranks'
         microbatches, until none is left. Every rank goes on to the end; a slow one computes few, perhaps none. Needs
         `Settings(queue_bytes=...)`. Calls no collective; the first step waits until every rank has called it.
 
@@ -76,15 +74,14 @@ class OdcModule(compat.FSDPModule):
                 for microbatch in model.claim(mine):
                     loss(model, microbatch).backward()
         """
-        root = root_of(self)
-        return Claims(root.verbs, root.minibatch.explicit, mine, costs)
+        return Claims(root_of(self), mine, costs)
 
     def finish_minibatch(self) -> None:
         """End an open minibatch whose last backward was not marked: meets all ranks and writes `.grad`.
 
         On the root, on every rank. `minibatch()` and a last backward do it by themselves.
         """
-        _finish(self)
+        finish(self)
 
     def abandon_minibatch(self, reason: str) -> None:
         """Give the open minibatch up (out of memory, a bad sample): no rank gets a gradient of it.
@@ -139,7 +136,7 @@ class OdcModule(compat.FSDPModule):
         parent.set_keep_unsharded_storage(keep, recurse=recurse)
 
     def publish(self) -> None:
-        """Make weights seen that were changed outside an optimizer, inside an open minibatch (EMA swap, manual edit).
+        """Show the peers weights that were changed inside an open minibatch, not by an optimizer (EMA swap, edits).
 
         On the root, on every rank; waits until every rank is done with the last published version.
 
@@ -227,72 +224,6 @@ class OdcModule(compat.FSDPModule):
         `abandon_minibatch` does, and the others learn of it; else nobody notices, and the microbatch can be run again.
         """
         root_of(self).minibatch.reset()
-
-
-@contextlib.contextmanager
-def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
-    """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
-
-    Opens all (publishes own shards at once, so that ranks without microbatches hold up nobody); at exit flushes all
-    before it waits for any. A rank that gives one of them up gives up all. Calls no collective.
-
-    Raises:
-        AbandonedMinibatchError: as `OdcModule.minibatch`.
-        OdcError: already inside a minibatch of one of the roots, or one is given twice.
-    """
-    opened = [root_of(root) for root in roots]
-    for number, root in enumerate(opened):
-        if root.minibatch.explicit:
-            raise OdcError(f"rank {root.rank}: minibatch() inside minibatch() of the same root")
-        if root in opened[:number]:
-            raise OdcError(f"rank {root.rank}: minibatch() was given the same root twice")
-    for module in roots:
-        module.set_is_last_backward(False)
-    abandoned: AbandonedMinibatchError | None = None
-    try:
-        for root in opened:
-            root.minibatch.begin()
-            root.minibatch.explicit = True
-            root.map_peers()
-        yield
-        abandoned = _meet([root.minibatch for root in opened])
-    except BaseException as error:
-        for root in opened:
-            root.minibatch.abort(error)
-        raise
-    finally:
-        for module, root in zip(roots, opened, strict=True):
-            root.minibatch.explicit = False
-            module.set_is_last_backward(True)
-    if abandoned is not None:
-        raise abandoned
-
-
-def _meet(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
-    """End minibatches that belong together: flush all before waiting for any, and give up all if one is given up."""
-    for machine in machines:
-        machine.recover()
-    given_up = next((machine.given_up for machine in machines if machine.given_up is not None), None)
-    for machine in machines:
-        if given_up is not None:
-            machine.abandon(given_up)
-        machine.done()
-    errors = [machine.collect() for machine in machines]
-    return next((error for error in errors if error is not None), None)
-
-
-def _finish(module: compat.FSDPModule) -> None:
-    root = root_of(module)
-    machine = root.minibatch
-    if machine.explicit:
-        raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
-    machine.explicit = True  # a backward that was cut short is met for here, not before
-    try:
-        abandoned = _meet([machine])
-    finally:
-        machine.explicit = False
-    if abandoned is not None:
-        raise abandoned
 
 
 def add_methods(module: nn.Module) -> None:

@@ -5,15 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
 
-from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
-from odc.runtime import Gradient, Outcome, State, UnitSpec, Verbs
+import torch
+
+from odc.errors import (
+    AbandonedMinibatchError,
+    OdcError,
+    StaleParametersError,
+    UnfinishedMinibatchError,
+    UnsupportedError,
+)
+from odc.runtime import Gradient, HeapLayout, MemberProtocol, Outcome, Queue, RootState, UnitSpec
 
 
-def refuse_early_begin(who: str, state: State) -> None:
+def refuse_early_begin(who: str, state: RootState) -> None:
     """Before an epoch is opened or used: the last one must have written its gradients."""
-    if state in (State.FINISHING, State.FAILED):
+    if state in (RootState.FINISHING, RootState.FAILED):
         raise UnfinishedMinibatchError(
             f"{who}: the next minibatch begins before the gradients of the last one are written. Call wait() on the "
             "handle of finalize_backward(async_op=True) first; models that share a backward end together inside "
@@ -21,9 +31,9 @@ def refuse_early_begin(who: str, state: State) -> None:
         )
 
 
-def refuse_unwritten(who: str, doing: str, state: State) -> None:
+def refuse_unwritten(who: str, doing: str, state: RootState) -> None:
     """`doing` would change or use what the end of the minibatch has yet to write."""
-    if state in (State.FINISHING, State.FAILED):
+    if state in (RootState.FINISHING, RootState.FAILED):
         raise UnfinishedMinibatchError(
             f"{who}: {doing} before the minibatch's gradients are written; step after the backward, or after wait() of "
             "finalize_backward(async_op=True). After an error at the end of a minibatch there are none: restart from "
@@ -64,32 +74,32 @@ def refuse_unfrozen(who: str, unit: UnitSpec, gradients: Sequence[Gradient]) -> 
             )
 
 
-def refuse_unclaimed(who: str, verbs: Verbs) -> None:
+def refuse_unclaimed(who: str, queue: Queue | None) -> None:
     """Before DONE: no gradient is written anywhere while a microbatch may be left that nobody has computed."""
-    if verbs.queue is not None and verbs.queue.left_early:
+    if queue is not None and queue.left_early:
         raise OdcError(
             f"{who} left the queue before its end; a rank that calls model.claim() goes on until it gives no more, or "
             "microbatches would be lost"
         )
 
 
-def refuse_half_evaluated(verbs: Verbs) -> None:
+def refuse_half_evaluated(protocol: MemberProtocol) -> None:
     """After everybody's DONE, where somebody has trained: nobody may have closed the epoch as an evaluation."""
-    ranks, me = verbs.geometry.ranks, verbs.geometry.me
-    for member in verbs.closed_as(Outcome.EVALUATED):
+    ranks = protocol.grid.ranks
+    for member in protocol.closed_as(Outcome.EVALUATED):
         raise OdcError(
-            f"rank {ranks[me]} trained in epoch {verbs.epoch}, but rank {ranks[member]} closed that epoch after "
-            "evaluation only; run evaluation, loads and publish() on every rank alike",
+            f"rank {protocol.grid.rank} trained in epoch {protocol.epoch}, but rank {ranks[member]} closed that epoch "
+            "after evaluation only; run evaluation, loads and publish() on every rank alike",
             culprit=ranks[member],
         )
 
 
-def abandonment(who: str, verbs: Verbs) -> AbandonedMinibatchError | None:
+def abandonment(who: str, protocol: MemberProtocol) -> AbandonedMinibatchError | None:
     """The error for every rank if any has given the current epoch up. After everybody's DONE."""
-    members = verbs.closed_as(Outcome.ABANDONED)
+    members = protocol.closed_as(Outcome.ABANDONED)
     if not members:
         return None
-    culprit, reason = verbs.geometry.ranks[members[0]], verbs.abandonment(members[0])
+    culprit, reason = protocol.grid.ranks[members[0]], protocol.abandonment(members[0])
     too = f", and by {len(members) - 1} more" if len(members) > 1 else ""
     return AbandonedMinibatchError(
         f"{who}: the minibatch was abandoned by rank {culprit}{too}: {reason}. No rank has a gradient of it and the "
@@ -97,3 +107,54 @@ def abandonment(who: str, verbs: Verbs) -> AbandonedMinibatchError | None:
         reason=reason,
         culprit=culprit,
     )
+
+
+@cache
+def _memcmp() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).memcmp  # several times as fast as torch.equal, and a NaN equals itself
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return function
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Of two contiguous tensors of one dtype and size."""
+    return _memcmp()(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _any_differ(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether any two differ in a byte, on their device; waits for it once."""
+    found = [(a.view(_WORDS[a.itemsize]) != b.view(_WORDS[b.itemsize])).any() for a, b in pairs if a.numel()]
+    return bool(torch.stack(found).any()) if found else False
+
+
+@torch.no_grad()
+def refuse_stale(layout: HeapLayout, epoch: int, shards: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raise `StaleParametersError`, naming the parameter, if one of this rank's shards is no longer what peers fetch.
+
+    It compares bytes and not tensor versions, which miss in-place optimizer writes and `.data`.
+
+    On a device it waits for the current stream once.
+
+    Args:
+        shards: this rank's padded shards by unit and parameter, 1-D.
+    """
+    mine = layout.mine
+    if layout.heap.lanes.asynchronous:
+        pairs = [
+            (mine.published(unit, i, epoch), shard.to(unit.params[i].dtype))
+            for unit, tensors in zip(layout.units, shards, strict=True)
+            for i, shard in enumerate(tensors)
+        ]
+        if not _any_differ(pairs):
+            return
+    for unit, tensors in zip(layout.units, shards, strict=True):
+        for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):
+            if not _same_bytes(mine.published(unit, i, epoch).cpu(), shard.to(spec.dtype).cpu()):
+                raise StaleParametersError(
+                    f"rank {layout.grid.rank} (epoch {epoch}): {spec.name} changed inside an open minibatch, "
+                    "after it was published; peers would still see the old values. Call model.publish() on every rank "
+                    "after changing weights (EMA swap, manual edit), or change them between minibatches"
+                )

@@ -1,7 +1,7 @@
 """Sending a unit's gradients while backward goes on.
 
-Chose one sender thread a root with at most two units waiting: backward computes the next layer while the last one's
-gradients are copied out. Memory stays bounded by two units of gradients; a third makes backward wait.
+One sender thread a root copies the last layer's gradients out while backward computes the next layer. At most two units
+wait for it, which bounds the memory of gradients; a third makes backward wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from odc.errors import OdcError
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes
-from odc.runtime import Gradient, UnitSpec, Verbs
+from odc.runtime import Gradient, Pusher, UnitSpec
 from odc.trace import PUSH, recorder
 
 _UNITS_WAITING = 2
@@ -22,13 +22,13 @@ class Sender:
     """Pushes of one root, in the order of `send`.
 
     Args:
-        verbs: of the root.
+        pusher: of the root.
         overlap: send on a thread; else `send` returns when the push is posted.
         lanes: of the root's heap.
     """
 
-    def __init__(self, verbs: Verbs, overlap: bool, lanes: Lanes = _HOST) -> None:
-        self._verbs, self._lanes = verbs, lanes
+    def __init__(self, pusher: Pusher, overlap: bool, lanes: Lanes = _HOST) -> None:
+        self._pusher, self._lanes = pusher, lanes
         self._worker = Worker("odc-send", _UNITS_WAITING) if overlap else None
         self._jobs: list[Job] = []
 
@@ -43,7 +43,7 @@ class Sender:
             start = recorder().now()
             with lanes.lane("push"):
                 lanes.follow(computed)
-                nbytes = self._verbs.push(unit, gradients)  # settled when it returns: the gradients may go
+                nbytes = self._pusher.push(unit, gradients)  # settled when it returns: the gradients may go
             recorder().add(PUSH, start, unit=unit.name, nbytes=nbytes, lane=lane)
 
         job = Job(push)  # never run by two threads: pushes keep their order, and a ring has one producer

@@ -1,6 +1,6 @@
 """A background thread with a short queue: fetches ahead of use, pushes behind backward.
 
-Chose a daemon thread of our own over `concurrent.futures`, whose threads are joined at interpreter exit: a rank that
+The thread is a daemon thread and not one of `concurrent.futures`, which are joined at interpreter exit: a rank that
 ends with an error must end, even while its worker still waits for a dead peer. A full queue blocks the caller, which
 bounds the memory that queued work keeps alive.
 """
@@ -30,7 +30,7 @@ class Job:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = _nothing  # drop what the work holds on to, before anyone is told that it is over
+            self._work = _nothing  # drop what the work refers to, before anyone is told that it is over
             self._done.set()
 
     def cancel(self) -> None:

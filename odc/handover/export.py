@@ -11,7 +11,7 @@ import torch
 
 from odc.errors import UnsupportedError
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.runtime import Space, reading_token
+from odc.runtime import HeapLayout, reading_token
 
 if TYPE_CHECKING:
     from odc.fsdp import Root
@@ -34,24 +34,24 @@ def weight_handle(model: Any) -> str:
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
     root = root_of(model)
-    space, geometry = root.space, root.geometry
+    root_layout, grid = root.layout, root.grid
     names = _state_names(model, root)
-    layout = space.heap.layout
+    heap = root_layout.heap
     owners = []
-    for member in range(geometry.shards):  # the first replica; all replicas publish the same
-        said = root.rendezvous.announced(member)
-        owners.append(ShardOwner(geometry.ranks[member], said["door"], reading_token(said["token"])))
-    parameters = tuple(_parameters(root, space, names))
+    for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
+        said = root.member.rendezvous.announced(member)
+        owners.append(ShardOwner(grid.ranks[member], said["address"], reading_token(said["token"])))
+    parameters = tuple(_parameters(root, root_layout, names))
     exported = {name for parameter in parameters for name in parameter.names}
     return WeightHandle(
         root=root.identity,
         owners=tuple(owners),
         parameters=parameters,
-        board=layout.offset("board"),
-        reason=layout.offset("reason"),
-        buffers=space.buffers,
-        nbytes=space.heap.nbytes,
-        digest=space.heap.digest,
+        board=heap.layout.offset("board"),
+        reason=heap.layout.offset("reason"),
+        buffers=root_layout.buffers,
+        nbytes=heap.nbytes,
+        digest=heap.digest,
         left_out=tuple(name for name in model.state_dict() if name not in exported),
     ).to_json()
 
@@ -78,10 +78,10 @@ def _state_names(model: Any, root: Root) -> dict[int, list[str]]:
     return names
 
 
-def _parameters(root: Root, space: Space, names: dict[int, list[str]]) -> list[PublishedParameter]:
+def _parameters(root: Root, layout: HeapLayout, names: dict[int, list[str]]) -> list[PublishedParameter]:
     found = []
-    for group, unit in zip(root.groups, space.units, strict=True):
-        region = space.heap.layout.offset(f"published/{unit.index}")
+    for group, unit in zip(root.groups, layout.units, strict=True):
+        region = layout.heap.layout.offset(f"published/{unit.index}")
         for param, spec in zip(group.odc_params, unit.params, strict=True):
             if param.shape != param.parameter.shape:
                 raise UnsupportedError(
@@ -95,7 +95,7 @@ def _parameters(root: Root, space: Space, names: dict[int, list[str]]) -> list[P
                     shard_dim=param.shard_dim,
                     shard_numel=spec.numel,
                     offset=region + spec.published_offset,
-                    buffer_bytes=space.buffer_offset(unit, 1),
+                    buffer_bytes=layout.buffer_offset(unit, 1),
                 )
             )
     return found

@@ -9,26 +9,18 @@ The reader maps the ranks' memory read-only.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from odc.errors import LayoutMismatchError, PeerLostError, StaleVersionError, WaitTimeoutError
-from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.memory import ProcessHandle, Words
-from odc.memory.mapping import Mapping as SharedMemory
-from odc.runtime.layout import REASON_BYTES
-from odc.runtime.listener import Answer, knock
-from odc.runtime.words import BOARD_WORDS, Word
+from odc.errors import StaleVersionError, WaitTimeoutError
+from odc.handover.handle import PublishedParameter, WeightHandle
+from odc.runtime import Backoff, Deadline, ReadOnlyMember, Word
 
 _POLL_S = 1e-3
-_KNOCK_S = 1.0
 _LOOK_BYTES = 16 << 20  # copied between two looks at whether the copy is still worth finishing
 
 
@@ -63,10 +55,21 @@ class Reader:
         self._handle, self._timeout_s, self._tries = WeightHandle.from_json(handle), timeout_s, tries
         self.overtaken, self.left_out = 0, self._handle.left_out
         self._by_name = {name: one for one in self._handle.parameters for name in one.names}
-        self._sources: list[_Source] = []
+        self._sources: list[ReadOnlyMember] = []
         try:
             for owner in self._handle.owners:
-                self._sources.append(_Source(owner, self._handle, timeout_s))
+                source = ReadOnlyMember(
+                    owner.rank,
+                    owner.address,
+                    root=self._handle.root,
+                    token=owner.token,
+                    nbytes=self._handle.nbytes,
+                    digest=self._handle.digest,
+                    board=self._handle.board,
+                    reason=self._handle.reason,
+                    timeout_s=timeout_s,
+                )
+                self._sources.append(source)
         except BaseException:
             self.close()
             raise
@@ -132,25 +135,21 @@ class Reader:
     def _await_version(self, at_least: int) -> int:
         """The newest version that all ranks have published and none has begun to overwrite."""
         self._refuse_if_gone(f"reading version {at_least} or newer")
-        begin, progress = time.monotonic(), -1
+        deadline, backoff = Deadline(self._timeout_s), Backoff(_POLL_S, _POLL_S)
         while True:
             published = [source.board.load(Word.PUBLISHED) for source in self._sources]
             version = min(published)
             if version >= max(1, at_least) and not self._overtaken(version):
                 return version
             late = self._sources[published.index(version)]
-            seen = late.board.load(Word.PROGRESS)
-            if seen != progress:
-                begin, progress = time.monotonic(), seen
-            elif time.monotonic() - begin > self._timeout_s:
-                rank = late.owner.rank
+            if deadline.passed(late.board.load(Word.PROGRESS)):
                 raise WaitTimeoutError(
-                    f"reader, waiting for rank {rank} to publish version {max(at_least, *published)}: it has not "
+                    f"reader, waiting for rank {late.rank} to publish version {max(at_least, *published)}: it has not "
                     f"called into odc for {self._timeout_s:g} s (it published version {version})",
-                    culprit=rank,
+                    culprit=late.rank,
                 )
-            self._refuse_if_gone(f"waiting for rank {late.owner.rank} to publish version {max(at_least, *published)}")
-            time.sleep(_POLL_S)
+            self._refuse_if_gone(f"waiting for rank {late.rank} to publish version {max(at_least, *published)}")
+            backoff.sleep()
 
     def _overtaken(self, version: int) -> bool:
         """Whether a rank has begun to publish a version over this one."""
@@ -210,7 +209,7 @@ class Reader:
     def close(self) -> None:
         """Unmap the ranks' memory. Idempotent."""
         for source in self._sources:
-            source.process.close()
+            source.close()
         self._sources = []
 
     def __enter__(self) -> Reader:
@@ -229,70 +228,3 @@ def _dtype(one: PublishedParameter) -> torch.dtype:
     found = getattr(torch, one.dtype)
     assert isinstance(found, torch.dtype)
     return found
-
-
-class _Source:
-    """One rank's memory, mapped read-only, and its process."""
-
-    def __init__(self, owner: ShardOwner, handle: WeightHandle, timeout_s: float) -> None:
-        self.owner, self._reason = owner, handle.reason
-        answer = _ask(owner, handle.root, timeout_s)
-        with _owned(answer.fds):
-            if "error" in answer.reply:
-                raise PeerLostError(
-                    f"reader, attaching to rank {owner.rank}: {answer.reply['error']}", culprit=owner.rank
-                )
-            size = os.fstat(answer.fds[0]).st_size
-            if answer.reply["digest"] != handle.digest or not answer.reply["nbytes"] == handle.nbytes == size:
-                raise LayoutMismatchError(
-                    f"reader, attaching to rank {owner.rank}: its heap is not laid out as the weight handle says; "
-                    "ask the job for a new one",
-                    culprit=owner.rank,
-                )
-            self.memory = SharedMemory(answer.fds[0], handle.nbytes, writable=False)
-        self.memory.prefault(fresh=False)
-        self.board = Words(self.memory.address + handle.board, BOARD_WORDS, self.memory)
-        self.process = ProcessHandle(answer.pid)
-
-    def refuse_if_gone(self, doing: str) -> None:
-        """Raise `PeerLostError` if the rank died, left or aborted."""
-        rank = self.owner.rank
-        if self.board.load(Word.ABORT):
-            culprit = self.board.load(Word.ABORT) - 1
-            raw = ctypes.string_at(self.memory.address + self._reason, REASON_BYTES).split(b"\0", 1)[0]
-            said = raw.decode("utf-8", "replace")
-            raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
-        if self.board.load(Word.LEFT):
-            raise PeerLostError(f"reader, {doing}: rank {rank} has left the job", culprit=rank)
-        if not self.process.alive():
-            raise PeerLostError(f"reader, {doing}: rank {rank} died", culprit=rank)
-
-
-def _ask(owner: ShardOwner, root: str, timeout_s: float) -> Answer:
-    request = {"op": "read", "root": root, "token": owner.token}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return knock(owner.address, request, min(_KNOCK_S, timeout_s))
-        except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
-            if time.monotonic() >= deadline:
-                raise WaitTimeoutError(
-                    f"reader, attaching to rank {owner.rank}: its server has not answered for {timeout_s:g} s",
-                    culprit=owner.rank,
-                ) from error
-        except OSError as error:
-            raise PeerLostError(
-                f"reader, attaching to rank {owner.rank}: its server does not answer ({error}); the job has ended, or "
-                "the weight handle belongs to another run",
-                culprit=owner.rank,
-            ) from error
-
-
-@contextlib.contextmanager
-def _owned(fds: Sequence[int]) -> Iterator[None]:
-    """Close the descriptors at the end of the block."""
-    try:
-        yield
-    finally:
-        for fd in fds:
-            os.close(fd)

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from odc.blocks import blocks_of
 from odc.errors import ConfigError
 from odc.fsdp import fully_shard
-from odc.fsdp.blocks import blocks_of
 from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
 from odc.settings import Settings
 

@@ -1,11 +1,10 @@
 """Adding pushed gradients into an owner's accumulator.
 
-Chose one accumulator per owner, at least fp32, guarded by one robust lock a unit, over a copy per source: ZeRO's memory
-claim holds. Whoever adds (the owner's daemon, the owner itself for its own chunk, or with `accumulate="direct"` the
-pusher) goes through an `Adder`; the price is a lock of a few microseconds a turn. A turn adds up to 8 MiB, block after
-block in one call of torch: the GIL is asked for once a turn, and nobody waits for the lock for more than milliseconds.
-Sums of fp32 depend on the order of arrival in their last bits; fp64 accumulators (`reproducible=True`) practically do
-not.
+There is one accumulator per owner and unit, at least fp32, guarded by one robust lock. Whoever adds goes through an
+`Adder`: the owner's daemon, the owner itself for its own chunk, or with `accumulate="direct"` the pusher. One turn of
+the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and nobody waits
+for the lock for more than milliseconds. Sums in fp32 depend on the order of arrival in their last bits; those in fp64
+(`reproducible=True`) practically do not.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import nullcontext
 
 import torch
 
-from odc.runtime.layout import Space
+from odc.runtime.layout import HeapLayout
 from odc.runtime.units import Piece, UnitSpec
 
 BLOCK_BYTES = 1 << 20  # a mixed-dtype add over 64 MB ran at 2 GB/s, over 1 MB at 14 to 21
@@ -46,17 +45,16 @@ class Adder:
     """Adds into the accumulators of one root's members, upcasting; one thread at a time.
 
     Args:
-        space: the root's heaps.
-        source: the own shard's index; with per-source accumulators it has its own one, and no lock is needed: it is the
-            only writer. Ignored otherwise.
+        layout: the root's heaps.
+        source: this rank's shard index. A per-source accumulator has one writer and needs no lock; others ignore it.
     """
 
-    def __init__(self, space: Space, source: int = 0) -> None:
-        self._space = space
-        self._locks = space.settings.accumulate != "per_source"
+    def __init__(self, layout: HeapLayout, source: int = 0) -> None:
+        self._layout = layout
+        self._locks = layout.settings.accumulate != "per_source"
         self._source = 0 if self._locks else source
-        self._lanes = space.heap.lanes
-        self._sum = space.moves.accumulate if space.settings.accumulate == "direct" else space.moves.add
+        self._lanes = layout.heap.lanes
+        self._sum = layout.mover.accumulate if layout.settings.accumulate == "direct" else layout.mover.add
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
@@ -68,12 +66,13 @@ class Adder:
                 restart.
             WaitTimeoutError: the lock was not had in `timeout_s` seconds.
         """
-        total = self._space.accumulator(owner, unit, self._source)
-        mutex = self._space.mutex(owner, unit) if self._locks else None
+        peer = self._layout.peer(owner)
+        total = peer.accumulator(unit, self._source)
+        mutex = peer.mutex(unit) if self._locks else None
         turns = [_whole(pieces)] if self._lanes.asynchronous else _turns(pieces, total.itemsize)
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
-            with mutex.held(self._space.settings.timeout_s) if mutex else nullcontext():
+            with mutex.held(self._layout.settings.timeout_s) if mutex else nullcontext():
                 self._sum(places, turn)
                 self._lanes.settle()
 

@@ -1,13 +1,13 @@
-"""Finding a peer's heap: announcement in the job's store, descriptor through the peer's door.
+"""Finding a peer's heap: its announcement in the job's store, then its descriptor through the peer's listener.
 
 A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs
 the world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one
-of them has gone. A rank whose job was aborted leaves the reason in the store, so that a rank that comes too late to
-attach blames the culprit and not the messenger.
+of them has ended. A rank whose job was aborted leaves the reason in the store, so that a rank that attaches too late
+blames the culprit and not the messenger.
 
 Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
-`R/aborted` and `departed`. The last member to leave deletes them. `odc/roots/M/R` lists the roots that rank R has on
-the ranks M, with the calls of `fully_shard` in each.
+`R/aborted` and `departed`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
+on the ranks M, with the calls of `fully_shard` in each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,15 +26,15 @@ from typing import Any
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
-from odc.runtime.geometry import Geometry
-from odc.runtime.listener import Answer, knock
-from odc.runtime.presence import failure, process_of
-from odc.runtime.store import JobStore
+from odc.runtime.layout import RankGrid
+from odc.runtime.listener import Answer, ask
+from odc.runtime.store import JobStore, failure, process_of
 from odc.runtime.units import UnitSpec
+from odc.runtime.wait import Backoff, Deadline
 
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.02
-_KNOCK_S = 1.0  # between two looks at ABORT
+_ASK_S = 1.0  # between two looks at ABORT
 _STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
 _TELL_S = 2.0  # a rank that ends because of an error waits no longer for the store
 _KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
@@ -43,27 +42,50 @@ _KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
 _listing = threading.Lock()  # of this process's roots in the store
 
 
-def summary(units: list[UnitSpec] | tuple[UnitSpec, ...]) -> list[list[str]]:
-    """[[unit name, short hash], ...]: enough to name the first unit in which two ranks differ."""
-    return [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
-
-
-def _ignore(member: int, pid: int) -> None:
-    return
-
-
-def _nobody(reason: str, culprit: int) -> None:
+def _nothing(*unused: object) -> None:
     return
 
 
 def _look(rendezvous: weakref.ref[Rendezvous]) -> None:
     found = rendezvous()
     if found is not None:
-        found._aborted("asking the job's store")
+        found.check("asking the job's store")
 
 
 def _left(doing: str) -> None:
     raise OdcError(f"this root has left the job ({doing})")
+
+
+def ask_member(
+    address: str,
+    request: dict[str, Any],
+    timeout_s: float,
+    who: str,
+    rank: int,
+    check: Callable[[str], None] = _nothing,
+    hint: str = "",
+) -> Answer:
+    """Ask the listener of `rank` (global) at `address`, for as long as the rank lives.
+
+    `who` begins every message, and `hint` ends the one that says that nobody listens. `check` is called once a second
+    and may end the wait.
+
+    Raises:
+        WaitTimeoutError: no answer within `timeout_s`.
+        PeerLostError: nobody listens there.
+    """
+    deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
+    while True:
+        try:
+            return ask(address, request, min(timeout_s, _ASK_S))
+        except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
+            check(doing)
+            if deadline.passed():
+                said = f"{who}, {doing}: its server has not answered for {timeout_s:g} s"
+                raise WaitTimeoutError(said, culprit=rank) from error
+        except OSError as error:
+            said = f"{who}, {doing}: its server does not answer ({error}){hint}"
+            raise PeerLostError(said, culprit=rank) from error
 
 
 class Rendezvous:
@@ -72,61 +94,63 @@ class Rendezvous:
     Args:
         store: of the job.
         identity: of the root's heap, the same on every rank.
-        geometry: who stands where.
+        grid: the members.
         timeout_s: how long a peer may take to come up, and the store to answer (5 s at least).
-        aborted: raises if the job was aborted in the meantime.
+
+    Attributes:
+        check: raises if the job was aborted in the meantime, given what this rank was doing.
+        on_attach: called with a member and its process id once the member is attached.
+        on_failure: called with a reason and a culprit; tells the peers attached so far.
     """
 
-    def __init__(
-        self, store: Any, identity: str, geometry: Geometry, timeout_s: float, aborted: Callable[[str], None]
-    ) -> None:
-        self._identity, self.geometry, self.timeout_s = identity, geometry, timeout_s
-        self._aborted = aborted
-        rank = geometry.ranks[geometry.me]
+    def __init__(self, store: Any, identity: str, grid: RankGrid, timeout_s: float) -> None:
+        self._identity, self.grid, self.timeout_s = identity, grid, timeout_s
+        self.check: Callable[[str], None] = _nothing
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
-        self._store = JobStore(store, max(timeout_s, _STORE_S), rank, watch=lambda: _look(me))
+        self._store = JobStore(store, max(timeout_s, _STORE_S), grid.rank, watch=lambda: _look(me))
         self._patient = self._store.within(self._store.timeout_s)  # also once the job was aborted
-        self.bells: dict[int, int] = {}  # member -> eventfd of its daemon
-        self._ringing = threading.Lock()  # a bell is not closed while it is rung
+        self.doorbells: dict[int, int] = {}  # member -> eventfd of its daemon
+        self._notifying = threading.Lock()  # a doorbell is not closed while it is written to
         self._attached: set[int] = set()
-        self.on_attach: Callable[[int, int], None] = _ignore  # member, pid
-        self.on_failure: Callable[[str, int], None] = _nobody  # reason, culprit: tells the peers attached so far
+        self.on_attach: Callable[[int, int], None] = _nothing
+        self.on_failure: Callable[[str, int], None] = _nothing
         self._own: dict[str, Any] = {}
-        self._lines: Sequence[Sequence[str]] = ()
+        self._lines: list[list[str]] = []
         self._calls: frozenset[int] = frozenset()
 
     def announce(
         self,
-        door: str,
+        address: str,
         token: str,
         digest: str,
-        units: list[list[str]],
+        units: Sequence[UnitSpec],
         settings: str = "",
-        lines: Sequence[Sequence[str]] = (),
         calls: Sequence[int] = (),
     ) -> None:
-        """Tell the peers where to knock, and what must agree: layout digest, `summary` of the units, settings.
+        """Tell the peers where to connect, and what must agree: layout digest, units, settings.
 
         Args:
-            door: of this rank's daemon.
+            address: of this rank's listener.
             token: that a peer must show there.
             digest: of the layout.
-            units: their `summary`.
+            units: of the root.
             settings: their fingerprint.
-            lines: of each unit (`UnitSpec.lines`); read only by a rank whose layout is another.
             calls: numbers of the calls of `fully_shard` that made the root's tree. Two ranks whose trees share a call
                 have the same tree, or it is a mismatch.
         """
-        self._own = {"door": door, "token": token, "digest": digest, "units": units, "settings": settings}
-        self._lines = lines
-        # One line a parameter: packed, or a model of many experts would pass the most that a store takes.
+        # Enough to name the first unit in which two ranks differ.
+        short = [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
+        self._own = {"address": address, "token": token, "digest": digest, "units": short, "settings": settings}
+        self._lines = lines = [unit.lines() for unit in units]
+        # Read only by a rank whose layout differs. Packed, because a model of many experts has many lines, and a store
+        # takes no value of any size.
         packed = base64.b64encode(zlib.compress(json.dumps(lines).encode())).decode()
-        self._store.set(self._key(self.geometry.me) + "/lines", packed)
-        self._store.set(self._key(self.geometry.me), json.dumps(self._own))
+        self._store.set(self._key(self.grid.me) + "/lines", packed)
+        self._store.set(self._key(self.grid.me), json.dumps(self._own))
         self._calls = frozenset(calls)
         if calls:
-            self._list(self.geometry.ranks[self.geometry.me], sorted(calls))
+            self._list(self.grid.rank, sorted(calls))
 
     def _list(self, rank: int, calls: list[int] | None) -> None:
         """Have this root in the list of this rank's roots, with its calls, or no longer."""
@@ -146,7 +170,7 @@ class Rendezvous:
         return f"odc/roots/{self._identity.partition('.')[2]}/{rank}"
 
     def _key(self, member: int) -> str:
-        return f"odc/{self._identity}/{self.geometry.ranks[member]}"
+        return f"odc/{self._identity}/{self.grid.ranks[member]}"
 
     def connect(self, member: int) -> Attachment:
         """Wait for the member's heap and return its descriptor.
@@ -161,14 +185,14 @@ class Rendezvous:
         except OdcError as error:
             told = self._told(member) if isinstance(error, PeerLostError) else None
             failure = told or error
-            me = self.geometry.ranks[self.geometry.me]
+            me = self.grid.rank
             self.on_failure(str(failure), me if failure.culprit is None else failure.culprit)
             if told is not None:
                 raise told from error
             raise
         self._attached.add(member)
-        if self._attached.issuperset(peer for peer in self.geometry.row if peer != self.geometry.me):
-            with contextlib.suppress(OdcError):  # only who leaves looks at it
+        if self._attached.issuperset(peer for peer in self.grid.shard_group if peer != self.grid.me):
+            with contextlib.suppress(OdcError):  # only a rank that shuts down looks at it
                 self.settle()
         return found
 
@@ -179,7 +203,7 @@ class Rendezvous:
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
         with contextlib.suppress(OdcError):  # the store may have gone with the culprit
-            self._store.within(_TELL_S).set(self._key(self.geometry.me) + "/aborted", json.dumps([culprit, reason]))
+            self._store.within(_TELL_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
     def _told(self, member: int) -> PeerLostError | None:
         """What the member left by `tell`, or any rank as it ended, as an error."""
@@ -188,43 +212,26 @@ class Rendezvous:
             said = json.loads(store.get(key)) if store.check([key]) else failure(store)
         except OdcError:
             return None
-        return None if said is None else self._lost(f"attaching to rank {self.geometry.ranks[member]}", *said)
+        return None if said is None else self._lost(f"attaching to rank {self.grid.ranks[member]}", *said)
 
     def _lost(self, doing: str, culprit: int, reason: str) -> PeerLostError:
-        me = self.geometry.ranks[self.geometry.me]
+        me = self.grid.rank
         return PeerLostError(f"rank {me}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
 
     def _connect(self, member: int) -> Attachment:
-        rank, me = self.geometry.ranks[member], self.geometry.ranks[self.geometry.me]
+        rank, me = self.grid.ranks[member], self.grid.rank
         said = self._await_announcement(member)
         if said["digest"] != self._own["digest"]:
             raise LayoutMismatchError(self._difference(said, member, rank, me))
-        answer = self._knock(said, rank, me)
+        request = {"op": "attach", "root": self._identity, "token": said["token"]}
+        answer = ask_member(said["address"], request, self.timeout_s, f"rank {me}", rank, self.check)
         if "error" in answer.reply:
             for fd in answer.fds:
                 os.close(fd)
             raise PeerLostError(f"rank {me}, attaching to rank {rank}: {answer.reply['error']}", culprit=rank)
-        descriptor, self.bells[member] = answer.fds
+        descriptor, self.doorbells[member] = answer.fds
         self.on_attach(member, answer.pid)
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
-
-    def _knock(self, said: dict[str, Any], rank: int, me: int) -> Answer:
-        request = {"op": "attach", "root": self._identity, "token": said["token"]}
-        begin = time.monotonic()
-        while True:
-            try:
-                return knock(said["door"], request, min(self.timeout_s, _KNOCK_S))
-            except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
-                self._aborted(f"attaching to rank {rank}")
-                if time.monotonic() - begin >= self.timeout_s:
-                    raise WaitTimeoutError(
-                        f"rank {me}, attaching to rank {rank}: its server has not answered for {self.timeout_s:g} s",
-                        culprit=rank,
-                    ) from error
-            except OSError as error:
-                raise PeerLostError(
-                    f"rank {me}, attaching to rank {rank}: its server does not answer ({error})", culprit=rank
-                ) from error
 
     def _await_announcement(self, member: int) -> dict[str, Any]:
         self._await_key(self._key(member), member, "come up", self._raise_absent)
@@ -233,11 +240,11 @@ class Rendezvous:
 
     def _await_key(self, key: str, member: int, what: str, late: Callable[[int, int], None]) -> None:
         """Return once the member has set `key` in the store; `what` it is waited for to do, `late` raises."""
-        rank, me = self.geometry.ranks[member], self.geometry.ranks[self.geometry.me]
-        begin, pause = time.monotonic(), _POLL_S
+        rank, me = self.grid.ranks[member], self.grid.rank
+        deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
         while not self._store.check([key]):
-            self._aborted(doing)
+            self.check(doing)
             self._refuse_other_root(member, rank, me)  # first: each rank names the difference as it sees it
             failed = failure(self._store)
             if failed is not None:
@@ -249,10 +256,9 @@ class Rendezvous:
                     "why",
                     culprit=rank,
                 )
-            if time.monotonic() - begin > self.timeout_s:
+            if deadline.passed():
                 late(rank, me)
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_POLL_S)
+            backoff.sleep()
 
     def _refuse_other_root(self, member: int, rank: int, me: int) -> None:
         """Raise if the member has made another root of a call of `fully_shard` that belongs to this one here."""
@@ -266,10 +272,10 @@ class Rendezvous:
 
         Raises as `connect` does.
         """
-        me = self.geometry.ranks[self.geometry.me]
-        self._store.set(self._key(self.geometry.me) + "/met", "1")
+        me = self.grid.rank
+        self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
-            for member in self.geometry.others():
+            for member in self.grid.others():
                 self._await_key(self._key(member) + "/met", member, "map device memory", self._raise_unmapped)
         except OdcError as error:
             self.on_failure(str(error), me if error.culprit is None else error.culprit)
@@ -308,7 +314,7 @@ class Rendezvous:
         return text + "settings or mesh differ"
 
     def _first_lines(self, unit: int, key: str, rank: int, me: int) -> str:
-        """In what a unit differs from the peer's, if both have said so."""
+        """The first line in which a unit differs from the peer's, if both have announced their lines."""
         packed = self._store.get(key + "/lines")
         lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
         if not lines or not self._lines:
@@ -317,32 +323,32 @@ class Rendezvous:
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         return f": rank {me} has {mine}, rank {rank} has {theirs}" if mine else ""
 
-    def ring(self, member: int) -> None:
+    def notify(self, member: int) -> None:
         """Wake the member's daemon (attached before).
 
         Raises:
             OdcError: this root has left the job.
         """
-        with self._ringing:
-            bell = self.bells.get(member)
-            if bell is None:
-                _left(f"waking rank {self.geometry.ranks[member]}")
+        with self._notifying:
+            doorbell = self.doorbells.get(member)
+            if doorbell is None:
+                _left(f"waking rank {self.grid.ranks[member]}")
             else:
-                os.eventfd_write(bell, 1)
+                os.eventfd_write(doorbell, 1)
 
-    # leaving -----------------------------------------------------------------------------------------------------
+    # shutting down -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Say that this rank needs nobody to attach to any more: it can fetch from its whole shard group, or leaves.
+        """Say that this rank will attach to no other member of its shard group: it has attached to all, or shuts down.
 
-        It attaches to replicas only when it is done with a minibatch, which no member leaves before its end.
+        It attaches to replicas only when it is done with a minibatch, before whose end no member shuts down.
         """
-        self._patient.set(self._key(self.geometry.me) + "/settled", "1")
+        self._patient.set(self._key(self.grid.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
-        """Those of `members` that may still attach to this rank: they live, and have neither settled nor left.
+        """Those of `members` that may still attach to this rank: they live, and have neither settled nor shut down.
 
-        A member whose job was aborted settles never, but leaves the reason in the store.
+        A member whose job was aborted never settles, but leaves the reason in the store.
         """
         if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
             return []
@@ -352,26 +358,26 @@ class Rendezvous:
         return any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted"))
 
     def _dead(self, member: int) -> bool:
-        process = process_of(self._patient, self.geometry.ranks[member])
+        process = process_of(self._patient, self.grid.ranks[member])
         return process is not None and not process.alive()
 
     def forget(self) -> None:
         """Take this root out of the store. Every member calls it once, when all have settled; the last deletes."""
         if self._calls:
-            self._list(self.geometry.ranks[self.geometry.me], None)
+            self._list(self.grid.rank, None)
         departed = f"odc/{self._identity}/departed"
-        if self._patient.add(departed, 1) < len(self.geometry.ranks):
+        if self._patient.add(departed, 1) < len(self.grid.ranks):
             return
-        for member in self.geometry.members:
+        for member in self.grid.members:
             for kind in _KEYS:
                 self._patient.delete_key(self._key(member) + kind)
         self._patient.delete_key(departed)
 
     def close(self) -> None:
-        """Give the peers' bells back, and drop the callbacks: the heap holds this object, and they the heap."""
-        with self._ringing:
-            for fd in self.bells.values():
+        """Give the peers' doorbells back, and drop the callbacks: the heap holds this object, and they the heap."""
+        with self._notifying:
+            for fd in self.doorbells.values():
                 os.close(fd)
-            self.bells.clear()
-        self.on_attach, self.on_failure = _ignore, _nobody
-        self._aborted = _left
+            self.doorbells.clear()
+        self.on_attach, self.on_failure = _nothing, _nothing
+        self.check = _left

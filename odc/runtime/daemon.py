@@ -1,30 +1,31 @@
-"""The server daemon of a rank: one loop that accumulates, watches peers, and answers at the door.
+"""The server daemon of a rank: one loop that accumulates, watches peers, and answers connections.
 
-Chose a thread of the rank over a process beside it (figures in docs/server.md): both add alike while the rank waits or
-computes in kernels, and the thread needs no second interpreter and cannot outlive its rank. The price is the GIL: a
-rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly.
-
-The loop sleeps in epoll until a pusher rings the bell (an eventfd), a peer dies (its pidfd becomes readable) or someone
-knocks (a unix socket); it polls nothing.
+The daemon is a thread of the rank, so it cannot outlive it (docs/server.md compares it with a process). It shares the
+GIL: a rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly. The
+loop polls nothing: it sleeps in epoll until a pusher rings the doorbell (an eventfd), a peer dies (its pidfd becomes
+readable) or somebody connects to its listener (a unix socket).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import selectors
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from odc.memory import ProcessHandle
-from odc.runtime.departures import Departures
-from odc.runtime.listener import Door, PeerCredentials
+from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
 from odc.runtime.service import Service
+from odc.runtime.shutdown import Departures
 
-DOOR_PREFIX = "odc."
+LISTENER_PREFIX = "odc."
+_ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix and the user
 _POLL_S = 0.2
 
 
@@ -36,14 +37,14 @@ class Daemon:
     """The daemon of this process; see `daemon()`. Methods may be called from any thread.
 
     Args:
-        rank: global rank, for the door's name and messages.
+        rank: global rank, for the listener's address and messages.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
-        self.door_name = f"{DOOR_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._door = Door(self.door_name, self._answer)
+        self.address = f"{LISTENER_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
+        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener = Listener(self.address, self._answer)
         self._services: dict[str, Service] = {}
         self._tasks: deque[Callable[[], None]] = deque()  # run by the loop, which owns the selector
         self._selector = selectors.DefaultSelector()
@@ -51,24 +52,24 @@ class Daemon:
         self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
         self._stopping = False
         self.departures = Departures()
-        self._selector.register(self.bell, selectors.EVENT_READ, self._on_bell)
-        self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.answer)
+        self._selector.register(self.doorbell, selectors.EVENT_READ, self._on_doorbell)
+        self._selector.register(self._listener.fileno(), selectors.EVENT_READ, self._listener.answer)
         self._thread = threading.Thread(target=self._run, name="odc-server", daemon=True)
         self._thread.start()
 
     # called by the rank ------------------------------------------------------------------------------------------
 
     def serve(self, service: Service) -> None:
-        """Start to serve a root."""
+        """Serve a root from now on."""
         self._services[service.identity] = service
-        self.ring()
+        self.notify()
 
     def dismiss(self, service: Service, then: Callable[[], None] = _nothing) -> Callable[[], None]:
-        """Stop to serve a root; the loop calls `then` once it no longer touches the root's heap.
+        """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.
 
-        Does not wait for that: the garbage collector may end a root on any thread, and the loop may be waiting for what
-        that thread holds (the lock of another root's accumulator). Returns a function that waits, for callers that hold
-        nothing; on the loop's own thread it returns at once.
+        Does not wait for that: the garbage collector may end a root on any thread, and the loop may be waiting for
+        something that this thread holds (the lock of another root's accumulator). Returns a function that waits, for
+        callers that hold nothing; on the loop's own thread it returns at once.
         """
         gone = threading.Event()
 
@@ -94,29 +95,29 @@ class Daemon:
         if pid != self.pid:
             self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the loop."""
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
-            os.eventfd_write(self.bell, 1)
+            os.eventfd_write(self.doorbell, 1)
 
     def alive(self) -> bool:
         """Whether the loop runs, in this process."""
         return self._thread.is_alive() and os.getpid() == self.pid
 
     def close(self) -> None:
-        """Stop the loop and close the door; idempotent."""
+        """Stop the loop and close the listener; idempotent."""
         if os.getpid() != self.pid or self._stopping:
             return
         self.departures.stop()
         self._stopping = True
-        self.ring()
+        self.notify()
         self._thread.join(timeout=5.0)
 
     # the loop ----------------------------------------------------------------------------------------------------
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
-        self.ring()
+        self.notify()
 
     def _run(self) -> None:
         try:
@@ -131,19 +132,20 @@ class Daemon:
                 service.abort(reason, self.rank)
             raise
         finally:
-            while self._tasks:  # heaps that were handed over as the loop ended
+            while self._tasks:  # heaps that were handed over while the loop ended
                 self._tasks.popleft()()
             for unwatch in [one for some in self._unwatch.values() for one in some]:
                 unwatch()
             self._selector.close()
-            self._door.close()
-            bell, self.bell = self.bell, -1  # who rings late must not write to whoever gets the number next
-            os.close(bell)
+            self._listener.close()
+            # A late notification must not write to a recycled file descriptor.
+            doorbell, self.doorbell = self.doorbell, -1
+            os.close(doorbell)
 
-    def _on_bell(self) -> None:
-        # Reset before looking: a post after the look rings again, so no block is left behind.
+    def _on_doorbell(self) -> None:
+        # Reset before looking: a post after the look notifies again, so no block is left behind.
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
+            os.eventfd_read(self.doorbell)
         while self._tasks:
             self._tasks.popleft()()
         busy = True
@@ -190,7 +192,7 @@ class Daemon:
         if request["op"] == "read":
             return service.answer_read(request)
         reply = service.answer_attach(request)
-        return reply, () if "error" in reply else (service.space.heap.fd, self.bell)
+        return reply, () if "error" in reply else (service.layout.heap.fd, self.doorbell)
 
 
 _daemon: Daemon | None = None
@@ -207,7 +209,7 @@ def daemon(rank: int) -> Daemon:
 
 
 def await_departures() -> None:
-    """Wait until no peer needs a root that this process has left.
+    """Wait until no peer needs a root that this process has shut down.
 
     Raises:
         WaitTimeoutError: a peer had to be given up.
@@ -217,9 +219,40 @@ def await_departures() -> None:
 
 
 def stop_daemon() -> None:
-    """Stop the daemon of this process, if there is one. Heaps must have been left before."""
+    """Stop the daemon of this process, if there is one. Roots must have been shut down before."""
     global _daemon
     with _lock:
         if _daemon is not None:
             _daemon.close()
             _daemon = None
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank's answer: `roots` as in `Service.status`; `error` instead if it did not answer."""
+
+    rank: int
+    pid: int
+    roots: list[dict[str, Any]]
+    error: str | None = None
+
+
+def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
+    """The status of every odc rank of this user on this host, by rank; waits at most `timeout_s` for each.
+
+    Ranks are found by the addresses of their listeners in the kernel's table of abstract sockets. The daemon answers,
+    so an answer comes also while the rank computes.
+    """
+    found = []
+    prefix = f"{LISTENER_PREFIX}{os.getuid()}."
+    for address in list_listeners(prefix):
+        named = _ADDRESS.fullmatch(address.removeprefix(prefix))
+        if named is None:  # anybody may listen at any address
+            continue
+        rank, pid = int(named["rank"]), int(named["pid"])
+        try:
+            answer = ask(address, {"op": "status"}, timeout_s)
+            found.append(RankStatus(rank, pid, list(answer.reply["roots"])))
+        except (OSError, KeyError, TypeError) as error:  # no answer, or not one of odc's
+            found.append(RankStatus(rank, pid, [], f"{type(error).__name__}: {error}"))
+    return sorted(found, key=lambda status: (status.rank, status.pid))

@@ -1,11 +1,16 @@
-"""push: send one unit's gradients to the ranks that own them.
+"""push: send a unit's gradients to the ranks that own them, through staging rings in bounded memory.
 
-Chose to copy straight from the gradients into the owners' staging slots, without first flattening the unit: one copy a
-gradient, and no second unit-sized buffer on the pusher. Gradients travel in their own dtype; the owner upcasts.
+A gradient is copied straight from where it lies into the owners' staging slots, in its own dtype; the owner's daemon
+upcasts when it adds. Each pair of ranks has a ring of its own with one pusher and one reader, so there is no lock and a
+slow owner holds up only what is pushed to it. A pusher without a free slot waits; nothing is queued beyond the ring.
+
+Blocks are added in the order in which they were posted, but the slot that was given back last is filled next: an owner
+that keeps up leaves its blocks in the cache, however long the ring is. A block's header therefore names its slot.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +18,13 @@ import torch
 
 from odc.errors import UnsupportedError
 from odc.runtime.accumulate import Adder
-from odc.runtime.layout import WIRE_DTYPES, Space
-from odc.runtime.staging import Outbox
+from odc.runtime.layout import HEADER_WORDS, WIRE_DTYPES, HeapLayout
+from odc.runtime.protocol import MemberProtocol, RingWords
 from odc.runtime.units import Piece, UnitSpec
+from odc.runtime.words import Word
+
+_WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}
+_SLOT = 4  # word of a header
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Gradient:
 
 
 def flatten(grad: torch.Tensor, shard_dim: int, shards: int) -> torch.Tensor:
-    """Lay a gradient out shard after shard, 1-D contiguous; copies only if it does not lie so already."""
+    """A gradient shard after shard, 1-D contiguous; copies only where it is laid out otherwise."""
     if shard_dim:
         grad = torch.cat(torch.chunk(grad, shards, dim=shard_dim), dim=0)
     grad = grad.contiguous().view(-1)
@@ -51,55 +60,154 @@ def pieces_for(unit: UnitSpec, gradients: Sequence[Gradient], shard: int) -> Ite
             yield Piece(spec.accumulator_offset, values)
 
 
+class Outbox:
+    """The pusher's end of the ring to one owner; used by one thread at a time.
+
+    Args:
+        protocol: of the root.
+        owner: member index of the owner, another member than this one.
+    """
+
+    def __init__(self, protocol: MemberProtocol, owner: int) -> None:
+        layout, grid, peer = protocol.layout, protocol.grid, protocol.layout.peer(owner)
+        distance = grid.distance(grid.shard, owner % grid.shards)
+        self.owner, self.ring = owner, layout.ring
+        self._put, self._lanes = layout.mover.put, layout.heap.lanes
+        self._data = peer.staging_address(distance)
+        self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._words = protocol.ring(owner, grid.me)
+        self.posted, self._returned = self._words.posted(), self._words.added()
+        self._told = self.posted
+        slots = self.ring.slots
+        # Slots of the blocks on their way, in the order of posting; the free ones, the next to fill last.
+        self._away = deque(int(self._headers[i % slots, _SLOT]) for i in range(self._returned, self.posted))
+        self._free = [slot for slot in reversed(range(slots)) if slot not in self._away]
+
+    def credit(self) -> int:
+        """Free slots."""
+        returned = self._words.added()  # acquire: the owner has read what the slots held
+        for _ in range(returned - self._returned):
+            self._free.append(self._away.popleft())
+        self._returned = returned
+        return len(self._free)
+
+    def put(self, at_byte: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` from `address` into the slot to be posted next, at `at_byte`. `credit()` must be above 0."""
+        self._put(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
+
+    def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
+        """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `tell` makes it seen."""
+        slot = self._free.pop()
+        self._away.append(slot)
+        self._headers[self.posted % self.ring.slots] = (unit.index, first, numel, _WIRE_CODES[dtype], slot)
+        self.posted += 1
+        if not self._lanes.asynchronous:
+            self.tell()
+
+    def tell(self) -> bool:
+        """Let the owner see all that was posted; whether that was news. On the CPU every post does it.
+
+        On a device it waits for the copies into the slots, so several posts share one wait.
+        """
+        if self._told == self.posted:
+            return False
+        self._lanes.settle()
+        self._words.post(self.posted)  # release: data and header are visible before the head moves
+        self._told = self.posted
+        return True
+
+
+class Inbox:
+    """The owner's end of the ring from one source; used by the daemon alone.
+
+    Args:
+        layout: the root's heaps.
+        source: member index of the pusher, another member than this one.
+    """
+
+    def __init__(self, layout: HeapLayout, source: int) -> None:
+        grid, mine = layout.grid, layout.mine
+        distance = grid.distance(source % grid.shards, grid.shard)
+        self.source, self._units, self._slots = source, layout.units, layout.ring.slots
+        data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
+        self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
+        self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._words = RingWords(mine, source)
+        self._taken = self._words.added()
+
+    def waiting(self) -> int:
+        """Posted blocks that are not yet taken: slots in use."""
+        return self._words.posted() - self._taken
+
+    def peek(self, most: int = 1) -> tuple[UnitSpec, list[Piece]] | None:
+        """The oldest blocks, up to `most` and of one unit, in wire dtype; views into their slots. None if empty."""
+        found: list[Piece] = []
+        index = -1
+        for at in range(self._taken, self._taken + min(most, self.waiting())):
+            unit, first, numel, code, slot = self._headers[at % self._slots].tolist()
+            if found and unit != index:
+                break
+            index = unit
+            found.append(Piece(first, self._data[code][slot, :numel]))
+        return (self._units[index], found) if found else None
+
+    def take(self, count: int = 1) -> None:
+        """Give the slots of the `count` oldest blocks back to their pusher, after their values were added."""
+        self._taken += count
+        self._words.give_back(self._taken)  # release: the sum is visible before the credit returns
+
+
 class Pusher:
     """Pushes of one root; all calls come from one thread at a time (the sender).
 
-    Args:
-        space: the root's heaps.
-        ready: returns once the owner (member) has opened the current epoch, or raises.
-        await_credit: returns once the outbox has credit, or raises.
-        ring_bell: wakes the owner's daemon.
+    Attributes:
+        counts: int64 [parameters], how often this rank has pushed each since the start.
+        epoch: the newest epoch in which it pushed anything.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        ready: Callable[[int], None],
-        await_credit: Callable[[Outbox], None],
-        ring_bell: Callable[[int], None],
-    ) -> None:
-        self._space, self._ready, self._await_credit, self._ring_bell = space, ready, await_credit, ring_bell
+    def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
+        self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
+        self._owners = protocol.grid.shard_group_from_next()
         self._outboxes: dict[int, Outbox] = {}
-        self._batches = space.heap.lanes.asynchronous  # an owner is told of several blocks at once
-        self._adder = Adder(space, space.geometry.shard)
+        self._batches = self._layout.heap.lanes.asynchronous  # an owner is told of several blocks at once
+        self._adder = Adder(self._layout, protocol.grid.shard)
+        self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
+        self.epoch = 0
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send `gradients` of `unit` to their owners; returns the bytes that left this rank.
 
-        Returns when the last block is posted (or added), not when it is accumulated.
+        Waits for each owner to begin the current epoch, and for free slots. Returns when the last block is posted (or
+        added), not when it is accumulated.
         """
-        return sum(self.push_to(owner, unit, gradients) for owner in self._space.geometry.row_from_next())
+        sent = sum(self.push_to(owner, unit, gradients) for owner in self._owners)
+        base = self._layout.param_base[unit.index]
+        for gradient in gradients:
+            self.counts[base + gradient.param] += 1
+        self.epoch = self._protocol.epoch
+        self._protocol.count(Word.PUSHED, sent)
+        return sent
+
+    def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
+        """Send what belongs to one owner (member index); returns the bytes that left this rank."""
+        grid = self._protocol.grid
+        self._protocol.await_published((owner,), "push")
+        pieces = pieces_for(unit, gradients, owner % grid.shards)
+        if owner == grid.me or self._layout.settings.accumulate != "server":
+            added = list(pieces)
+            self._adder.add(owner, unit, added)
+            return sum(piece.values.nbytes for piece in added) if owner != grid.me else 0
+        return self._stage(unit, owner, pieces)
 
     def post_all(self) -> None:
         """Let the owners see every filled slot; where a push was cut short on a device, some wait to be told of."""
         for box in self._outboxes.values():
             self._tell(box)
 
-    def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
-        """Send what belongs to one owner (member index); returns the bytes that left this rank."""
-        me = self._space.geometry.me
-        self._ready(owner)
-        pieces = pieces_for(unit, gradients, owner % self._space.geometry.shards)
-        if owner == me or self._space.settings.accumulate != "server":
-            added = list(pieces)
-            self._adder.add(owner, unit, added)
-            return sum(piece.values.nbytes for piece in added) if owner != me else 0
-        return self._stage(unit, owner, pieces)
-
     def _stage(self, unit: UnitSpec, owner: int, pieces: Iterator[Piece]) -> int:
         box = self._outboxes.get(owner)
         if box is None:
-            box = self._outboxes[owner] = Outbox(self._space, owner)
+            box = self._outboxes[owner] = Outbox(self._protocol, owner)
         nbytes = 0
         for run in _runs(pieces):
             nbytes += self._stage_run(box, unit, run)
@@ -117,7 +225,7 @@ class Pusher:
                 if not filled:
                     if self._batches and box.credit() <= 0:
                         self._tell(box)
-                    self._await_credit(box)
+                    self._protocol.await_credit(box.owner, box.credit)
                 count = min(room - filled, piece.values.numel() - taken)
                 source = piece.values.data_ptr() + taken * dtype.itemsize
                 box.put(filled * dtype.itemsize, source, count * dtype.itemsize)
@@ -132,11 +240,11 @@ class Pusher:
     def _post(self, box: Outbox, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         box.post(unit, first, numel, dtype)
         if not self._batches:
-            self._ring_bell(box.owner)
+            self._notify(box.owner)
 
     def _tell(self, box: Outbox) -> None:
         if box.tell():
-            self._ring_bell(box.owner)
+            self._notify(box.owner)
 
 
 def _runs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

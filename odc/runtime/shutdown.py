@@ -1,42 +1,175 @@
-"""How a rank leaves a root's job: its peers are told, and the heap is closed once nobody needs it.
+"""Roots that this rank has shut down, kept readable until no peer needs them.
 
-One function serves every kind of root (a sharded model, a batch exchange), because the order in which peers are told is
-part of the protocol. Finalizers call it, so it waits for nobody.
+A fast rank may shut down before a slow one has attached to it: after an evaluation, which meets nobody at its end, or
+when a model is deleted. Its heap therefore stays where peers find it until every peer has attached to all of its own
+peers, has shut down, or has died; what a peer has mapped stays valid after that. A peer that does none of this within
+the deadline is given up, and named.
+
+A thread of its own looks after all departures, because a finalizer, which may run on any thread, must not wait and the
+daemon's loop must not wait for the job's store.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable
 
-from odc.runtime.abort import write_text
+from odc.errors import OdcError, WaitTimeoutError
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import Daemon
-from odc.runtime.departures import Departure
 from odc.runtime.service import Service
+from odc.runtime.wait import Backoff, Deadline
 from odc.runtime.words import Word
 
+_log = logging.getLogger(__name__)
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 1e-3, 0.05
+_JOIN_S = 3.0
 
-def leave(server: Daemon, service: Service, rendezvous: Rendezvous, note: str = "") -> Callable[[], None]:
-    """Tell the peers that this rank leaves, and hand the heap over, to be closed when nobody needs it any more.
 
-    May be called from any thread, also by the garbage collector. After an abort the heap is closed at once.
+class Departure:
+    """One root that was shut down.
 
     Args:
-        server: of this process.
         service: of the root.
         rendezvous: of the root.
-        note: what a peer is told that waits for this rank in vain; nothing if this rank did all it had to.
-
-    Returns:
-        A function that waits until the heap is closed, and raises WaitTimeoutError if a peer had to be given up.
+        dismiss: stops the daemon from serving the root, and then calls what it is given.
     """
-    space = service.space
-    me = space.geometry.me
-    board = space.board(me)
-    if note and not board.load(Word.ABORT):
-        write_text(space.reason(me), note)
-    board.store(Word.LEFT, 1)
-    departure = Departure(service, rendezvous, functools.partial(server.dismiss, service))
-    server.departures.add(departure)
-    return departure.wait
+
+    def __init__(
+        self, service: Service, rendezvous: Rendezvous, dismiss: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
+        self._layout = service.layout
+        self._members = list(rendezvous.grid.others())
+        self._settled = False
+        self._deadline = Deadline(rendezvous.timeout_s)
+        self._late: WaitTimeoutError | None = None
+        self.over = threading.Event()
+
+    def look(self) -> bool:
+        """Whether no peer needs the root any more. On the thread of departures; may wait for the job's store."""
+        mine = self._layout.mine
+        if mine.board.load(Word.ABORT):
+            self._rendezvous.tell(mine.reason, mine.board.load(Word.ABORT) - 1)
+            return True
+        try:
+            if not self._settled:
+                self._rendezvous.settle()
+                self._settled = True
+            self._members = self._rendezvous.unsettled(self._members)
+            if not self._members:
+                self._rendezvous.forget()
+                return True
+        except OdcError:  # nobody can attach without the store, and it has gone with its host or does not answer
+            return True
+        return self._expired()
+
+    def _expired(self) -> bool:
+        peers = [self._layout.peer(member) for member in self._members]
+        if not self._deadline.passed(sum(peer.board.load(Word.PROGRESS) for peer in peers if peer.attached)):
+            return False
+        timeout_s, ranks = self._rendezvous.timeout_s, self._rendezvous.grid.ranks
+        late = ", ".join(f"rank {ranks[member]}" for member in self._members)
+        self._late = WaitTimeoutError(
+            f"rank {self._service.rank}, leaving heap {self._service.identity}: {late} has neither attached to all its "
+            f"peers nor left for {timeout_s:g} s, and will miss this rank's shards; raise Settings.timeout_s if it is "
+            "only slow",
+            culprit=ranks[self._members[0]],
+        )
+        return True
+
+    def end(self) -> None:
+        """Have the heap closed, whoever may still need it. Waits for nobody."""
+        self._dismiss(self._close)
+
+    def _close(self) -> None:
+        self._rendezvous.close()
+        self._layout.close()
+        self.over.set()
+
+    def wait(self) -> None:
+        """Return once the heap is closed.
+
+        Raises:
+            WaitTimeoutError: a peer was given up.
+        """
+        while not self.over.wait(0.05):
+            pass
+        if self._late is not None:
+            raise self._late
+
+
+class Departures:
+    """All departures of one daemon, looked after by a thread. `add` may be called by a finalizer."""
+
+    def __init__(self) -> None:
+        # Not a Queue: its lock may be held by the very thread that runs the finalizer.
+        self._incoming: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
+        self._added: deque[Departure] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="odc-departures", daemon=True)
+        self._thread.start()
+
+    def add(self, departure: Departure) -> None:
+        """Look after one more. Waits for nobody."""
+        self._added.append(departure)
+        self._incoming.put(departure)
+        if not self._thread.is_alive():
+            self._end_incoming()
+
+    def wait(self) -> None:
+        """Return once every departure that was added is over. Raises as `Departure.wait` does, for the first."""
+        late = None
+        for departure in list(self._added):
+            try:
+                departure.wait()
+            except WaitTimeoutError as error:
+                late = late or error
+        if late is not None:
+            raise late
+
+    def stop(self) -> None:
+        """Have the remaining heaps closed, whoever may still need them."""
+        self._stopping = True
+        self._incoming.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        pending: list[Departure] = []
+        backoff = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        while not self._stopping:
+            self._round(pending, backoff)
+        for departure in pending:
+            departure.end()
+        self._end_incoming()
+
+    def _round(self, pending: list[Departure], backoff: Backoff) -> None:
+        """Wait for a new departure or the next pause, then look at all. Keeps none that is over."""
+        with contextlib.suppress(queue.Empty):
+            new = self._incoming.get(timeout=backoff.advance() if pending else None)
+            pending += [] if new is None else [new]
+            backoff.restart()
+        for departure in [one for one in pending if _is_over(one)]:
+            departure.end()
+            pending.remove(departure)
+            self._added.remove(departure)
+
+    def _end_incoming(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                departure = self._incoming.get_nowait()
+                if departure is not None:
+                    departure.end()
+
+
+def _is_over(departure: Departure) -> bool:
+    """Whether no peer needs the root any more, or nobody can tell: this thread must live, or `shutdown` would hang."""
+    try:
+        return departure.look()
+    except Exception:
+        _log.exception("a root that this rank has shut down is closed, because its peers cannot be asked")
+        return True

@@ -1,25 +1,32 @@
-"""The job's key-value store, with a deadline on every call.
+"""The job's key-value store, with a deadline on every call, and what ranks say of themselves in it.
 
 torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given, and one connection runs
 one call at a time. A thread of this process therefore makes the calls on a connection of its own, and the caller waits
 for the thread as long as its deadline allows.
+
+A rank says which process it is when it first shards a module, long before it has a heap, so that a peer that waits for
+the heap sees the process end at once (by a pidfd). Only ranks that see the same process ids (one host, one PID
+namespace) can look; for the others the deadline of the wait remains.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
+from odc.runtime.wait import Backoff, Deadline
 
 _LOOK_S = 0.1  # between two looks at why the caller should wait no longer
 _DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
+_FAILED = "odc/failed"
 
 
 def _nothing() -> None:
@@ -27,7 +34,7 @@ def _nothing() -> None:
 
 
 class _Call:
-    """One call of the store, made by the thread of a `_Connection`."""
+    """One call of the store, made by the thread of a `_StoreConnection`."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._name, self._arguments = name, arguments
@@ -47,11 +54,11 @@ class _Call:
 
 def _serve(store: Any, calls: SimpleQueue[_Call | None]) -> None:
     try:
-        own = store.clone()
+        connection = store.clone()
     except Exception:  # a store that cannot be cloned, or whose server is gone: the calls will say so
-        own = store
+        connection = store
     while (call := calls.get()) is not None:
-        call.make(own)
+        call.make(connection)
         del call
 
 
@@ -61,7 +68,7 @@ def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) 
         process.close()
 
 
-class _Connection:
+class _StoreConnection:
     """This process's own connection to a store, used by one thread; ends with its last user."""
 
     def __init__(self, store: Any) -> None:
@@ -72,16 +79,31 @@ class _Connection:
         weakref.finalize(self, _end, self.calls, self.processes).atexit = False
 
 
-_connections: weakref.WeakValueDictionary[int, _Connection] = weakref.WeakValueDictionary()
+_connections: weakref.WeakValueDictionary[int, _StoreConnection] = weakref.WeakValueDictionary()
 _connecting = threading.Lock()
 
 
-def _connect(store: Any) -> _Connection:
+def _connect(store: Any) -> _StoreConnection:
     with _connecting:
         found = _connections.get(id(store))
         if found is None or found.store is not store or found.pid != os.getpid():
-            found = _connections[id(store)] = _Connection(store)
+            found = _connections[id(store)] = _StoreConnection(store)
         return found
+
+
+class KeyValueStore(Protocol):
+    """What is needed of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value that is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
 
 
 class JobStore:
@@ -93,7 +115,7 @@ class JobStore:
     Args:
         store: of the job, or another JobStore, whose connection is shared.
         timeout_s: seconds a call may take.
-        rank: own global rank, for messages.
+        rank: this rank's global rank, for messages.
         prefix: put before every key.
         watch: called every 0.1 s while a call takes long; raises to end the wait.
     """
@@ -106,12 +128,12 @@ class JobStore:
         prefix: str = "",
         watch: Callable[[], None] = _nothing,
     ) -> None:
-        self._connection: _Connection = store._connection if isinstance(store, JobStore) else _connect(store)
+        self._connection: _StoreConnection = store._connection if isinstance(store, JobStore) else _connect(store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
 
     @property
     def processes(self) -> dict[int, ProcessHandle]:
-        """Processes of the job by global rank, as far as this process has looked; shared by all users of the store."""
+        """Processes of the job by global rank, as far as this process has looked; all users of the store share them."""
         return self._connection.processes
 
     def within(self, timeout_s: float) -> JobStore:
@@ -142,11 +164,11 @@ class JobStore:
     def _call(self, name: str, *arguments: Any) -> Any:
         call = _Call(name, arguments)
         self._connection.calls.put(call)
-        begin = time.monotonic()
+        deadline = Deadline(self.timeout_s)
         try:
             while not call.done.wait(min(_LOOK_S, self.timeout_s)):
                 self._watch()
-                if time.monotonic() - begin >= self.timeout_s:
+                if deadline.passed():
                     raise WaitTimeoutError(
                         f"{self._who()}the job's key-value store{self._where()} has not answered for "
                         f"{self.timeout_s:g} s; look at the process that hosts it ({_host()})",
@@ -168,14 +190,14 @@ class JobStore:
 
     def _dead_within(self, seconds: float) -> int | None:
         """The lowest rank whose process is known to have ended, waited for so long."""
-        end = time.monotonic() + seconds
+        deadline, backoff = Deadline(seconds), Backoff(0.01, 0.01)
         while True:
             for rank, process in sorted(self.processes.items()):
                 if not process.alive():
                     return rank
-            if time.monotonic() >= end or not self.processes:
+            if deadline.passed() or not self.processes:
                 return None
-            time.sleep(0.01)
+            backoff.sleep()
 
     def _who(self) -> str:
         return "" if self._rank is None else f"rank {self._rank}: "
@@ -195,3 +217,54 @@ def _hosting_rank() -> int | None:
 
 def _host() -> str:
     return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"
+
+
+def announce_process(store: JobStore, rank: int) -> None:
+    """Store which process `rank` is. Raises as a JobStore does."""
+    store.set(_key(rank), json.dumps([os.getpid(), _namespace()]))
+
+
+def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
+    """The process of `rank`; None if it has not said, or cannot be seen from here. Raises as a JobStore does.
+
+    The handle belongs to the store's connection, which keeps it for the next who asks.
+    """
+    known = store.processes.get(rank)
+    if known is not None or not store.check([_key(rank)]):
+        return known
+    pid, namespace = json.loads(store.get(_key(rank)))
+    if namespace != _namespace():
+        return None
+    handle = ProcessHandle(int(pid))
+    kept = store.processes.setdefault(rank, handle)
+    if kept is not handle:  # another thread was quicker
+        handle.close()
+    return kept
+
+
+def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
+    """Tell ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
+    with contextlib.suppress(OdcError):
+        if not store.check([_FAILED]):  # the first stays: later ones are mostly its consequence
+            store.set(_FAILED, json.dumps([culprit, reason]))
+
+
+def failure(store: JobStore) -> tuple[int, str] | None:
+    """Culprit and reason that a rank of the job left by `announce_failure`. Raises as a JobStore does."""
+    if not store.check([_FAILED]):
+        return None
+    culprit, reason = json.loads(store.get(_FAILED))
+    return int(culprit), str(reason)
+
+
+def _key(rank: int) -> str:
+    return f"odc/process/{rank}"
+
+
+def _namespace() -> str:
+    """Two processes with the same text see the same process ids."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

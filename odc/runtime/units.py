@@ -1,9 +1,9 @@
 """What is published and accumulated together: the layout of one unit (one `fully_shard`ed module).
 
-Chose one contiguous region a unit and rank, parameters side by side in module order, padded to equal shards as FSDP2
-pads them: a whole unit is one address and a block of a push may span parameters. The padding costs at most one row of
-each parameter. Frozen parameters are published like all others, but have no place in the accumulator: the base of a
-low-rank adaptation would take four bytes an element there for sums that never come.
+A unit has one contiguous region on each rank, its parameters side by side in module order, padded to equal shards as
+FSDP2 pads them: a whole unit is one address, and a block of a push may span parameters. Frozen parameters are published
+like all others but have no place in the accumulator, where the base of a low-rank adaptation would take four bytes an
+element.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class UnitSpec:
         return self.numel * self.accumulator_dtype.itemsize
 
     def fingerprint(self) -> str:
-        """All that two ranks must agree on, as text."""
+        """Everything on which two ranks must agree, as text."""
         return f"{self.name}[{';'.join(self.lines())}]"
 
     def lines(self) -> list[str]:

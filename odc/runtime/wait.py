@@ -1,9 +1,9 @@
-"""Waiting for a peer: every wait of odc goes through here.
+"""Every wait of odc: how a thread polls, when its deadline passes, and which rank is to blame.
 
-Chose polling with back-off (yield, then sleep 50 us growing to 1 ms) over a wake-up per event: a waiting rank costs one
-core a few percent, and a peer never has to know who waits for it. Deadlines are per peer and start anew whenever that
-peer calls into odc, so a compile or a checkpoint is not taken for a death; deaths come through the ABORT word, which
-the own daemon sets within milliseconds.
+A waiting thread polls: first it yields, then it sleeps, from 50 us growing to 1 ms. It costs a few percent of a core,
+and no peer needs to know who waits for it. A deadline belongs to one peer and starts anew whenever that peer calls into
+odc, so a compile or a checkpoint is not taken for a death. Deaths arrive through the ABORT word, which this rank's own
+daemon sets within milliseconds.
 """
 
 from __future__ import annotations
@@ -12,34 +12,101 @@ import time
 from collections.abc import Callable
 
 from odc.errors import PeerLostError, WaitTimeoutError
-from odc.runtime.abort import abort, read_reason
-from odc.runtime.layout import Space
+from odc.runtime.layout import HeapLayout
 from odc.runtime.words import Word
 from odc.trace import WAIT, recorder
 
-_YIELDS = 40
+_YIELDS = 39
 _FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 
 
-class Waiter:
-    """Waits of one root; may be used from several threads of its rank.
+class Deadline:
+    """A time limit that starts anew whenever the awaited peer makes progress.
 
     Args:
-        space: the root's heaps.
-        epoch: gives the own current epoch, for messages.
+        timeout_s: seconds without progress.
+        progress: a value that changes with the peer's progress, as it is now.
     """
 
-    def __init__(self, space: Space, epoch: Callable[[], int]) -> None:
-        self._space, self._epoch = space, epoch
-        self._geometry = space.geometry
-        self._own = space.board(space.geometry.me)
+    def __init__(self, timeout_s: float, progress: object = None) -> None:
+        self.timeout_s = timeout_s
+        self._begin, self._progress = time.monotonic(), progress
+
+    def passed(self, progress: object = None) -> bool:
+        """Whether `timeout_s` have gone by since the construction, or since the last call that brought a new value."""
+        now = time.monotonic()
+        if progress != self._progress:
+            self._begin, self._progress = now, progress
+        return now - self._begin >= self.timeout_s
+
+    def remaining(self) -> float:
+        """Seconds that are left, 0 or less once it has passed."""
+        return self._begin + self.timeout_s - time.monotonic()
+
+
+class Backoff:
+    """Pauses between two looks: at first the thread only yields, then it sleeps for longer and longer.
+
+    Args:
+        first_s, longest_s: seconds of the first sleep and of the longest.
+        growth: factor from one sleep to the next.
+        yields: pauses before the first sleep.
+    """
+
+    def __init__(self, first_s: float, longest_s: float, *, growth: float = 1.5, yields: int = 0) -> None:
+        self._first_s, self._longest_s, self._growth = first_s, longest_s, growth
+        self._next_s, self._yields = first_s, yields
+        self.yielding = yields > 0  # whether the last pause was not a sleep
+
+    def sleep(self) -> None:
+        """Pause once."""
+        if self._yields > 0:
+            self._yields -= 1
+            time.sleep(0)
+            return
+        self.yielding = False
+        time.sleep(self.advance())
+
+    def advance(self) -> float:
+        """Seconds of the next sleep, for a caller that has another way to sleep."""
+        pause, self._next_s = self._next_s, min(self._next_s * self._growth, self._longest_s)
+        return pause
+
+    def restart(self) -> None:
+        """Begin with short sleeps again."""
+        self._next_s = self._first_s
+
+
+def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
+    """Whom to blame if `member` is late: the one it waits for, or the one that one waits for, and so on.
+
+    Deadlines of one cause may run out together. `waits_for` returns None for a member that waits for nobody.
+    """
+    seen = {me, member}
+    while (following := waits_for(member)) is not None and following not in seen:
+        seen.add(following)
+        member = following
+    return member
+
+
+class Waiter:
+    """Waits for words of a root's members; may be used from several threads of its rank.
+
+    Args:
+        layout: the root's heaps.
+        abort: ends the job everywhere, given a reason and the culprit's global rank.
+    """
+
+    def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
+        self._layout, self._grid, self._abort = layout, layout.grid, abort
+        self._board = layout.mine.board
 
     def check(self, doing: str) -> None:
-        """Raise `PeerLostError` if anyone aborted the job."""
-        if self._own.load(Word.ABORT):
-            self._raise_abort(self._geometry.me, doing)
+        """Raise `PeerLostError` if a rank aborted the job."""
+        if self._board.load(Word.ABORT):
+            self._raise_abort(self._grid.me, doing)
 
     def until(self, ready: Callable[[], bool], member: int, what: str, *, lane: str = "main") -> None:
         """Return once `ready()` holds.
@@ -51,80 +118,73 @@ class Waiter:
             lane: trace lane of the waiting thread.
 
         Raises:
-            PeerLostError: the member died, left or aborted.
+            PeerLostError: the member died, shut down or aborted.
             WaitTimeoutError: it made no progress for `timeout_s`.
         """
         self.check(f"waiting for {what}")
         if ready():
             return
         begin = recorder().now()
-        self._own.store(Word.WAITING, 1 + self._geometry.ranks[member])
-        self._own.store(Word.WAITING_EPOCH, self._epoch())
+        self._board.store(Word.WAITING, 1 + self._grid.ranks[member])
+        self._board.store(Word.WAITING_EPOCH, self._epoch())
         try:
             self._poll(ready, member, what)
         finally:
-            self._own.store(Word.WAITING, 0)
+            self._board.store(Word.WAITING, 0)
             if recorder().now() - begin > _SPAN_NS:
-                recorder().add(WAIT, begin, peer=self._geometry.ranks[member], lane=lane)
+                recorder().add(WAIT, begin, peer=self._grid.ranks[member], lane=lane)
 
     def _poll(self, ready: Callable[[], bool], member: int, what: str) -> None:
-        peer = self._space.board(member)
-        progress, moved = peer.load(Word.PROGRESS), time.monotonic()
-        pause, polls = _FIRST_SLEEP_S, 0
+        peer = self._layout.peer(member).board
+        deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
+        backoff = Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S, yields=_YIELDS)
         while True:
-            polls += 1
-            time.sleep(0 if polls < _YIELDS else pause)
+            backoff.sleep()
             if ready():
                 return
-            if self._own.load(Word.ABORT):
-                self._raise_abort(self._geometry.me, f"waiting for {what}")
-            if polls < _YIELDS:
+            if self._board.load(Word.ABORT):
+                self._raise_abort(self._grid.me, f"waiting for {what}")
+            if backoff.yielding:
                 continue
-            pause = min(pause * 1.5, _LONGEST_SLEEP_S)
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
             # LEFT is written after the member's last other word, so a second look decides.
             if peer.load(Word.LEFT) and not ready():
                 self._raise_left(member, what)
-            seen = peer.load(Word.PROGRESS)
-            if seen != progress:
-                progress, moved = seen, time.monotonic()
-            elif time.monotonic() - moved > self._space.settings.timeout_s:
+            if deadline.passed(peer.load(Word.PROGRESS)):
                 self._raise_timeout(member, what, peer.load(Word.PUBLISHED), peer.load(Word.DONE))
 
+    def _epoch(self) -> int:
+        return self._board.load(Word.PUBLISHED)
+
     def _me(self) -> str:
-        return f"rank {self._geometry.ranks[self._geometry.me]} (epoch {self._epoch()})"
+        return f"rank {self._grid.rank} (epoch {self._epoch()})"
 
     def _raise_abort(self, member: int, doing: str) -> None:
-        culprit = self._space.board(member).load(Word.ABORT) - 1
-        reason = read_reason(self._space, member) or "no reason given"
+        peer = self._layout.peer(member)
+        culprit = peer.board.load(Word.ABORT) - 1
+        reason = peer.reason or "no reason given"
         raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
 
     def _raise_left(self, member: int, what: str) -> None:
-        rank, note = self._geometry.ranks[member], read_reason(self._space, member)
+        rank, note = self._grid.ranks[member], self._layout.peer(member).reason
         said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
         raise PeerLostError(f"{said}{why}; every rank must run the same number of minibatches", culprit=rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
-        rank, culprit = self._geometry.ranks[member], self._geometry.ranks[self._last_waited_for(member)]
+        rank = self._grid.ranks[member]
+        culprit = self._grid.ranks[last_in_chain(member, self._grid.me, self._waits_for)]
         itself = f", and waits itself for rank {culprit}" if culprit != rank else ""
         said = (
             f"{self._me()}, waiting for {what}: rank {rank} has not called into odc for "
-            f"{self._space.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
+            f"{self._layout.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
             f"{itself}; raise Settings.timeout_s if it is only slow"
         )
-        abort(self._space, said, culprit)  # or others would blame this rank, which ends now
+        self._abort(said, culprit)  # or others would blame this rank, which ends now
         raise WaitTimeoutError(said, culprit=culprit)
 
-    def _last_waited_for(self, member: int) -> int:
-        """Whom the member waits for, and that one in turn, and so on: deadlines of one cause may run out together."""
-        seen = {self._geometry.me, member}
-        while self._space.heap.attached(member):
-            rank = self._space.board(member).load(Word.WAITING) - 1
-            following = self._geometry.ranks.index(rank) if rank in self._geometry.ranks else member
-            if following in seen:
-                break
-            seen.add(following)
-            member = following
-        return member
+    def _waits_for(self, member: int) -> int | None:
+        peer = self._layout.peer(member)
+        rank = peer.board.load(Word.WAITING) - 1 if peer.attached else -1
+        return self._grid.ranks.index(rank) if rank in self._grid.ranks else None

@@ -1,9 +1,8 @@
-"""The status board: which 64-bit word means what, and who may write it.
+"""The status board: what each 64-bit word means, and who may write it.
 
-Chose single-writer words with release stores and acquire loads over locks: a reader that sees a word sees everything
-that was written before it. Only ABORT has many writers; all of them write a reason and any one will do.
-
-Words of a rank live in its own heap. "rank" below is the process that owns the heap, "daemon" its server.
+Every rank keeps the words of its own board in its own heap. Each word has one writer, which stores it with release
+order; a reader loads it with acquire order and then sees everything that was written before it. ABORT alone has several
+writers: each writes a reason first, and any of the reasons will do. All stores are in `odc.runtime.protocol`.
 """
 
 from __future__ import annotations
@@ -12,31 +11,39 @@ from enum import IntEnum
 
 
 class Word(IntEnum):
-    """Index of a word on the board."""
+    """Index of a word on a rank's board. Unless said otherwise the rank itself writes it."""
 
-    PUBLISHED = 0  # rank: newest epoch whose shards can be fetched
-    DONE = 1  # rank: newest epoch in which it will neither fetch nor push any more
-    OUTCOME_EVEN = 2  # rank: how it closed its newest epoch of even number (see `Outcome`), written before DONE
-    COMPLETE = 3  # rank: newest epoch whose accumulator holds every push (hybrid sharding reads it then)
-    READ = 4  # rank: newest epoch for which it has read its replicas' accumulators
-    ABORT = 5  # anyone: 0, or 1 + global rank of the culprit
-    LEFT = 6  # rank: 1 once it has left the job in good order
-    PROGRESS = 7  # rank: counts calls into odc; a wait's deadline starts anew when it moves
-    STATE = 8  # rank: a State, for `odc status`
-    MICROBATCH = 9  # rank: root forwards since begin
-    FETCHED = 10  # rank: bytes fetched from peers since the start
-    PUSHED = 11  # rank: bytes pushed to peers since the start
-    WAITING = 12  # rank: 0, or 1 + global rank it waits for
-    WAITING_EPOCH = 13  # rank: the epoch it waits for
-    OFFERED = 14  # rank: newest epoch for which its microbatches lie in the queue
-    PUBLISHING = 15  # rank: newest epoch that it has begun to publish; readers outside the job look at it
-    OUTCOME_ODD = 16  # rank: as OUTCOME_EVEN, for epochs of odd number
+    PUBLISHED = 0  # newest epoch whose shards can be fetched
+    DONE = 1  # newest epoch in which the rank will neither fetch nor push any more
+    OUTCOME_EVEN = 2  # how the rank closed its newest epoch of even number (see `Outcome`); written before DONE
+    COMPLETE = 3  # newest epoch whose accumulator holds every push; under hybrid sharding replicas read it then
+    READ = 4  # newest epoch for which the rank has read its replicas' accumulators
+    ABORT = 5  # 0, or 1 + global rank of the culprit; written by any rank
+    LEFT = 6  # 1 once the rank has shut down in good order
+    PROGRESS = 7  # counts calls into odc; the deadline of whoever waits for this rank starts anew when it moves
+    STATE = 8  # a RootState, for `odc status`
+    MICROBATCH = 9  # forwards of the root since the epoch began
+    FETCHED = 10  # bytes fetched from peers since the start
+    PUSHED = 11  # bytes pushed to peers since the start
+    WAITING = 12  # 0, or 1 + global rank of the peer that this rank waits for
+    WAITING_EPOCH = 13  # the epoch in which it waits
+    OFFERED = 14  # newest epoch for which the rank's microbatches are in the queue
+    PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
+    OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
 
 
 BOARD_WORDS = 24  # room for a third cache line
 
 
-class State(IntEnum):
+class ClaimWord(IntEnum):
+    """Index of a word beside the queue of microbatches (see `odc.runtime.queue`)."""
+
+    CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it
+    MINE = 1  # microbatches that this member has claimed, for `odc status`
+    TOTAL = 2  # 0, or 1 + microbatches that all members have offered, for `odc status`
+
+
+class RootState(IntEnum):
     """Where a root is in its minibatch. FAILED: the end of a minibatch raised, and the job is aborted."""
 
     CLOSED = 0
@@ -46,10 +53,10 @@ class State(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a rank closed an epoch, in the low bits of OUTCOME_EVEN or OUTCOME_ODD; the epoch is in the others.
+    """How a rank closed an epoch: the low bits of OUTCOME_EVEN or OUTCOME_ODD, above which stands the epoch.
 
-    A rank may close one more epoch before a slow peer has read its outcome of the last one, never two: the next begin
-    waits for that peer's DONE. Two words by the epoch's parity therefore suffice, and one would lose outcomes.
+    A rank may close one more epoch before a slow peer has read its outcome of the last one, but never two, because the
+    next begin waits for that peer's DONE. One word for even and one for odd epochs therefore lose no outcome.
     """
 
     TRAINED = 0
@@ -71,5 +78,5 @@ def encode_outcome(epoch: int, outcome: Outcome) -> int:
 
 
 def decode_outcome(word: int, epoch: int) -> Outcome | None:
-    """The outcome of `epoch` in the value of `outcome_word(epoch)`; None if that rank has not closed the epoch."""
+    """The outcome of `epoch` in the value of `outcome_word(epoch)`; None if the rank has not closed the epoch."""
     return Outcome(word & (1 << _OUTCOME_BITS) - 1) if word >> _OUTCOME_BITS == epoch else None

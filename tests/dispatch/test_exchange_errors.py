@@ -19,7 +19,7 @@ from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, WaitTimeoutError
-from odc.fsdp._torch_compat import default_store
+from odc.fsdp import default_store
 
 
 def swapped(rank: int, rows: int = 3) -> Route:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard
 from odc.eval import gather_metrics, pad_requests, plan_requests, session
-from odc.fsdp._torch_compat import default_store
+from odc.fsdp import default_store
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'odc-fsdp[train]'")
 

@@ -9,7 +9,7 @@ from odc.errors import ConfigError
 from odc.experiments.config import JobConfig, threads_per_rank
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
-from odc.runtime.parcel import Parcel
+from odc.runtime.packed import PackedMicrobatch
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_only_the_dynamic_arm_has_a_queue_and_it_holds_the_largest_microbatches(
     assert JobConfig(model="m", data="d", arm="odc").settings().queue_bytes == 0
     job = JobConfig(model="m", data="d", arm="odc-dynamic", ranks=3, minibatch_size=7, max_tokens=50)
     documents = [Document("d", np.ones(50, np.int32), np.ones(50, np.bool_))] * 3
-    parcels = [Parcel(pack(documents[:1]).tensors()) for _ in range(3)]
-    tiny = Parcel(pack([Document("d", np.ones(1, np.int32), np.ones(1, np.bool_))] * 50).tensors())
+    parcels = [PackedMicrobatch(pack(documents[:1]).tensors()) for _ in range(3)]
+    tiny = PackedMicrobatch(pack([Document("d", np.ones(1, np.int32), np.ones(1, np.bool_))] * 50).tensors())
     most = max(parcels[0].nbytes, tiny.nbytes)
     assert 64 + 3 * (most + 24) <= job.settings().queue_bytes < 64 + 3 * (most + 2048)
 

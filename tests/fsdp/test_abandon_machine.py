@@ -7,7 +7,7 @@ import torch
 from support.machines import Rank, finish, states
 
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
-from odc.runtime import State, Word
+from odc.runtime import RootState, Word
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -38,7 +38,7 @@ def test_no_rank_has_a_gradient_and_each_is_told_who_and_why(two: list[Rank]) ->
     for rank, error in zip((10, 13), errors, strict=True):
         assert error is not None and (error.culprit, error.reason) == (13, "out of memory at sample 7")
         assert f"rank {rank} (epoch 1): the minibatch was abandoned by rank 13: out of memory at sample 7" in str(error)
-    assert states(two) == [State.CLOSED] * 2
+    assert states(two) == [RootState.CLOSED] * 2
 
 
 def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
@@ -59,7 +59,7 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
 def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts were never sent, so only the abandoned minibatch itself says that accumulators must be zeroed."""
     begin(two)
-    pusher = two[0].crew.verbs[0]._pusher
+    pusher = two[0].crew.members[0].pusher
     push_to = pusher.push_to
 
     def fail_at_last(owner: int, *args: object) -> int:
@@ -123,7 +123,7 @@ def test_in_a_plain_loop_the_next_forward_ends_the_minibatch_of_a_failed_backwar
     two[1].machine.done()
     two[0].iteration.cut_short = "backward"
     two[0].machine.recover()  # returns: this rank has had its exception
-    assert states(two)[0] is State.CLOSED
+    assert states(two)[0] is RootState.CLOSED
     error = two[1].machine.collect()
     assert error is not None and error.culprit == 10
     finish(two)
@@ -178,8 +178,8 @@ def test_an_error_at_the_meeting_ends_the_job_and_is_not_stepped_over(
     monkeypatch.setattr(two[0].groups[0].odc_params[0], "add_gradient", hook)
     with pytest.raises(ValueError, match="a hook"):
         two[0].machine.collect()
-    assert states(two)[0] is State.FAILED
-    assert two[1].crew.spaces[1].board(1).load(Word.ABORT) == 1 + 10
+    assert states(two)[0] is RootState.FAILED
+    assert two[1].crew.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 10
     with pytest.raises(UnfinishedMinibatchError):
         two[0].machine.before_step()
     with pytest.raises(OdcError, match="ValueError in epoch 1: a hook of the parameter"):

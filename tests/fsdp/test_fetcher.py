@@ -44,10 +44,10 @@ class Param:
 
 
 class Gated:
-    """Verbs whose fetch waits until it is let."""
+    """Published shards whose fetch waits until it is let."""
 
     def __init__(self, crew: Crew) -> None:
-        self.real, self.geometry = crew.verbs[0], crew.verbs[0].geometry
+        self.real, self.count = crew.members[0].shards, crew.members[0].shards.count
         self.open, self.begun = threading.Event(), threading.Event()
         self.lanes: list[str] = []
 
@@ -69,12 +69,12 @@ def crew() -> Iterator[Crew]:
 
 @contextlib.contextmanager
 def fetching(crew: Crew, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
-    verbs = Gated(crew)
-    fetcher = Fetcher(verbs, ahead)  # type: ignore[arg-type]
+    gated = Gated(crew)
+    fetcher = Fetcher(gated, ahead)  # type: ignore[arg-type]
     try:
-        yield fetcher, verbs
+        yield fetcher, gated
     finally:
-        verbs.open.set()
+        gated.open.set()
         fetcher.close()
 
 
@@ -93,8 +93,8 @@ def values(param: Param) -> list[float]:
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("now", [True, False])
 def test_a_fetch_fills_the_parameters_in_place_and_makes_them_ready(crew: Crew, ahead: int, now: bool) -> None:
-    with fetching(crew, ahead) as (fetcher, verbs):
-        verbs.open.set()
+    with fetching(crew, ahead) as (fetcher, gated):
+        gated.open.set()
         params = [Param(6), Param(1)]
         start(fetcher, crew, params, now=now).wait()
         assert values(params[0]) == [1.0] * 6 + [2.0] * 6
@@ -103,8 +103,8 @@ def test_a_fetch_fills_the_parameters_in_place_and_makes_them_ready(crew: Crew, 
 
 
 def test_a_parameter_sharded_along_another_dimension_is_rearranged_first(crew: Crew) -> None:
-    with fetching(crew, 0) as (fetcher, verbs):
-        verbs.open.set()
+    with fetching(crew, 0) as (fetcher, gated):
+        gated.open.set()
         params = [Param(6, shard_dim=1), Param(1)]
         start(fetcher, crew, params).wait()
         assert params[0].told == ["rearrange", "ready"]
@@ -113,30 +113,30 @@ def test_a_parameter_sharded_along_another_dimension_is_rearranged_first(crew: C
 
 
 def test_what_is_needed_at_once_is_copied_by_who_needs_it(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, verbs):
+    with fetching(crew, 1) as (fetcher, gated):
         fetch = start(fetcher, crew, [Param(6), Param(1)], now=True)
-        assert not verbs.begun.wait(0.05), "nobody begins before it is waited for"
-        verbs.open.set()
+        assert not gated.begun.wait(0.05), "nobody begins before it is waited for"
+        gated.open.set()
         fetch.wait()
-        assert verbs.lanes == ["MainThread"]
+        assert gated.lanes == ["MainThread"]
 
 
 def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, verbs):
+    with fetching(crew, 1) as (fetcher, gated):
         fetch = start(fetcher, crew, [Param(6), Param(1)])
-        assert verbs.begun.wait(60.0), "it is under way before anybody waits for it"
-        verbs.open.set()
+        assert gated.begun.wait(60.0), "it is under way before anybody waits for it"
+        gated.open.set()
         fetch.wait()
-        assert verbs.lanes == ["odc-fetch"]
+        assert gated.lanes == ["odc-fetch"]
 
 
 def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, verbs):
+    with fetching(crew, 1) as (fetcher, gated):
         hold, params = start(fetcher, crew, [Param(3)], 1), [Param(6), Param(1)]
-        assert verbs.begun.wait(60.0)
+        assert gated.begun.wait(60.0)
         queued = start(fetcher, crew, params)
         queued.drop()
-        verbs.open.set()
+        gated.open.set()
         hold.wait()
         after = start(fetcher, crew, [Param(3)], 1)
         after.wait()
@@ -146,31 +146,31 @@ def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory
 
 def test_giving_up_a_fetch_under_way_waits_for_its_copy(crew: Crew) -> None:
     """Else it would write into memory that was freed, or read shards of the next epoch."""
-    with fetching(crew, 1) as (fetcher, verbs):
+    with fetching(crew, 1) as (fetcher, gated):
         params = [Param(6), Param(1)]
         fetch = start(fetcher, crew, params)
-        assert verbs.begun.wait(60.0)
+        assert gated.begun.wait(60.0)
         dropping = threading.Thread(target=fetch.drop)
         dropping.start()
         dropping.join(0.05)
         assert dropping.is_alive() and params[0].told == []
-        verbs.open.set()
+        gated.open.set()
         dropping.join(60.0)
         assert [param.told for param in params] == [["free"], ["free"]]
 
 
 def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(crew: Crew) -> None:
     crew.publish(0, 1.0)  # epoch 2, which member 1 never opens
-    with fetching(crew, 1) as (fetcher, verbs):
-        verbs.open.set()
+    with fetching(crew, 1) as (fetcher, gated):
+        gated.open.set()
         fetch = start(fetcher, crew, [Param(6), Param(1)])
         with pytest.raises(WaitTimeoutError, match="waiting for rank 13 to publish epoch 2"):
             fetch.wait()
 
 
 def test_a_fetch_is_recorded_with_its_unit_bytes_and_lane(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, verbs):
-        verbs.open.set()
+    with fetching(crew, 1) as (fetcher, gated):
+        gated.open.set()
         recorder().clear()
         start(fetcher, crew, [Param(3)], 1).wait()
         start(fetcher, crew, [Param(3)], 1, now=True).wait()

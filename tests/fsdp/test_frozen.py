@@ -42,7 +42,7 @@ def ledgers(rank: int, world: int, accumulate: str) -> dict[str, Any]:
         root = root_of(model)
         # Equal shards, padded along the first dimension.
         numels = [-(-len(p) // world) * p[0].numel() for p in model.parameters() if p.requires_grad]
-        found[name] = {**root.space.ledger(), "elements": sum(numels), "units": len(root.groups)}
+        found[name] = {**root.layout.ledger(), "elements": sum(numels), "units": len(root.groups)}
     return found
 
 

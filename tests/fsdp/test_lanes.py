@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deferred import DeferredMoves, LateCopies
+from support.deferred import DeferredMover, LateCopies
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -27,12 +27,12 @@ def late() -> Iterator[list[LateCopies]]:
         made.append(LateCopies())
         return made[-1]
 
-    before = shm.HostLanes, odc.runtime.layout.moves_of
-    shm.HostLanes, odc.runtime.layout.moves_of = lanes, lambda settings, device: DeferredMoves(made[-1])  # type: ignore[misc,assignment]
+    before = shm.HostLanes, odc.runtime.layout.mover_for
+    shm.HostLanes, odc.runtime.layout.mover_for = lanes, lambda settings, device: DeferredMover(made[-1])  # type: ignore[misc,assignment]
     try:
         yield made
     finally:
-        shm.HostLanes, odc.runtime.layout.moves_of = before  # type: ignore[misc]
+        shm.HostLanes, odc.runtime.layout.mover_for = before  # type: ignore[misc]
 
 
 def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:
@@ -81,8 +81,8 @@ def attached_at_the_entry(rank: int, world: int) -> tuple[list[bool], list[bool]
         with late() if asynchronous else nullcontext():
             model: Any = fully_shard(nn.Linear(8, 8))
             with model.minibatch():
-                found.append([root_of(model).space.heap.attached(member) for member in range(world)])
-            root_of(model).leave()
+                found.append([root_of(model).layout.heap.attached(member) for member in range(world)])
+            root_of(model).shut_down()
     return found[0], found[1]
 
 

@@ -12,7 +12,7 @@ from support.members import Crew
 
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp.minibatch import Minibatch
-from odc.runtime import Outcome, State, Word, read_reason
+from odc.runtime import Outcome, RootState, Word
 from odc.settings import Settings
 from odc.trace import WINDOW, Recorder
 
@@ -27,11 +27,11 @@ def test_gradients_are_the_sum_over_all_pushes_divided_by_the_ranks(two: list[Ra
     two[0].push(0, 1.0)
     two[0].push(0, 2.0)
     two[1].push(0, 5.0, (0,))
-    assert states(two) == [State.OPEN] * 2
+    assert states(two) == [RootState.OPEN] * 2
     finish(two)
     for rank in two:
         assert rank.grads() == [[4.0] * 4, [1.5] * 2, None]
-    assert states(two) == [State.CLOSED] * 2
+    assert states(two) == [RootState.CLOSED] * 2
     assert [rank.machine.epoch for rank in two] == [1, 1]
 
 
@@ -72,7 +72,7 @@ def test_nothing_of_one_minibatch_is_left_in_the_next(two: list[Rank]) -> None:
 def test_a_rank_without_microbatches_opens_the_minibatch_when_it_finishes(two: list[Rank]) -> None:
     for epoch in range(1, 4):
         two[1].machine.done()
-        assert states(two)[1] is State.FINISHING
+        assert states(two)[1] is RootState.FINISHING
         two[0].push(0, 4.0)
         two[0].machine.done()
         two[0].machine.collect()
@@ -97,7 +97,7 @@ def test_replicas_are_summed_too() -> None:
 
 def waits_for(crew: Crew, member: int, peer: int, until: Future[None]) -> bool:
     """Whether `member` says on its board that it waits for `peer`, before its call `until` ends."""
-    board = crew.spaces[member].board(member)
+    board = crew.layouts[member].peer(member).board
     while board.load(Word.WAITING) != 1 + crew.ranks[peer]:
         if until.done():
             return False
@@ -118,7 +118,7 @@ def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
             rank.machine.done()
         fast, slow = (pool.submit(ranks[member].machine.collect) for member in (0, 2))
         waited = waits_for(crew, 0, 2, fast), waits_for(crew, 2, 2, slow)
-        assert crew.spaces[2].board(2).load(Word.COMPLETE) == 0, "member 2 announced sums that lack a push"
+        assert crew.layouts[2].peer(2).board.load(Word.COMPLETE) == 0, "member 2 announced sums that lack a push"
         crew.drain(2)
         fast.result()
         slow.result()
@@ -128,21 +128,21 @@ def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
 
 def complete(crew: Crew) -> None:
     """Say that all accumulators hold every push, as collect() does: in one thread nobody can wait for another."""
-    for member, space in enumerate(crew.spaces):
-        space.board(member).store(Word.COMPLETE, 1)
+    for member, layout in enumerate(crew.layouts):
+        layout.peer(member).board.store(Word.COMPLETE, 1)
 
 
 # begin ---------------------------------------------------------------------------------------------------------------
 
 
 def test_begin_publishes_the_shards_of_now_and_only_once(two: list[Rank]) -> None:
-    space = two[1].crew.spaces[1]
+    layout = two[1].crew.layouts[1]
     two[0].groups[1].odc_params[0].values.fill_(3.0)
     two[0].machine.begin()
     two[0].groups[1].odc_params[0].values.fill_(4.0)
     two[0].machine.begin()
-    assert space.published(0, space.units[1], 0).tolist() == [3.0] * 3
-    assert space.board(0).load(Word.PUBLISHED) == 1
+    assert layout.peer(0).published(layout.units[1], 0).tolist() == [3.0] * 3
+    assert layout.peer(0).board.load(Word.PUBLISHED) == 1
 
 
 def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
@@ -151,7 +151,7 @@ def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
     two[0].machine.close_evaluation("step")
     with two[0].crew.late("rank 10 .*waiting for rank 13 to finish epoch 1"):
         two[0].machine.begin()
-    assert states(two) == [State.CLOSED, State.OPEN]
+    assert states(two) == [RootState.CLOSED, RootState.OPEN]
     two[1].machine.close_evaluation("step")
     two[0].machine.begin()
     assert two[0].machine.epoch == 2
@@ -172,7 +172,7 @@ def test_begin_waits_until_the_replicas_have_read_the_accumulators() -> None:
 
 
 def test_begin_counts_microbatches_anew_and_is_progress(two: list[Rank]) -> None:
-    board = two[0].crew.spaces[0].board(0)
+    board = two[0].crew.layouts[0].peer(0).board
     board.store(Word.MICROBATCH, 5)
     two[0].machine.begin()
     two[0].machine.begin()
@@ -188,9 +188,9 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], h
     rank.machine.begin()
     rank.machine.finalized(first)  # type: ignore[arg-type]
     rank.machine.finalized(first)  # type: ignore[arg-type]
-    assert states(two)[0] is State.OPEN and not heard, "torch finalizes the root before the others' left-overs"
+    assert states(two)[0] is RootState.OPEN and not heard, "torch finalizes the root before the others' left-overs"
     rank.machine.finalized(second)  # type: ignore[arg-type]
-    assert states(two)[0] is State.FINISHING
+    assert states(two)[0] is RootState.FINISHING
     assert len(heard) == 1, "nobody is waited for inside the backward"
     for group in rank.groups:
         assert group.told == ["finalize", "drop", "reshard"]
@@ -200,9 +200,9 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], h
 def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer may end right after it has seen DONE; its words must be in reach by then."""
     rank, seen = two[0], list[bool]()
-    verbs, heap = rank.crew.verbs[0], rank.crew.spaces[0].heap
-    done = verbs.done
-    monkeypatch.setattr(verbs, "done", lambda *how: (seen.append(heap.attached(1)), done(*how)))
+    endpoint, heap = rank.crew.members[0], rank.crew.layouts[0].heap
+    done = endpoint.done
+    monkeypatch.setattr(endpoint, "done", lambda *how: (seen.append(heap.attached(1)), done(*how)))
     rank.machine.begin()
     assert not heap.attached(1)
     rank.machine.done()
@@ -214,7 +214,7 @@ def test_each_minibatch_needs_all_its_groups_again(two: list[Rank]) -> None:
         for rank in two:
             rank.machine.begin()
             rank.machine.finalized(rank.groups[0])  # type: ignore[arg-type]
-            assert rank.machine.state is State.OPEN
+            assert rank.machine.state is RootState.OPEN
             rank.machine.finalized(rank.groups[1])  # type: ignore[arg-type]
         for rank in two:
             rank.machine.collect()
@@ -234,12 +234,12 @@ def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) ->
     two[0].machine.done()
     with two[0].crew.late("rank 13 to finish epoch 1"):
         two[0].machine.collect()
-    assert states(two)[0] is State.FAILED
-    two[0].machine._set(State.FINISHING)
+    assert states(two)[0] is RootState.FAILED
+    two[0].machine._set(RootState.FINISHING)
     two[1].machine.done()
-    with two[0].crew.late("the own server to add what rank 13 pushed"):
+    with two[0].crew.late("this rank's server to add what rank 13 pushed"):
         two[0].machine.collect()
-    two[0].machine._set(State.FINISHING)
+    two[0].machine._set(RootState.FINISHING)
     assert two[0].grads() == [None, None, None]
     two[0].crew.drain(0)
     two[0].machine.collect()
@@ -252,12 +252,12 @@ def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) ->
 def test_an_epoch_without_pushes_is_closed_without_waiting_for_anybody(two: list[Rank]) -> None:
     two[0].machine.begin()
     two[0].machine.close_evaluation("optimizer.step()")
-    assert states(two)[0] is State.CLOSED
+    assert states(two)[0] is RootState.CLOSED
     assert all(group.told == ["drop", "reshard"] for group in two[0].groups)
-    board = two[0].crew.spaces[1].board(0)
+    board = two[0].crew.layouts[1].peer(0).board
     assert board.load(Word.DONE) == 1
     two[1].machine.begin()
-    assert two[1].crew.verbs[1].closed_as(Outcome.EVALUATED) == [0]
+    assert two[1].crew.members[1].protocol.closed_as(Outcome.EVALUATED) == [0]
     two[0].machine.close_evaluation("optimizer.step()")
     assert board.load(Word.DONE) == 1
 
@@ -272,7 +272,7 @@ def test_what_was_pushed_is_not_thrown_away(two: list[Rank], what: str) -> None:
         UnfinishedMinibatchError, match=rf"rank 10 \(epoch 1\): {doing}\(\) inside an unfinished minibatch"
     ):
         getattr(two[0].machine, what)()
-    assert states(two)[0] is State.OPEN
+    assert states(two)[0] is RootState.OPEN
     finish(two)
     assert two[1].grads()[0] == [0.5] * 4
 
@@ -285,10 +285,10 @@ def test_publish_shows_new_values_to_everybody(two: list[Rank]) -> None:
         rank.machine.close_evaluation("publish()")
     for rank in two:
         rank.machine.publish()
-    space = two[0].crew.spaces[0]
-    assert [space.published(member, space.units[1], 0)[0].item() for member in (0, 1)] == [1.0, 2.0]
+    layout = two[0].crew.layouts[0]
+    assert [layout.peer(member).published(layout.units[1], 0)[0].item() for member in (0, 1)] == [1.0, 2.0]
     assert [rank.machine.epoch for rank in two] == [2, 2]
-    assert states(two) == [State.OPEN] * 2
+    assert states(two) == [RootState.OPEN] * 2
 
 
 def test_a_step_inside_the_block_is_refused_even_before_a_push(two: list[Rank]) -> None:
@@ -306,7 +306,9 @@ def test_training_in_an_epoch_that_another_rank_only_evaluated_is_an_error_that_
     two[0].machine.done()
     with pytest.raises(OdcError, match="rank 10 trained in epoch 1, but rank 13 closed that epoch after evaluation"):
         two[0].machine.collect()
-    assert two[1].crew.spaces[1].board(1).load(Word.ABORT) == 1 + 13, "rank 13 would wait for the next epoch in vain"
+    assert two[1].crew.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 13, (
+        "rank 13 would wait for the next epoch in vain"
+    )
 
 
 def test_an_evaluation_of_the_next_epoch_does_not_hide_that_of_this_one(two: list[Rank]) -> None:
@@ -332,9 +334,9 @@ def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], err
     two[0].crew.attach()
     two[0].machine.begin()
     two[0].machine.abort(error)
-    space = two[1].crew.spaces[1]
-    assert space.board(1).load(Word.ABORT) == 1 + culprit
-    assert read_reason(space, 1) == f"{type(error).__name__} in epoch 1: {error}"
+    layout = two[1].crew.layouts[1]
+    assert layout.peer(1).board.load(Word.ABORT) == 1 + culprit
+    assert layout.peer(1).reason == f"{type(error).__name__} in epoch 1: {error}"
     with pytest.raises(PeerLostError, match=f"aborted by rank {culprit}"):
         two[1].machine.begin()
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from odc.errors import OdcError, UnsupportedError
-from odc.fsdp import module as module_under_test
+from odc.fsdp import boundaries
 from odc.fsdp.module import OdcModule, add_methods, minibatch
 
 
@@ -159,7 +159,7 @@ class Model:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(module_under_test, "root_of", lambda model: model)
+    monkeypatch.setattr(boundaries, "root_of", lambda model: model)
     return []
 
 

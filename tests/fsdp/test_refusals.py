@@ -71,7 +71,7 @@ def units_on_different_meshes() -> None:
 
 
 @refused(UnsupportedError, "layers.1", "torch")
-def unit_sharded_by_torch() -> None:
+def unit_sharded_cpu_mover() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
     for i, layer in enumerate(model.layers):
         (torch_fully_shard if i == 1 else fully_shard)(layer, mesh=mesh)
@@ -79,7 +79,7 @@ def unit_sharded_by_torch() -> None:
 
 
 @refused(OdcError, "torch")
-def root_sharded_by_torch() -> None:
+def root_sharded_cpu_mover() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)

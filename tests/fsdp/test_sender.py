@@ -16,8 +16,8 @@ from odc.settings import Settings
 from odc.trace import PUSH, recorder
 
 
-class Verbs:
-    """Stands in for a root's verbs: pushes when it is let."""
+class GatedPusher:
+    """Stands in for a root's pusher: pushes when it is let."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, str]] = []
@@ -41,13 +41,13 @@ class Unit:
 
 
 @contextlib.contextmanager
-def sending(overlap: bool) -> Iterator[tuple[Sender, Verbs]]:
-    verbs = Verbs()
-    sender = Sender(verbs, overlap)  # type: ignore[arg-type]
+def sending(overlap: bool) -> Iterator[tuple[Sender, GatedPusher]]:
+    pusher = GatedPusher()
+    sender = Sender(pusher, overlap)  # type: ignore[arg-type]
     try:
-        yield sender, verbs
+        yield sender, pusher
     finally:
-        verbs.open.set()
+        pusher.open.set()
         sender.close()
 
 
@@ -62,55 +62,55 @@ def in_thread(call: Callable[[], None]) -> threading.Thread:
 
 
 def test_without_overlap_a_push_is_over_when_send_returns() -> None:
-    with sending(overlap=False) as (sender, verbs):
-        verbs.open.set()
+    with sending(overlap=False) as (sender, pusher):
+        pusher.open.set()
         send(sender, "a")
-        assert verbs.begun == [("a", "MainThread")]
+        assert pusher.begun == [("a", "MainThread")]
         sender.flush()
 
 
 def test_backward_goes_on_while_a_push_is_under_way() -> None:
-    with sending(overlap=True) as (sender, verbs):
+    with sending(overlap=True) as (sender, pusher):
         send(sender, "a")
-        assert verbs.first.wait(60.0)
+        assert pusher.first.wait(60.0)
         send(sender, "b")
-        assert verbs.begun == [("a", "odc-send")]
+        assert pusher.begun == [("a", "odc-send")]
 
 
 def test_at_most_two_units_wait_so_that_memory_stays_bounded() -> None:
-    with sending(overlap=True) as (sender, verbs):
+    with sending(overlap=True) as (sender, pusher):
         send(sender, "a")
-        assert verbs.first.wait(60.0)
+        assert pusher.first.wait(60.0)
         send(sender, "b")
         send(sender, "c")
         fourth = in_thread(lambda: send(sender, "d"))
         fourth.join(0.05)
         assert fourth.is_alive(), "a third unit of gradients would wait"
-        verbs.open.set()
+        pusher.open.set()
         fourth.join(60.0)
         sender.flush()
-        assert [name for name, _ in verbs.begun] == ["a", "b", "c", "d"], "a ring has one producer, in order"
-        assert {thread for _, thread in verbs.begun} == {"odc-send"}
+        assert [name for name, _ in pusher.begun] == ["a", "b", "c", "d"], "a ring has one producer, in order"
+        assert {thread for _, thread in pusher.begun} == {"odc-send"}
 
 
 def test_flush_returns_when_everything_is_posted() -> None:
-    with sending(overlap=True) as (sender, verbs):
+    with sending(overlap=True) as (sender, pusher):
         send(sender, "a")
         send(sender, "b")
         flusher = in_thread(sender.flush)
         flusher.join(0.05)
         assert flusher.is_alive()
-        verbs.open.set()
+        pusher.open.set()
         flusher.join(60.0)
         assert not flusher.is_alive()
-        assert [name for name, _ in verbs.begun] == ["a", "b"]
+        assert [name for name, _ in pusher.begun] == ["a", "b"]
 
 
 @pytest.mark.parametrize("how", ["flush", "send"])
 def test_a_failed_push_is_raised_at_the_next_call(how: str) -> None:
-    with sending(overlap=True) as (sender, verbs):
-        verbs.fails = True
-        verbs.open.set()
+    with sending(overlap=True) as (sender, pusher):
+        pusher.fails = True
+        pusher.open.set()
         send(sender, "a")
         with contextlib.suppress(WaitTimeoutError):
             sender._jobs[0].wait()
@@ -120,7 +120,7 @@ def test_a_failed_push_is_raised_at_the_next_call(how: str) -> None:
 
 def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
     """DONE follows a flush: nothing may be posted after it, and an error that ends the job comes before any other."""
-    with sending(overlap=True) as (sender, verbs):
+    with sending(overlap=True) as (sender, pusher):
         held = threading.Event()
 
         def push(unit: Any, gradients: Any) -> int:
@@ -129,7 +129,7 @@ def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
             assert held.wait(60.0)
             raise WaitTimeoutError("b could not be pushed")
 
-        verbs.push = push  # type: ignore[method-assign]
+        pusher.push = push  # type: ignore[method-assign]
         send(sender, "a")
         with contextlib.suppress(MemoryError):
             sender._jobs[0].wait()
@@ -153,9 +153,9 @@ def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
 
 
 def test_flush_forgets_what_it_raised() -> None:
-    with sending(overlap=True) as (sender, verbs):
-        verbs.fails = True
-        verbs.open.set()
+    with sending(overlap=True) as (sender, pusher):
+        pusher.fails = True
+        pusher.open.set()
         send(sender, "a")
         with pytest.raises(WaitTimeoutError):
             sender.flush()
@@ -166,13 +166,13 @@ def test_flush_forgets_what_it_raised() -> None:
 def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
     with Crew([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as crew:
         crew.publish_all()
-        sender = Sender(crew.verbs[0], overlap)
+        sender = Sender(crew.members[0], overlap)
         recorder().clear()
         sender.send(crew.units[0], [Gradient(0, torch.arange(8.0))])
         sender.flush()
         sender.close()
-        assert crew.spaces[1].accumulator(1, crew.units[0]).tolist() == [4.0, 5.0, 6.0, 7.0]
-        assert crew.spaces[0].accumulator(0, crew.units[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist() == [4.0, 5.0, 6.0, 7.0]
+        assert crew.layouts[0].peer(0).accumulator(crew.units[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
         lane = "push" if overlap else "main"
         mine = [s for s in recorder().spans() if s.category == PUSH and s.lane == lane and s.nbytes]
         assert [(s.unit, s.nbytes) for s in mine] == [("u0", 16)]

@@ -34,7 +34,7 @@ def microbatches(step: int, rank: int, width: int, device: torch.device) -> list
 
 def leave() -> None:
     for root in live_roots():
-        root.leave()
+        root.shut_down()
 
 
 def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool) -> float:
@@ -114,7 +114,7 @@ def peak(rank: int, world: int, blocks: int, width: int) -> tuple[int, int, int]
             for _ in range(2):
                 model(torch.randn(8, width, device=device)).square().sum().backward()
         model.zero_grad()
-    ledger = root_of(model).space.ledger()
+    ledger = root_of(model).layout.ledger()
     bound = blocks * unit // world
     assert ledger["published"] <= bound * 1.01 and ledger["accumulator"] <= bound * 1.01, ledger
     assert ledger["staging"] <= (world - 1) * 2 * unit * 1.01 / world + (1 << 20), ledger
@@ -138,10 +138,10 @@ def launches(rank: int, world: int, width: int) -> list[str]:
     model.reshard()
     torch.cuda.synchronize()
     root = root_of(model)
-    (unit,) = root.space.units
+    (unit,) = root.layout.units
     into = [torch.empty(world * spec.numel, dtype=spec.dtype, device=device) for spec in unit.params]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        root.verbs.fetch(unit, into)
+        root.member.shards.fetch(unit, into)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     leave()

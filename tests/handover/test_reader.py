@@ -23,8 +23,9 @@ from support.members import BF16, F32
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, StaleVersionError, WaitTimeoutError
 from odc.handover import Reader, reader
 from odc.handover.handle import WeightHandle
-from odc.runtime import Word, abort
-from odc.runtime.listener import knock
+from odc.runtime import Word
+from odc.runtime.listener import ask
+from odc.runtime.protocol import abort
 from odc.settings import Settings
 
 
@@ -253,7 +254,7 @@ def test_real_publishes_on_a_thread_are_never_torn(second: bool) -> None:
 
 
 def test_publish_says_what_it_is_about_to_overwrite(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    board = job.crew.spaces[0].board(0)
+    board = job.crew.layouts[0].peer(0).board
     seen = list[tuple[int, int]]()
     copy = torch._foreach_copy_
 
@@ -304,7 +305,7 @@ def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
 
     def touch() -> None:
         while time.monotonic() < over:
-            job.crew.verbs[1].touch("computing")
+            job.crew.members[1].protocol.touch("computing")
             time.sleep(0.02)
         job.crew.publish(1, 1.0)
 
@@ -318,10 +319,10 @@ def test_progress_of_the_rank_starts_the_deadline_anew(job: Job) -> None:
 def test_left_and_aborted_jobs(job: Job) -> None:
     job.publish([1.0, 1.0])
     with Reader(job.handle) as source:
-        job.crew.spaces[1].board(1).store(Word.LEFT, 1)
+        job.crew.layouts[1].peer(1).board.store(Word.LEFT, 1)
         with pytest.raises(PeerLostError, match="rank 13 has left the job"):
             source.read()
-        abort(job.crew.spaces[0], "out of memory", 13)
+        abort(job.crew.layouts[0], "out of memory", 13)
         with pytest.raises(PeerLostError, match="aborted by rank 13: out of memory") as caught:
             source.read()
         assert caught.value.culprit == 13
@@ -344,7 +345,7 @@ def test_the_memory_is_mapped_without_the_right_to_write(job: Job) -> None:
 
 def test_a_weight_handle_opens_nothing_but_reading(job: Job) -> None:
     owner = job.owners[0]
-    answer = knock(owner.address, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
+    answer = ask(owner.address, {"op": "attach", "root": "crew", "token": owner.token}, 60.0)
     assert answer.reply == {"error": "wrong token"} and not answer.fds
 
 

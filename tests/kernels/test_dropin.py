@@ -24,13 +24,13 @@ USED = {
 
 def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]) -> Counter[str]:
     """The same training twice, by torch and by kernels; returns how often each kernel was launched for the second."""
-    from odc.runtime.movers import triton as by_kernels
+    from odc.runtime.movers import triton as triton_mover
 
     expected = train(fully_shard, case, rank, world, settings=Settings(**settings))  # type: ignore[arg-type]
     launches: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., None]:
-        launcher = getattr(by_kernels, name)
+        launcher = getattr(triton_mover, name)
 
         def call(*args: object, **options: object) -> None:
             launches[name.split("_")[0]] += 1
@@ -40,7 +40,7 @@ def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]
 
     with pytest.MonkeyPatch.context() as patch:
         for name in LAUNCHERS:
-            patch.setattr(by_kernels, name, counted(name))
+            patch.setattr(triton_mover, name, counted(name))
         found = train(fully_shard, case, rank, world, settings=Settings(**settings, kernels="triton"))  # type: ignore[arg-type]
     assert_same(found, expected)
     return launches

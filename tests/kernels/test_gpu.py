@@ -217,7 +217,7 @@ def no_waiting(cuda: torch.device) -> Iterator[torch.device]:
 
 @pytest.mark.gpu
 def test_moves_never_wait_for_the_device_and_take_few_launches(no_waiting: torch.device) -> None:
-    from odc.runtime.movers import triton as by_kernels
+    from odc.runtime.movers import triton as triton_mover
 
     device = no_waiting
     parts = [on(device, n, n, F32) for n in (1000, 7, 50_000)]
@@ -226,16 +226,16 @@ def test_moves_never_wait_for_the_device_and_take_few_launches(no_waiting: torch
     memory = [torch.ones(8192, dtype=torch.uint8, device=device) for _ in range(2)]
     outs = [torch.zeros(2 * n, dtype=F32, device=device) for n in (1000, 7, 900)]
     calls = {
-        "publish": lambda: by_kernels.publish(places, parts),
-        "gather": lambda: by_kernels.gather(outs, [0, 4000, 4032], 2, iter([(1, memory[1]), (0, memory[0])])),
-        "add": lambda: by_kernels.add(sums, places),
-        "accumulate": lambda: by_kernels.accumulate(sums, places),
+        "publish": lambda: triton_mover.publish(places, parts),
+        "gather": lambda: triton_mover.gather(outs, [0, 4000, 4032], 2, iter([(1, memory[1]), (0, memory[0])])),
+        "add": lambda: triton_mover.add(sums, places),
+        "accumulate": lambda: triton_mover.accumulate(sums, places),
     }
     for call in calls.values():
         call()  # compiles, which may wait
     torch.cuda.synchronize(device)
     kept = [torch.zeros(part.numel(), device=device) for part in parts]  # elsewhere: tables of their own
-    calls["add to new places"] = lambda: by_kernels.add(kept, places)
+    calls["add to new places"] = lambda: triton_mover.add(kept, places)
     for name, call in calls.items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.cuda.set_sync_debug_mode("error")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.conformance import HeapConformance
-from support.groups import door_name, shm_group
+from support.groups import address, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from support.rank_worker import tell
 from support.ranks import spawn_ranks
@@ -23,7 +23,7 @@ from support.ranks import spawn_ranks
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory import Attachment, FreeMemory, ShmHeap, mapping
 from odc.ranks import worker
-from odc.runtime.listener import list_doors
+from odc.runtime.listener import list_listeners
 
 MIB = 1 << 20
 
@@ -308,7 +308,7 @@ def survive(rank: int, world: int, identity: str) -> list[str]:
         while heap.words(1 - rank, "flags").load(0) == 0:
             time.sleep(0.001)
         tell("ready")
-        while rank != 0 or door_name(identity, 1) in list_doors(door_name(identity, 1)):
+        while rank != 0 or address(identity, 1) in list_listeners(address(identity, 1)):
             time.sleep(0.01)
         assert int(peer[0]) == 1, "a dead rank's memory must stay readable"
         before = memfds_of(os.getpid())
@@ -327,7 +327,7 @@ def test_kill_9_leaves_no_process_and_no_memory() -> None:
     assert survivor.exit_code == 0, survivor.describe()
     assert len(survivor.value) == 1, "after close nothing of either rank's memory is held"
     assert_nothing_left(job.pids, before)
-    assert not list_doors(door_name(identity, 0)[:-1])
+    assert not list_listeners(address(identity, 0)[:-1])
 
 
 def fork_a_worker(rank: int, world: int, identity: str) -> None:
@@ -367,11 +367,11 @@ def test_a_forked_child_holds_nothing_and_harms_nothing() -> None:
     with spawn_ranks(1, fork_a_worker, identity) as job:
         job.until_told(1)
         child, (held, word, total, refusal), parents_word, parents_data = job.outcomes[0].told[0]
-        assert list_doors(door_name(identity, 0)) == [door_name(identity, 0)]
+        assert list_listeners(address(identity, 0)) == [address(identity, 0)]
         job.kill(0)
         job.wait()
         assert child in processes_of(job.pids), "the child must outlive its parent for this test to say something"
-        assert not list_doors(door_name(identity, 0)), "a child keeps its dead parent's address alive"
+        assert not list_listeners(address(identity, 0)), "a child keeps its dead parent's address alive"
         os.kill(child, 9)
     assert (held, word, total) == ([], 0, 0)
     assert "closed" in refusal

@@ -28,8 +28,8 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def add(crew: Crew, member: int, owner: int, unit: UnitSpec, first: int, values: torch.Tensor) -> None:
-    space = crew.spaces[member]
-    Adder(space, space.geometry.shard).add(owner, unit, [Piece(first, values)])
+    layout = crew.layouts[member]
+    Adder(layout, layout.grid.shard).add(owner, unit, [Piece(first, values)])
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def lock_held_elsewhere(crew: Crew, owner: int, unit: int) -> Iterator[None]:
     taken, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with crew.spaces[owner].mutex(owner, crew.units[unit]).held(60.0):
+        with crew.layouts[owner].peer(owner).mutex(crew.units[unit]).held(60.0):
             taken.set()
             over.wait(60.0)
 
@@ -65,14 +65,14 @@ def test_adds_what_torch_adds_after_an_exact_upcast(wire: torch.dtype, reproduci
             values = random(NUMEL, wire, step)
             add(crew, 1, 0, crew.units[0], 0, values)
             expected += values.to(expected.dtype)
-        assert torch.equal(crew.spaces[0].accumulator(0, crew.units[0]), expected)
+        assert torch.equal(crew.layouts[0].peer(0).accumulator(crew.units[0]), expected)
 
 
 def test_bf16_sums_do_not_swamp() -> None:
     with made() as crew:
         for _ in range(1000):
             add(crew, 0, 0, crew.units[0], 0, torch.ones(8, dtype=BF16))
-        assert crew.spaces[0].accumulator(0, crew.units[0])[:9].tolist() == [1000.0] * 8 + [0.0]
+        assert crew.layouts[0].peer(0).accumulator(crew.units[0])[:9].tolist() == [1000.0] * 8 + [0.0]
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 100])
@@ -86,10 +86,10 @@ def test_every_element_is_added_once_whatever_the_blocks(
     with made() as crew:
         values = torch.arange(1.0, numel + 1)
         add(crew, 0, 0, crew.units[0], 30, values)
-        found = crew.spaces[0].accumulator(0, crew.units[0])
+        found = crew.layouts[0].peer(0).accumulator(crew.units[0])
         assert torch.equal(found[30 : 30 + numel], values)
         assert not found[:30].any() and not found[30 + numel :].any()
-        assert not crew.spaces[0].accumulator(0, crew.units[1]).any()
+        assert not crew.layouts[0].peer(0).accumulator(crew.units[1]).any()
 
 
 def test_blocks_stay_small_and_below_the_grain_of_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_writers_at_once_lose_nothing(accumulate: str) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert torch.equal(crew.spaces[0].accumulator(0, crew.units[0]), torch.full((NUMEL,), 900.0))
+        assert torch.equal(crew.layouts[0].peer(0).accumulator(crew.units[0]), torch.full((NUMEL,), 900.0))
 
 
 def test_waits_for_the_lock_of_that_unit_alone_and_names_it() -> None:
@@ -126,7 +126,7 @@ def test_waits_for_the_lock_of_that_unit_alone_and_names_it() -> None:
                 add(crew, 1, 0, crew.units[0], 0, torch.ones(4))
             add(crew, 1, 0, crew.units[1], 0, torch.ones(4))
             add(crew, 1, 1, crew.units[0], 0, torch.ones(4))
-        assert not crew.spaces[0].accumulator(0, crew.units[0]).any(), "nothing was added without the lock"
+        assert not crew.layouts[0].peer(0).accumulator(crew.units[0]).any(), "nothing was added without the lock"
 
 
 def test_the_lock_is_given_back_between_blocks_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_the_lock_is_given_back_between_blocks_and_after_an_error(monkeypatch: p
 def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 5 << 20  # 20 MiB of fp32
     with Crew([[("w", numel, F32)]], 2) as crew:
-        space, turns = crew.spaces[0], list[int]()
-        mutex, add_to = space.mutex(0, crew.units[0]), space.moves.add
+        layout, turns = crew.layouts[0], list[int]()
+        mutex, add_to = layout.peer(0).mutex(crew.units[0]), layout.mover.add
 
         class Watched:
             @contextmanager
@@ -154,11 +154,11 @@ def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch
             turns[-1] += sum(place.nbytes for place in places)
             add_to(places, values)
 
-        monkeypatch.setattr(space, "mutex", lambda owner, unit: Watched())
-        monkeypatch.setattr(space.moves, "add", watched)
+        monkeypatch.setattr(layout.peer(0), "mutex", lambda unit: Watched())
+        monkeypatch.setattr(layout.mover, "add", watched)
         add(crew, 0, 0, crew.units[0], 0, torch.ones(numel))
         assert sum(turns) == 20 << 20 and max(turns) <= 9 << 20
-        assert bool((space.accumulator(0, crew.units[0]) == 1.0).all())
+        assert bool((layout.peer(0).accumulator(crew.units[0]) == 1.0).all())
 
 
 def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
@@ -168,7 +168,7 @@ def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
             for source in range(3):
                 add(crew, source, 0, crew.units[0], 10, torch.full((5,), 1.0 + source))
         for source in range(3):
-            found = crew.spaces[0].accumulator(0, crew.units[0], source)
+            found = crew.layouts[0].peer(0).accumulator(crew.units[0], source)
             assert found[10:15].tolist() == [1.0 + source] * 5
             assert found.count_nonzero() == 5
 
@@ -180,7 +180,7 @@ def test_fp64_sums_do_not_depend_on_the_order() -> None:
         with made(reproducible=reproducible) as crew:
             for i in order:
                 add(crew, 0, 0, crew.units[0], 0, parts[i])
-            return crew.spaces[0].accumulator(0, crew.units[0]).to(F32)
+            return crew.layouts[0].peer(0).accumulator(crew.units[0]).to(F32)
 
     there, back = list(range(16)), list(range(15, -1, -1))
     assert torch.equal(total(there, True), total(back, True))

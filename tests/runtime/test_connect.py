@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
-from support.doors import served
+from support.listeners import served
 from support.members import BF16, F32, Layout, units_of
 from support.ranks import RankPool
 from support.sides import LAYOUT, RANKS, Side
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, Geometry, Rendezvous, Service, Space, Word, summary
+from odc.runtime import Daemon, HeapLayout, RankGrid, Rendezvous, Service, Word
 from odc.settings import Settings
 
 Make = Callable[..., Side]
@@ -30,18 +30,18 @@ def refusing(doing: str) -> None:
 
 def test_two_ranks_see_each_others_memory(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
-    left.space.published(0, left.units[0], 0).fill_(3.0)
-    right.space.published(1, right.units[0], 0).fill_(4.0)
-    assert right.space.published(0, right.units[0], 0).tolist() == [3.0] * 8
-    assert left.space.published(1, left.units[0], 0).tolist() == [4.0] * 8
+    left.layout.peer(0).published(left.units[0], 0).fill_(3.0)
+    right.layout.peer(1).published(right.units[0], 0).fill_(4.0)
+    assert right.layout.peer(0).published(right.units[0], 0).tolist() == [3.0] * 8
+    assert left.layout.peer(1).published(left.units[0], 0).tolist() == [4.0] * 8
 
 
 def test_tells_who_it_attached_to(side: Make) -> None:
     left, _ = side(0).announce(), side(1).announce()
     seen: list[tuple[int, int]] = []
     left.meet.on_attach = lambda member, pid: seen.append((member, pid))
-    left.space.board(1)
-    left.space.board(1)
+    left.layout.peer(1).attach()
+    left.layout.peer(1).attach()
     assert seen == [(1, os.getpid())]
 
 
@@ -49,9 +49,9 @@ def test_ring_wakes_the_peers_daemon(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
     drained = threading.Event()
     right.service.drain = lambda: drained.set() or False  # type: ignore[method-assign]
-    left.space.board(1)
+    left.layout.peer(1).attach()
     drained.clear()
-    left.meet.ring(1)
+    left.meet.notify(1)
     assert drained.wait(60.0)
 
 
@@ -59,7 +59,7 @@ def test_a_peer_may_come_up_later(side: Make) -> None:
     left, right = side(0).announce(), side(1)
     timer = threading.Timer(0.1, right.announce)
     timer.start()
-    assert left.space.board(1).load(0) == 0
+    assert left.layout.peer(1).board.load(0) == 0
     timer.join()
 
 
@@ -69,9 +69,9 @@ def test_descriptors_are_given_back(side: Make) -> None:
     for _ in range(3):
         attachment = left.meet.connect(1)
         os.close(attachment.fd)
-        os.close(left.meet.bells.pop(1))
-    left.space.board(1)
-    right.space.board(0)
+        os.close(left.meet.doorbells.pop(1))
+    left.layout.peer(1).attach()
+    right.layout.peer(0).attach()
     left.close()
     right.close()
     left.close()
@@ -85,7 +85,7 @@ def test_a_wrong_token_is_refused(side: Make) -> None:
     left, _ = side(0).announce(), side(1).announce(token="guessed")
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: wrong token") as caught:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert caught.value.culprit == 13
     deadline = time.monotonic() + 60
     while set(os.listdir("/proc/self/fd")) != before:  # the other side's thread may still hold its end
@@ -94,9 +94,9 @@ def test_a_wrong_token_is_refused(side: Make) -> None:
 
 
 def test_descriptors_that_come_with_a_refusal_are_closed(side: Make) -> None:
-    """Nobody else keeps odc's doors, but the socket's name is anybody's."""
+    """Nobody else keeps odc's listeners, but the socket's name is anybody's."""
     left, name = side(0).announce(), f"odc-test.refusing.{time.monotonic_ns()}"
-    side(1).announce(door=name)
+    side(1).announce(address=name)
     with served(name, lambda request, peer: ({"error": "not today"}, (0, 0))):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
@@ -109,7 +109,7 @@ def test_a_root_that_has_left_is_no_longer_there(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
     right.daemon.dismiss(right.service)()
     with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: no root '7\.abc' here"):
-        left.space.board(1)
+        left.layout.peer(1).attach()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_another_layout_is_named_on_both_sides(side: Make, other: Layout, differ
         units = f"rank {me} has {count[me]} units, rank {peer} has {count[peer]}"
         expected = f"rank {me} and rank {peer} laid out heap 7.abc differently: {difference}"
         with pytest.raises(LayoutMismatchError) as caught:
-            one.space.board(1 - one.geometry.me)
+            one.layout.peer(1 - one.grid.me).attach()
         assert str(caught.value).startswith(expected.format(me=me, peer=peer, units=units))
 
 
@@ -153,19 +153,20 @@ def test_the_first_parameter_to_differ_is_named_on_both_sides(
         (right, f" on rank 10: rank 13 has {theirs}, rank 10 has {mine}"),
     ):
         with pytest.raises(LayoutMismatchError) as caught:
-            one.space.board(1 - one.geometry.me)
+            one.layout.peer(1 - one.grid.me).attach()
         assert str(caught.value).endswith(expected)
 
 
 def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
     """One value may have 8 MiB in torch's TCPStore."""
     store = dist.HashStore()
-    meet = Rendezvous(store, "7.abc", Geometry(RANKS, 2, 0), 60.0, refusing)
+    meet = Rendezvous(store, "7.abc", RankGrid(RANKS, 2, 0), 60.0)
+    meet.check = refusing
     names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
     units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
     lines = [unit.lines() for unit in units]
     assert sum(len(line) for unit in lines for line in unit) > 8 << 20
-    meet.announce("door", "token", "digest", summary(units), lines=lines)
+    meet.announce("listener", "token", "digest", units)
     assert len(store.get("odc/7.abc/10/lines")) < 1 << 20
 
 
@@ -174,14 +175,14 @@ def test_other_settings_are_named_on_both_sides(side: Make, other: Settings) -> 
     left, right = side(0).announce(), side(1, settings=other).announce()
     for one in (left, right):
         with pytest.raises(LayoutMismatchError, match=r"laid out heap .* differently: settings or mesh differ"):
-            one.space.board(1 - one.geometry.me)
+            one.layout.peer(1 - one.grid.me).attach()
 
 
 def test_a_mismatch_is_told_even_if_the_peer_has_gone(side: Make) -> None:
     left, right = side(0).announce(), side(1, [LAYOUT[0]]).announce()
     right.close()
     with pytest.raises(LayoutMismatchError):
-        left.space.board(1)
+        left.layout.peer(1).attach()
 
 
 # nobody there --------------------------------------------------------------------------------------------------------
@@ -192,27 +193,27 @@ def test_a_rank_that_never_comes_up_is_named_at_the_deadline(side: Make) -> None
     with pytest.raises(
         WaitTimeoutError, match=r"^rank 10, waiting for rank 13 to come up: .*heap 7\.abc in 0\.2 s"
     ) as e:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert e.value.culprit == 13
 
 
 def test_an_abort_ends_the_wait_for_a_rank_to_come_up(side: Make) -> None:
     left = side(0, settings=Settings(timeout_s=600.0), aborted=refusing).announce()
     with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to come up"):
-        left.space.board(1)
+        left.layout.peer(1).attach()
 
 
 def test_a_peer_that_died_after_it_came_up_is_named(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
-    right.daemon.close()  # the door vanishes with the process
+    right.daemon.close()  # the listener vanishes with the process
     with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: its server does not answer") as caught:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert caught.value.culprit == 13
 
 
 @pytest.fixture
-def silent_door() -> Iterator[str]:
-    """A door at which somebody listens and nobody answers, as that of a stopped process."""
+def silent_listener() -> Iterator[str]:
+    """A listener at which somebody listens and nobody answers, as that of a stopped process."""
     name = f"odc-test.silent.{os.getpid()}.{time.monotonic_ns()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + name)
@@ -221,23 +222,23 @@ def silent_door() -> Iterator[str]:
 
 
 def test_a_server_that_is_held_up_is_not_dead_before_the_deadline(
-    side: Make, silent_door: str, monkeypatch: pytest.MonkeyPatch
+    side: Make, silent_listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("odc.runtime.connect._KNOCK_S", 0.05)
+    monkeypatch.setattr("odc.runtime.connect._ASK_S", 0.05)
     left = side(0, settings=Settings(timeout_s=0.3)).announce()
-    side(1).announce(door=silent_door)
+    side(1).announce(address=silent_listener)
     begin = time.monotonic()
     with pytest.raises(WaitTimeoutError, match=r"rank 10, attaching to rank 13: .*not answered for 0\.3 s") as caught:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert time.monotonic() - begin >= 0.3
     assert caught.value.culprit == 13
 
 
-def test_an_abort_ends_the_wait_for_a_server_that_is_held_up(side: Make, silent_door: str) -> None:
+def test_an_abort_ends_the_wait_for_a_server_that_is_held_up(side: Make, silent_listener: str) -> None:
     left = side(0, settings=Settings(timeout_s=600.0), aborted=refusing).announce()
-    side(1).announce(door=silent_door)
+    side(1).announce(address=silent_listener)
     with pytest.raises(PeerLostError, match="aborted while attaching to rank 13"):
-        left.space.board(1)
+        left.layout.peer(1).attach()
 
 
 # processes -----------------------------------------------------------------------------------------------------------
@@ -248,27 +249,27 @@ def attach_and_look(rank: int, world: int) -> list[float]:
     members = tuple(range(1, world))
     if rank not in members:
         return []
-    geometry = Geometry(members, len(members), members.index(rank))
+    grid = RankGrid(members, len(members), members.index(rank))
     settings = Settings(timeout_s=60.0)
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
-    meet = Rendezvous(default_store(), "attach-test", geometry, 60.0, lambda doing: None)
+    meet = Rendezvous(default_store(), "attach-test", grid, 60.0)
     units = units_of(LAYOUT, settings)
-    heap = ShmHeap("attach-test", members, geometry.me, meet.connect, 60.0)
-    space = Space(heap, geometry, units, settings, "test")
-    service, server = Service("attach-test", space), Daemon(rank)
+    heap = ShmHeap("attach-test", members, grid.me, meet.connect, 60.0)
+    layout = HeapLayout(heap, grid, units, settings, "test")
+    service, server = Service("attach-test", layout), Daemon(rank)
     server.serve(service)
-    space.published(geometry.me, units[0], 0).fill_(float(rank))
-    space.board(geometry.me).store(0, 1)
-    meet.announce(server.door_name, service.token, heap.digest, summary(units))
+    layout.peer(grid.me).published(units[0], 0).fill_(float(rank))
+    layout.peer(grid.me).board.store(0, 1)
+    meet.announce(server.address, service.token, heap.digest, units)
     found = []
-    for member in geometry.members:
-        while not space.board(member).load(0):
+    for member in grid.members:
+        while not layout.peer(member).board.load(0):
             time.sleep(0.001)
-        found.append(space.published(member, units[0], 0)[3].item())
-    space.board(geometry.me).store(1, 1)
-    for member in geometry.members:
-        while not space.board(member).load(1):  # nobody closes its door before everybody is through
+        found.append(layout.peer(member).published(units[0], 0)[3].item())
+    layout.peer(grid.me).board.store(1, 1)
+    for member in grid.members:
+        while not layout.peer(member).board.load(1):  # nobody closes its listener before everybody is through
             time.sleep(0.001)
     server.close()
     meet.close()
@@ -286,9 +287,9 @@ def test_who_comes_too_late_blames_the_culprit_and_not_the_messenger(side: Make)
     right.meet.tell("rank 7 died before its first minibatch", 7)
     right.daemon.close()
     with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: .* by rank 7: rank 7 died") as caught:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert caught.value.culprit == 7
-    assert left.space.board(0).load(Word.ABORT) == 1 + 7, "peers of this rank learn of it too"
+    assert left.layout.peer(0).board.load(Word.ABORT) == 1 + 7, "peers of this rank learn of it too"
 
 
 def test_a_rank_that_cannot_attach_tells_those_it_has_attached_to(side: Make) -> None:
@@ -296,9 +297,9 @@ def test_a_rank_that_cannot_attach_tells_those_it_has_attached_to(side: Make) ->
     left.meet.on_failure = left.service.abort
     right.daemon.close()
     with pytest.raises(PeerLostError, match="its server does not answer") as caught:
-        left.space.board(1)
+        left.layout.peer(1).attach()
     assert caught.value.culprit == 13
-    assert left.space.board(0).load(Word.ABORT) == 1 + 13
+    assert left.layout.peer(0).board.load(Word.ABORT) == 1 + 13
 
 
 # meeting before device memory is mapped ------------------------------------------------------------------------------

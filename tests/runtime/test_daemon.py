@@ -10,8 +10,8 @@ from support.daemons import LAYOUT, aborts, descriptors, settle, within
 from support.members import Crew
 
 from odc.memory import ProcessHandle
-from odc.runtime import Daemon, Gradient, Service, Word, read_reason
-from odc.runtime.listener import knock, list_doors
+from odc.runtime import Daemon, Gradient, Service, Word
+from odc.runtime.listener import ask, list_listeners
 
 THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 
@@ -22,17 +22,17 @@ THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 def test_a_ring_of_the_bell_has_everything_added(crew: Crew, server: Daemon) -> None:
     server.serve(crew.services[0])
     for _ in range(2):
-        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
-        crew.verbs[2].push(crew.units[0], [Gradient(0, torch.ones(24))])
-    server.ring()
-    crew.verbs[0].await_accumulated()
-    assert crew.spaces[0].accumulator(0, crew.units[0]).tolist() == [4.0] * 8
+        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+        crew.members[2].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+    server.notify()
+    crew.members[0].protocol.await_accumulated()
+    assert crew.layouts[0].peer(0).accumulator(crew.units[0]).tolist() == [4.0] * 8
 
 
 def test_what_was_posted_before_a_root_is_served_is_added_then(crew: Crew, server: Daemon) -> None:
-    crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+    crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
     server.serve(crew.services[0])
-    crew.verbs[0].await_accumulated()
+    crew.members[0].protocol.await_accumulated()
 
 
 def test_serves_several_roots(server: Daemon) -> None:
@@ -42,11 +42,11 @@ def test_serves_several_roots(server: Daemon) -> None:
             crew.publish_all()
             server.serve(crew.services[0])
         for crew in (first, second):
-            crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(16))])
-        server.ring()
+            crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(16))])
+        server.notify()
         for crew in (first, second):
-            crew.verbs[0].await_accumulated()
-        roots = knock(server.door_name, {"op": "status"}, 60.0).reply["roots"]
+            crew.members[0].protocol.await_accumulated()
+        roots = ask(server.address, {"op": "status"}, 60.0).reply["roots"]
         assert [root["root"] for root in roots] == ["root0", "root1"]
 
 
@@ -71,7 +71,7 @@ def test_dismiss_returns_when_the_heap_is_no_longer_touched(crew: Crew, server: 
     go_on.set()
     dismissing.join(60.0)
     assert calls == ["in", "out", "dismissed"]
-    server.ring()
+    server.notify()
     settle(server)
     assert calls == ["in", "out", "dismissed"]
 
@@ -89,7 +89,7 @@ def test_a_killed_peer_aborts_the_job_within_two_seconds(
     victim.kill()
     assert within(60.0, lambda: all(aborts(crew)))
     assert aborts(crew) == [1 + 13] * 3
-    assert read_reason(crew.spaces[2], 2).startswith("rank 13 died in epoch 1")
+    assert crew.layouts[2].peer(2).reason.startswith("rank 13 died in epoch 1")
 
 
 def test_a_peer_that_ended_by_itself_without_leaving_counts_as_dead(
@@ -115,7 +115,7 @@ def test_a_peer_that_was_dead_before_it_was_watched_is_noticed(
 def test_a_peer_that_left_may_end(crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]) -> None:
     server.serve(crew.services[0])
     server.watch(crew.services[0], 1, victim.pid)
-    crew.verbs[1].board.store(Word.LEFT, 1)
+    crew.members[1].protocol.board.store(Word.LEFT, 1)
     victim.kill()
     victim.wait()
     settle(server)
@@ -159,7 +159,7 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     asking = threading.Thread(target=settle, args=(server,))
     dismissing = threading.Thread(target=lambda: server.dismiss(service)())
     asking.start()
-    assert held.wait(60.0)  # the loop is at the door
+    assert held.wait(60.0)  # the loop is at the listener
     dismissing.start()
     assert within(60.0, lambda: bool(server._tasks))
     victim.kill()
@@ -243,7 +243,7 @@ def test_a_failing_service_aborts_all_roots_and_names_the_rank(server: Daemon) -
         assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
         for crew in (first, second):
             assert aborts(crew) == [1 + 10] * 3
-            reason = read_reason(crew.spaces[1], 1)
+            reason = crew.layouts[1].peer(1).reason
             assert reason == "the server daemon of rank 10 failed: ZeroDivisionError: out of luck"
         assert within(60.0, lambda: not server.alive())
-        assert server.door_name not in list_doors("odc.")
+        assert server.address not in list_listeners("odc.")

@@ -1,4 +1,4 @@
-"""The daemon's door, and its own begin and end."""
+"""The daemon's listener, and its own begin and end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from support.members import Crew
 from support.ranks import RankPool
 
 from odc.runtime import Daemon, Gradient, daemon, stop_daemon
-from odc.runtime.listener import knock, list_doors
+from odc.runtime.listener import ask, list_listeners
 
-# the door ------------------------------------------------------------------------------------------------------------
+# the listener -------------------------------------------------------------------------------------------------
 
 
-def test_the_door_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, server: Daemon) -> None:
+def test_the_listener_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, server: Daemon) -> None:
     service = crew.services[0]
     server.serve(service)
-    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
+    answer = ask(server.address, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
     heap, bell = answer.fds
     try:
-        assert answer.reply == {"nbytes": crew.spaces[0].heap.nbytes, "digest": crew.spaces[0].heap.digest}
+        assert answer.reply == {"nbytes": crew.layouts[0].heap.nbytes, "digest": crew.layouts[0].heap.digest}
         assert answer.pid == os.getpid()
-        assert os.path.sameopenfile(heap, crew.spaces[0].heap.fd)
-        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
+        assert os.path.sameopenfile(heap, crew.layouts[0].heap.fd)
+        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
         os.eventfd_write(bell, 1)
-        crew.verbs[0].await_accumulated()
+        crew.members[0].protocol.await_accumulated()
     finally:
         os.close(heap)
         os.close(bell)
@@ -48,9 +48,9 @@ def test_the_door_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, serv
         {},
     ],
 )
-def test_the_door_hands_out_nothing_else(crew: Crew, server: Daemon, request_: dict[str, str]) -> None:
+def test_the_listener_hands_out_nothing_else(crew: Crew, server: Daemon, request_: dict[str, str]) -> None:
     server.serve(crew.services[0])
-    answer = knock(server.door_name, request_, 60.0)
+    answer = ask(server.address, request_, 60.0)
     assert set(answer.reply) == {"error"}
     assert answer.fds == []
     assert server.alive()
@@ -58,7 +58,7 @@ def test_the_door_hands_out_nothing_else(crew: Crew, server: Daemon, request_: d
 
 def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(crew: Crew, server: Daemon) -> None:
     server.serve(crew.services[0])
-    answer = knock(server.door_name, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 60.0)
+    answer = ask(server.address, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 60.0)
     assert (answer.reply, answer.fds) == ({"error": "no root 'crew' here"}, [])
 
 
@@ -66,7 +66,7 @@ def test_a_dismissed_root_is_no_longer_handed_out(crew: Crew, server: Daemon) ->
     service = crew.services[0]
     server.serve(service)
     server.dismiss(service)()
-    answer = knock(server.door_name, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
+    answer = ask(server.address, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
     assert answer.reply == {"error": "no root 'crew' here"}
     assert answer.fds == []
 
@@ -80,19 +80,19 @@ def test_close_gives_everything_back_and_may_be_called_again(crew: Crew, victim:
     server.serve(crew.services[0])
     server.watch(crew.services[0], 1, victim.pid)
     settle(server)
-    assert server.door_name in list_doors("odc.")
+    assert server.address in list_listeners("odc.")
     server.close()
     server.close()
     assert descriptors() == before
     assert threading.active_count() == threads
-    assert server.door_name not in list_doors("odc.")
+    assert server.address not in list_listeners("odc.")
     assert not server.alive()
     assert aborts(crew) == [0, 0, 0]
 
 
 def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Crew) -> None:
     server = Daemon(10)
-    number = server.bell
+    number = server.doorbell
     server.close()
     pair = os.pipe2(os.O_NONBLOCK)
     read, write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, number + 50) for fd in pair)
@@ -100,7 +100,7 @@ def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Cr
         os.close(fd)
     os.dup2(write, number)
     try:
-        server.ring()
+        server.notify()
         server.dismiss(crew.services[0])()
         server.watch(crew.services[0], 1, 1)
         with pytest.raises(BlockingIOError):
@@ -120,8 +120,8 @@ def test_there_is_one_daemon_a_process_until_it_is_stopped() -> None:
         stop_daemon()
         second = daemon(4)
         assert second is not first and second.alive()
-        assert second.door_name != first.door_name
-        assert second.door_name.startswith(f"odc.{os.getuid()}.4.{os.getpid()}.")
+        assert second.address != first.address
+        assert second.address.startswith(f"odc.{os.getuid()}.4.{os.getpid()}.")
     finally:
         stop_daemon()
 
@@ -134,23 +134,23 @@ def in_a_forked_child(rank: int, world: int) -> tuple[bool, bool, list[str], boo
         own = daemon(rank)
         alive = parents.alive()
         parents.close()  # not its to close
-        os.write(write, f"{alive} {own is parents} {own.alive()} {own.door_name}".encode())
+        os.write(write, f"{alive} {own is parents} {own.alive()} {own.address}".encode())
         os._exit(0)
     os.wait()
     said = os.read(read, 1000).decode().split()
     os.close(read)
     os.close(write)
-    still = knock(parents.door_name, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
+    still = ask(parents.address, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
     return said[0] == "True", said[1] == "True", said[2:], still
 
 
 def test_a_forked_child_starts_its_own_and_leaves_the_parents_alone(ranks: Callable[[int], RankPool]) -> None:
-    ((parents_alive, same, (alive, door), still),) = ranks(1).run(in_a_forked_child)
+    ((parents_alive, same, (alive, listener), still),) = ranks(1).run(in_a_forked_child)
     assert not parents_alive, "a thread does not live on in a forked child"
     assert not same
     assert alive == "True"
     assert still, "the parent's daemon does not answer any more"
-    assert door not in list_doors("odc."), "the child's door is gone with the child"
+    assert listener not in list_listeners("odc."), "the child's listener is gone with the child"
 
 
 def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> None:
@@ -159,7 +159,7 @@ def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> N
     over = threading.Event()
     server._do(lambda: (server.dismiss(crew.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
     assert over.wait(60.0)
-    assert knock(server.door_name, {"op": "status"}, 60.0).reply["roots"] == []
+    assert ask(server.address, {"op": "status"}, 60.0).reply["roots"] == []
 
 
 def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daemon) -> None:
@@ -169,9 +169,9 @@ def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daem
     settle(server)
     drain = service.drain
     service.drain = lambda: (adding.set(), drain())[1]  # type: ignore[method-assign, func-returns-value]
-    with crew.spaces[0].mutex(0, crew.units[0]).held(60.0):
-        crew.verbs[1].push(crew.units[0], [Gradient(0, torch.ones(24))])
-        server.ring()
+    with crew.layouts[0].peer(0).mutex(crew.units[0]).held(60.0):
+        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+        server.notify()
         assert adding.wait(60.0)
         wait = server.dismiss(service, closed.set)  # returns: to wait here would take the lock's whole deadline
         assert not closed.wait(0.2), "closed while the loop was adding"

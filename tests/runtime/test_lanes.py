@@ -1,10 +1,10 @@
-"""The verbs on a device that does its work late (see `support.deferred`)."""
+"""The endpoint on a device that does its work late (see `support.deferred`)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.deferred import DeferredLanes, DeferredMoves
+from support.deferred import DeferredLanes, DeferredMover
 from support.members import BF16, F32, Crew
 
 import odc.runtime.layout
@@ -25,7 +25,7 @@ def deferred(monkeypatch: pytest.MonkeyPatch) -> list[DeferredLanes]:
         return made[-1]
 
     monkeypatch.setattr(shm, "HostLanes", lanes)
-    monkeypatch.setattr(odc.runtime.layout, "moves_of", lambda settings, device: DeferredMoves(made[-1]))
+    monkeypatch.setattr(odc.runtime.layout, "mover_for", lambda settings, device: DeferredMover(made[-1]))
     return made
 
 
@@ -37,7 +37,7 @@ def fetched(crew: Crew, member: int, index: int, lanes: DeferredLanes) -> set[fl
     unit = crew.units[index]
     into = [torch.full((2 * p.numel,), -1.0, dtype=p.dtype) for p in unit.params]
     with lanes.lane("fetch"):
-        crew.verbs[member].fetch(unit, into)
+        crew.members[member].shards.fetch(unit, into)
         mark = lanes.mark()
     assert {v for one in into for v in one.tolist()} == {-1.0}, "the device is late"
     lanes.follow(mark)
@@ -58,17 +58,18 @@ def test_minibatches_are_right_however_late_the_device_is(deferred: list[Deferre
                 for unit in crew.units:
                     sent = gradients(unit, 2, 1.0 + member)
                     with deferred[member].lane("push"):
-                        crew.verbs[member].push(unit, sent)
+                        crew.members[member].pusher.push(unit, sent)
                     for gradient in sent:
                         gradient.values.fill_(777.0)  # the gradient's memory is another's as soon as `push` returns
-            for verbs in crew.verbs:
-                verbs.done(Outcome.TRAINED)
-            for member, verbs in enumerate(crew.verbs):
-                verbs.await_done(epoch)
-                verbs.await_accumulated()
+            for endpoint in crew.members:
+                endpoint.done(Outcome.TRAINED)
+            for member, endpoint in enumerate(crew.members):
+                endpoint.protocol.await_done(epoch)
+                endpoint.protocol.await_accumulated()
                 for unit in crew.units:
                     parts = [
-                        crew.spaces[member].accumulator(member, unit, s) for s in range(crew.spaces[member].sources)
+                        crew.layouts[member].peer(member).accumulator(unit, s)
+                        for s in range(crew.layouts[member].sources)
                     ]
                     assert set(sum(parts[1:], parts[0].clone()).tolist()) == {3.0}, (accumulate, epoch, member)
 
@@ -76,9 +77,9 @@ def test_minibatches_are_right_however_late_the_device_is(deferred: list[Deferre
 def test_a_word_of_publishing_comes_after_the_shards(deferred: list[DeferredLanes]) -> None:
     with Crew(LAYOUT, 2) as crew:
         crew.publish(0, 5.0)
-        space = crew.spaces[1]
-        assert space.board(0).load(Word.PUBLISHED) == 1
-        assert set(space.published(0, crew.units[0], 0).tolist()) == {5.0}
+        layout = crew.layouts[1]
+        assert layout.peer(0).board.load(Word.PUBLISHED) == 1
+        assert set(layout.peer(0).published(crew.units[0], 0).tolist()) == {5.0}
 
 
 def test_done_comes_after_own_reads(deferred: list[DeferredLanes]) -> None:
@@ -88,9 +89,9 @@ def test_done_comes_after_own_reads(deferred: list[DeferredLanes]) -> None:
         unit = crew.units[1]
         into = [torch.zeros(10)]
         with deferred[0].lane("fetch"):
-            crew.verbs[0].fetch(unit, into)
-        crew.verbs[0].done(Outcome.EVALUATED)
-        assert crew.spaces[1].board(0).load(Word.DONE) == 1
+            crew.members[0].shards.fetch(unit, into)
+        crew.members[0].done(Outcome.EVALUATED)
+        assert crew.layouts[1].peer(0).board.load(Word.DONE) == 1
         assert set(into[0].tolist()) == {1.0}
 
 
@@ -100,13 +101,13 @@ def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
         crew.publish_all()
         before = deferred[0].settled
         with deferred[0].lane("push"):
-            crew.verbs[0].push(crew.units[0], gradients(crew.units[0], 2, 1.0))
-        blocks = crew.spaces[1].sent(1).load(0)
+            crew.members[0].pusher.push(crew.units[0], gradients(crew.units[0], 2, 1.0))
+        blocks = crew.layouts[1].peer(1).sent.load(0)
         assert blocks == 8, "eight blocks of 4 KiB went to the peer"
         assert crew.rung == [1], "who was rung for once"
         assert deferred[0].settled - before == 2, "one wait for the blocks, one for the own chunk"
         crew.drain(1)
-        total = crew.spaces[1].accumulator(1, crew.units[0])
+        total = crew.layouts[1].peer(1).accumulator(crew.units[0])
         assert set(total.tolist()) == {1.0}
 
 
@@ -116,10 +117,10 @@ def test_a_full_ring_is_told_before_it_is_waited_for(deferred: list[DeferredLane
     with Crew([[("w", 8192, BF16)]], 2, settings=settings) as crew:
         crew.publish_all()
         values = torch.ones(2 * 8192, dtype=torch.float64)  # wider than what the ring was made for
-        assert crew.spaces[0].ring.slots * 4096 < values.nbytes // 2
+        assert crew.layouts[0].ring.slots * 4096 < values.nbytes // 2
         with deferred[0].lane("push"):
-            crew.verbs[0].push(crew.units[0], [Gradient(0, values)])
-        assert set(crew.spaces[1].accumulator(1, crew.units[0]).tolist()) == {1.0}
+            crew.members[0].pusher.push(crew.units[0], [Gradient(0, values)])
+        assert set(crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist()) == {1.0}
 
 
 def test_an_abandoned_epoch_leaves_no_block_for_the_next(
@@ -129,17 +130,17 @@ def test_an_abandoned_epoch_leaves_no_block_for_the_next(
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
     with Crew([[("w", 4096, F32)]], 2, settings=settings) as crew:
         crew.publish_all()
-        pusher, unit = crew.verbs[0]._pusher, crew.units[0]
+        pusher, unit = crew.members[0].pusher, crew.units[0]
         with monkeypatch.context() as broken, deferred[0].lane("push"):
             broken.setattr(pusher, "_tell", lambda box: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                crew.verbs[0].push(unit, gradients(unit, 2, 8.0))
-        crew.verbs[0].done(Outcome.ABANDONED, "cut short")
-        crew.verbs[1].done(Outcome.TRAINED)
-        crew.verbs[1].await_accumulated()
+                crew.members[0].pusher.push(unit, gradients(unit, 2, 8.0))
+        crew.members[0].done(Outcome.ABANDONED, "cut short")
+        crew.members[1].done(Outcome.TRAINED)
+        crew.members[1].protocol.await_accumulated()
         crew.publish_all()
         with deferred[0].lane("push"):
-            crew.verbs[0].push(unit, gradients(unit, 2, 1.0))
-        crew.verbs[0].done(Outcome.TRAINED)
-        crew.verbs[1].await_accumulated()
-        assert set(crew.spaces[1].accumulator(1, unit).tolist()) == {1.0}
+            crew.members[0].pusher.push(unit, gradients(unit, 2, 1.0))
+        crew.members[0].done(Outcome.TRAINED)
+        crew.members[1].protocol.await_accumulated()
+        assert set(crew.layouts[1].peer(1).accumulator(unit).tolist()) == {1.0}

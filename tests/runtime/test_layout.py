@@ -38,7 +38,7 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
     align = 16 * count  # at most one lost alignment a parameter
     chunk = max(sum(n * dtype.itemsize for _, n, _ in unit) + 16 * len(unit) for unit in layout) + 64
     with Crew(layout, shards, settings=Settings(accumulate=accumulate, reproducible=reproducible)) as crew:
-        ledger, heap = crew.spaces[0].ledger(), crew.spaces[0].heap
+        ledger, heap = crew.layouts[0].ledger(), crew.layouts[0].heap
         copies = shards if accumulate == "per_source" else 1
         assert numel * dtype.itemsize <= ledger["published"] <= numel * dtype.itemsize + align
         assert ledger["accumulator"] == numel * copies * (8 if reproducible else 4)
@@ -46,7 +46,7 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
             assert ledger["staging"] <= 2 * chunk * (shards - 1)
         else:
             assert ledger["staging"] == 0
-        slots = crew.spaces[0].ring.slots if accumulate == "server" else 0
+        slots = crew.layouts[0].ring.slots if accumulate == "server" else 0
         words = 8 * (BOARD_WORDS + 2 * shards + shards * count + 5 * slots * (shards - 1))
         assert ledger["words"] == words + 3 * 1024 + MUTEX_BYTES * len(layout)
 
@@ -62,7 +62,7 @@ def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumu
     layout = [[("base", 40_000, BF16), ("adapter", 512, BF16)], [("base", 90_000, BF16)], [("head", 600, F32)]]
     settings = Settings(accumulate=accumulate)
     with Crew(layout, 3, settings=settings) as all_trained, Crew(layout, 3, settings=settings, frozen={"base"}) as crew:
-        before, ledger = (each.spaces[0].ledger() for each in (all_trained, crew))
+        before, ledger = (each.layouts[0].ledger() for each in (all_trained, crew))
         assert ledger["published"] == before["published"] == 2 * 130_512 + 4 * 600
         copies = 3 if accumulate == "per_source" else 1
         assert before["accumulator"] == copies * 4 * 131_112
@@ -75,10 +75,10 @@ def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumu
 def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
     with Crew(LAYOUT, 2, frozen={name for unit in LAYOUT for name, _, _ in unit}) as crew:
         crew.publish_all(3.0)
-        ledger = crew.spaces[0].ledger()
+        ledger = crew.layouts[0].ledger()
         assert ledger["accumulator"] == 64 * len(LAYOUT) and ledger["staging"] == 2 * 64
         out = [torch.zeros(2 * numel, dtype=dtype) for _, numel, dtype in LAYOUT[0]]
-        crew.verbs[0].fetch(crew.units[0], out)
+        crew.members[0].shards.fetch(crew.units[0], out)
         assert all(bool((tensor == 3.0).all()) for tensor in out)
 
 
@@ -87,13 +87,13 @@ def test_no_rank_holds_a_whole_model(accumulate: Accumulate) -> None:
     shards, layers, numel = 8, 64, 8 * 4096
     layout = [[("w", numel // shards, BF16)]] * layers
     with Crew(layout, shards, settings=Settings(accumulate=accumulate)) as crew:
-        assert crew.spaces[0].heap.nbytes < layers * numel * BF16.itemsize
+        assert crew.layouts[0].heap.nbytes < layers * numel * BF16.itemsize
 
 
 def test_staging_does_not_grow_with_the_depth_of_the_model() -> None:
     def staging(layers: int) -> int:
         with Crew([[("w", 5000, F32)]] * layers, 3) as crew:
-            return crew.spaces[0].ledger()["staging"]
+            return crew.layouts[0].ledger()["staging"]
 
     assert staging(1) == staging(7) > 0
 
@@ -118,43 +118,47 @@ LAYOUT: Layout = [[("a", 5, F32), ("b", 3, BF16)], [("c", 7, BF16)], [("empty", 
 def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> None:
     settings = Settings(accumulate=accumulate, reproducible=reproducible)
     with Crew(LAYOUT, 3, settings=settings) as crew:
-        space, views = crew.spaces[1], list[torch.Tensor]()
-        for unit in space.units:
-            views += [space.published(1, unit, i) for i in range(len(unit.params))]
-            views += [space.accumulator(1, unit, source) for source in range(space.sources)]
-            assert [v.dtype for v in views[-space.sources :]] == [F64 if reproducible else F32] * space.sources
-        views += [space.pushes(1, source) for source in range(3)]
-        views += [space.reason(1), space.sent(1).as_tensor(), space.accumulated(1).as_tensor()]
+        layout, views = crew.layouts[1], list[torch.Tensor]()
+        for unit in layout.units:
+            views += [layout.peer(1).published(unit, i) for i in range(len(unit.params))]
+            views += [layout.peer(1).accumulator(unit, source) for source in range(layout.sources)]
+            assert [v.dtype for v in views[-layout.sources :]] == [F64 if reproducible else F32] * layout.sources
+        views += [layout.peer(1).pushes(source) for source in range(3)]
+        views += [
+            layout.heap.tensor(1, "reason", torch.uint8),
+            layout.peer(1).sent.as_tensor(),
+            layout.peer(1).accumulated.as_tensor(),
+        ]
         for mark, view in enumerate(views):
             view.fill_(mark + 1)
         for mark, view in enumerate(views):
             assert torch.equal(view, torch.full_like(view, mark + 1)), f"view {mark} was overwritten"
-        assert all(space.board(1).load(word) == 0 for word in range(BOARD_WORDS))
+        assert all(layout.peer(1).board.load(word) == 0 for word in range(BOARD_WORDS))
 
 
 def test_a_peer_sees_what_the_owner_wrote() -> None:
     with Crew(LAYOUT, 2) as crew:
-        mine, peer = crew.spaces
+        mine, peer = crew.layouts
         unit = mine.units[0]
-        mine.published(0, unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
-        mine.accumulator(0, unit).fill_(4.0)
-        assert peer.published(0, unit, 1).tolist() == [1.5, -2.0, 3.0]
-        assert peer.accumulator(0, unit).tolist() == [4.0] * 8
-        assert peer.published(1, unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
+        mine.peer(0).published(unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
+        mine.peer(0).accumulator(unit).fill_(4.0)
+        assert peer.peer(0).published(unit, 1).tolist() == [1.5, -2.0, 3.0]
+        assert peer.peer(0).accumulator(unit).tolist() == [4.0] * 8
+        assert peer.peer(1).published(unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
         assert (
-            mine.published(0, unit, 0).data_ptr()
-            == mine.published_bytes(0, unit).data_ptr() + unit.params[0].published_offset
+            mine.peer(0).published(unit, 0).data_ptr()
+            == mine.peer(0).published_bytes(unit).data_ptr() + unit.params[0].published_offset
         )
 
 
 def test_locks_are_one_a_unit_and_member() -> None:
     with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.05)) as crew:
-        space = crew.spaces[0]
-        with space.mutex(1, space.units[0]).held(1.0):
-            with space.mutex(1, space.units[1]).held(1.0), space.mutex(0, space.units[0]).held(1.0):
+        layout = crew.layouts[0]
+        with layout.peer(1).mutex(layout.units[0]).held(1.0):
+            with layout.peer(1).mutex(layout.units[1]).held(1.0), layout.peer(0).mutex(layout.units[0]).held(1.0):
                 pass
             with pytest.raises(RuntimeError, match="unit 'u0' on rank 13"):
-                space.mutex(1, space.units[0]).acquire(0.05)
+                layout.peer(1).mutex(layout.units[0]).acquire(0.05)
 
 
 @pytest.mark.parametrize(
@@ -167,41 +171,41 @@ def test_locks_are_one_a_unit_and_member() -> None:
 )
 def test_ranks_with_other_settings_cannot_attach(other: Settings) -> None:
     with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=other) as strangers:
-        crew.spaces[1], strangers.spaces[1] = strangers.spaces[1], crew.spaces[1]
+        crew.layouts[1], strangers.layouts[1] = strangers.layouts[1], crew.layouts[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            crew.spaces[0].board(1)
+            crew.layouts[0].peer(1).attach()
 
 
 def test_ranks_with_the_same_sizes_but_other_names_cannot_attach() -> None:
     renamed = [[("a", 5, F32), ("x", 3, BF16)], *LAYOUT[1:]]
     with Crew(LAYOUT, 2) as crew, Crew(renamed, 2) as strangers:
-        crew.spaces[1], strangers.spaces[1] = strangers.spaces[1], crew.spaces[1]
+        crew.layouts[1], strangers.layouts[1] = strangers.layouts[1], crew.layouts[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            crew.spaces[0].board(1)
+            crew.layouts[0].peer(1).attach()
 
 
 def test_settings_that_may_differ_between_ranks_do_not_keep_them_apart() -> None:
     with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=Settings(timeout_s=9.0, prefetch=3, trace=False)) as others:
-        crew.spaces[1], others.spaces[1] = others.spaces[1], crew.spaces[1]
-        assert crew.spaces[0].board(1).load(0) == 0
+        crew.layouts[1], others.layouts[1] = others.layouts[1], crew.layouts[1]
+        assert crew.layouts[0].peer(1).board.load(0) == 0
 
 
 def test_a_second_buffer_is_counted_and_kept_apart() -> None:
     with Crew(LAYOUT, 2) as one, Crew(LAYOUT, 2, settings=Settings(second_buffer=True)) as two:
-        ledgers = [crew.spaces[0].ledger() for crew in (one, two)]
+        ledgers = [crew.layouts[0].ledger() for crew in (one, two)]
         sizes = [sum(max(64, buffers * unit.published_bytes) for unit in one.units) for buffers in (1, 2)]
         assert [ledger.pop("published") for ledger in ledgers] == sizes
         assert ledgers[0] == ledgers[1]
-        space = two.spaces[0]
+        layout = two.layouts[0]
         for epoch in (3, 4):
-            for unit in space.units:
+            for unit in layout.units:
                 for i in range(len(unit.params)):
-                    space.published(0, unit, i, epoch).fill_(epoch)
-        for unit in space.units:
+                    layout.peer(0).published(unit, i, epoch).fill_(epoch)
+        for unit in layout.units:
             for i, spec in enumerate(unit.params):
-                assert [space.published(0, unit, i, epoch).tolist() for epoch in (3, 4)] == [
+                assert [layout.peer(0).published(unit, i, epoch).tolist() for epoch in (3, 4)] == [
                     [3.0] * spec.numel,
                     [4.0] * spec.numel,
                 ]
-                raw = space.published_bytes(0, unit, 3)[spec.published_offset :][: spec.nbytes]
-                assert torch.equal(raw, space.published(0, unit, i, 3).view(torch.uint8))
+                raw = layout.peer(0).published_bytes(unit, 3)[spec.published_offset :][: spec.nbytes]
+                assert torch.equal(raw, layout.peer(0).published(unit, i, 3).view(torch.uint8))

@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.doors import echo, raw, served
+from support.listeners import echo, raw, served
 
-from odc.runtime import listener as door_module
-from odc.runtime.listener import MAX_FDS, MAX_REQUEST, Door, PeerCredentials, knock
+from odc.runtime import listener as listener_module
+from odc.runtime.listener import MAX_FDS, MAX_REQUEST, Listener, PeerCredentials, ask
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ JSON = st.recursive(
 def test_what_is_asked_arrives_with_who_asks(request: dict[str, Any]) -> None:
     name = f"odc-test.{uuid.uuid4().hex[:12]}"
     with served(name):
-        answer = knock(name, request, 60.0)
+        answer = ask(name, request, 60.0)
     assert answer.reply == {"asked": request, "pid": os.getpid(), "uid": os.geteuid()}
     assert (answer.fds, answer.pid) == ([], os.getpid())
 
@@ -52,7 +52,7 @@ def visit_rank_0(rank: int, world: int, name: str) -> tuple[int, int, int]:
             dist.barrier()
         return os.getpid(), 0, 0
     dist.barrier()
-    answer = knock(name, {}, 60.0)
+    answer = ask(name, {}, 60.0)
     dist.barrier()
     return os.getpid(), answer.reply["pid"], answer.pid
 
@@ -68,7 +68,7 @@ def test_descriptors_are_handed_over_closed_on_exec(name: str) -> None:
     for number, fd in enumerate(own):
         os.write(fd, b"%d" % number)
     with served(name, lambda request, peer: ({"count": len(own)}, own)):
-        answer = knock(name, {}, 60.0)
+        answer = ask(name, {}, 60.0)
     assert [os.pread(fd, 8, 0) for fd in answer.fds] == [b"0", b"1", b"2"]
     assert not any(os.get_inheritable(fd) for fd in answer.fds)
     assert not set(answer.fds) & set(own)
@@ -80,20 +80,20 @@ def test_descriptors_are_handed_over_closed_on_exec(name: str) -> None:
 def test_long_replies_arrive_whole(name: str, size: int) -> None:
     """The longest does not fit into a socket's buffer; descriptors come once."""
     with open(os.devnull) as file, served(name, lambda request, peer: ({"text": "x" * size}, (file.fileno(),))):
-        answer = knock(name, {}, 60.0)
+        answer = ask(name, {}, 60.0)
     assert answer.reply == {"text": "x" * size}
     assert len(answer.fds) == 1
     os.close(answer.fds[0])
 
 
-def test_many_knock_at_once(name: str) -> None:
+def test_many_ask_at_once(name: str) -> None:
     seen: list[int] = []
 
-    def ask(number: int) -> None:
-        seen.append(knock(name, {"n": number}, 60.0).reply["asked"]["n"])
+    def ask_for(number: int) -> None:
+        seen.append(ask(name, {"n": number}, 60.0).reply["asked"]["n"])
 
     with served(name):
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        threads = [threading.Thread(target=ask_for, args=(number,)) for number in range(40)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,43 +101,43 @@ def test_many_knock_at_once(name: str) -> None:
     assert sorted(seen) == list(range(40))
 
 
-# bad visitors ----------------------------------------------------------------------------------------------------
+# bad clients ----------------------------------------------------------------------------------------------------
 
 
-def test_silent_visitors_hold_up_nobody(name: str) -> None:
-    door = Door(name, echo)
+def test_silent_clients_hold_up_nobody(name: str) -> None:
+    listener = Listener(name, echo)
     silent = [raw(name) for _ in range(10)]
     half = raw(name)
     half.sendall(struct.pack("!I", 100) + b'{"a":')
     answers: list[Any] = []
-    client = threading.Thread(target=lambda: answers.append(knock(name, {"a": 1}, 60.0)))
+    client = threading.Thread(target=lambda: answers.append(ask(name, {"a": 1}, 60.0)))
     client.start()
     while client.is_alive():
-        if select.select([door.fileno()], [], [], 0.05)[0]:
-            door.answer()  # alone in this thread: were it to wait for a silent one, the test would end by its timeout
+        if select.select([listener.fileno()], [], [], 0.05)[0]:
+            listener.answer()  # alone in this thread: were it to wait for a silent one, the test would time out
     assert answers[0].reply["asked"] == {"a": 1}
     for connection in (*silent, half):
         connection.close()
-    door.close()
+    listener.close()
 
 
-def test_a_visitor_is_hung_up_on_at_its_deadline(name: str) -> None:
-    with served(name, visit_s=0.05):
+def test_a_client_is_hung_up_on_at_its_deadline(name: str) -> None:
+    with served(name, connection_s=0.05):
         late = raw(name)
-        knock(name, {}, 60.0)
+        ask(name, {}, 60.0)
         time.sleep(0.1)
-        knock(name, {}, 60.0)  # the door looks at its clock when it has something to do
+        ask(name, {}, 60.0)  # the listener looks at its clock when it has something to do
         assert late.recv(1) == b""
         late.close()
 
 
-def test_visitors_are_bounded(name: str) -> None:
-    with served(name, visit_s=1000.0):
+def test_clients_are_bounded(name: str) -> None:
+    with served(name, connection_s=1000.0):
         before = len(os.listdir("/proc/self/fd"))
         silent = [raw(name) for _ in range(100)]
-        assert knock(name, {"a": 1}, 60.0).reply["asked"] == {"a": 1}
+        assert ask(name, {"a": 1}, 60.0).reply["asked"] == {"a": 1}
         held = len(os.listdir("/proc/self/fd")) - before - len(silent)
-        assert held <= door_module._MAX_VISITS
+        assert held <= listener_module._MAX_CONNECTIONS
         assert silent[0].recv(1) == b"", "the oldest goes first"
         for connection in silent:
             connection.close()
@@ -154,37 +154,37 @@ def test_visitors_are_bounded(name: str) -> None:
     leaves=st.booleans(),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_nothing_a_visitor_sends_disturbs_the_door(chunks: list[bytes], leaves: bool) -> None:
+def test_nothing_a_client_sends_disturbs_the_listener(chunks: list[bytes], leaves: bool) -> None:
     name = f"odc-test.{uuid.uuid4().hex[:12]}"
-    door = Door(name, echo)
-    visitor = raw(name)
+    listener = Listener(name, echo)
+    client = raw(name)
     for chunk in chunks:
         try:
-            visitor.sendall(chunk)
+            client.sendall(chunk)
         except BrokenPipeError:
             break
-        door.answer()
+        listener.answer()
     if leaves:
-        visitor.close()
-    door.answer()
+        client.close()
+    listener.answer()
     good = raw(name)
-    good.sendall(door_module._frame({"fine": True}))
-    door.answer()
-    door.answer()
+    good.sendall(listener_module._frame({"fine": True}))
+    listener.answer()
+    listener.answer()
     assert b'{"asked": {"fine": true}' in good.recv(4096)
-    for connection in (visitor, good):
+    for connection in (client, good):
         connection.close()
-    door.close()
+    listener.close()
 
 
 def test_deeply_nested_json_is_no_way_in(name: str) -> None:
     with served(name):
-        visitor = raw(name)
+        client = raw(name)
         body = b"[" * 60_000
-        visitor.sendall(struct.pack("!I", len(body)) + body)
-        assert visitor.recv(1) == b""
-        visitor.close()
-        knock(name, {}, 60.0)
+        client.sendall(struct.pack("!I", len(body)) + body)
+        assert client.recv(1) == b""
+        client.close()
+        ask(name, {}, 60.0)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +197,19 @@ def test_deeply_nested_json_is_no_way_in(name: str) -> None:
 )
 def test_a_handler_that_fails_is_told_to_the_visitor(name: str, handler: Any, said: str, caplog: Any) -> None:
     with served(name, handler):
-        for _ in range(2):  # the door stays open
-            assert knock(name, {}, 60.0).reply["error"].startswith(said)
+        for _ in range(2):  # the listener stays open
+            assert ask(name, {}, 60.0).reply["error"].startswith(said)
     assert f"request of process {os.getpid()} failed" in caplog.text
 
 
-def test_a_visitor_that_leaves_before_the_answer(name: str) -> None:
+def test_a_client_that_leaves_before_the_answer(name: str) -> None:
     with served(name, lambda request, peer: ({"text": "x" * 3_000_000}, ())):
         for _ in range(5):
-            visitor = raw(name)
-            visitor.sendall(door_module._frame({}))
-            visitor.recv(1)
-            visitor.close()
-        assert len(knock(name, {}, 60.0).reply["text"]) == 3_000_000
+            client = raw(name)
+            client.sendall(listener_module._frame({}))
+            client.recv(1)
+            client.close()
+        assert len(ask(name, {}, 60.0).reply["text"]) == 3_000_000
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
@@ -228,7 +228,7 @@ s = socket.socket(socket.AF_UNIX)
 s.connect("\\0{name}")
 s.settimeout(20)
 try:
-    s.sendall({door_module._frame({"a": 1})!r})
+    s.sendall({listener_module._frame({"a": 1})!r})
     print(s.recv(1))
 except (ConnectionResetError, BrokenPipeError):
     print(b"")
@@ -237,7 +237,7 @@ except (ConnectionResetError, BrokenPipeError):
         done = subprocess.run([sys.executable, "-c", visit], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "b''"
         assert heard == []
-        assert knock(name, {}, 60.0).reply == {}
+        assert ask(name, {}, 60.0).reply == {}
     squat = f"""
 import os, socket, sys
 os.setresuid(65534, 65534, 65534)
@@ -250,8 +250,8 @@ print(c.recv(100), flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", squat], stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        with pytest.raises(ConnectionError, match=f"door '{name}': it belongs to user 65534, not to user 0"):
-            knock(name, {"secret": 1}, 60.0)
+        with pytest.raises(ConnectionError, match=f"listener '{name}': it belongs to user 65534, not to user 0"):
+            ask(name, {"secret": 1}, 60.0)
         assert process.stdout.read().strip() == "b''", "nothing is said to a stranger"
 
 
@@ -268,21 +268,21 @@ def proc(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["pid", "user"])
 def test_the_same_user_of_another_container_is_a_stranger(proc: Path, kind: str) -> None:
     peer = PeerCredentials(7, os.geteuid())
-    assert peer.stranger(proc) is None
+    assert peer.refusal(proc) is None
     link = proc / "7" / "ns" / kind
     link.unlink()
-    assert peer.stranger(proc) == f"the {kind} namespace of its process 7 cannot be read (No such file or directory)"
+    assert peer.refusal(proc) == f"the {kind} namespace of its process 7 cannot be read (No such file or directory)"
     link.symlink_to(f"{kind}:[4026532000]")
-    assert str(peer.stranger(proc)).startswith(f"its process 7 is in another {kind} namespace")
+    assert str(peer.refusal(proc)).startswith(f"its process 7 is in another {kind} namespace")
 
 
 def test_without_procfs_a_visible_process_must_do(tmp_path: Path) -> None:
-    assert PeerCredentials(7, os.geteuid()).stranger(tmp_path) is None
-    assert "another PID namespace" in str(PeerCredentials(0, os.geteuid()).stranger(tmp_path))
-    assert "belongs to user" in str(PeerCredentials(7, os.geteuid() + 1).stranger(tmp_path))
+    assert PeerCredentials(7, os.geteuid()).refusal(tmp_path) is None
+    assert "another PID namespace" in str(PeerCredentials(0, os.geteuid()).refusal(tmp_path))
+    assert "belongs to user" in str(PeerCredentials(7, os.geteuid() + 1).refusal(tmp_path))
 
 
-def test_a_door_hears_and_trusts_no_stranger(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_hears_and_trusts_no_stranger(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides ask the same question; each is asked here while the other would let it pass."""
     heard: list[Any] = []
 
@@ -296,17 +296,17 @@ def test_a_door_hears_and_trusts_no_stranger(name: str, monkeypatch: pytest.Monk
         def stranger_to(side: bool) -> None:
             monkeypatch.setattr(
                 PeerCredentials,
-                "stranger",
+                "refusal",
                 lambda self: "it is of another container" if (threading.current_thread() is serving) == side else None,
             )
 
         stranger_to(side=True)
         with pytest.raises(ConnectionError):
-            knock(name, {}, 20.0)
+            ask(name, {}, 20.0)
         assert heard == []
         stranger_to(side=False)
-        with pytest.raises(ConnectionError, match=f"door '{name}': it is of another container"):
-            knock(name, {}, 20.0)
+        with pytest.raises(ConnectionError, match=f"listener '{name}': it is of another container"):
+            ask(name, {}, 20.0)
         assert heard == []
         monkeypatch.undo()
-        assert knock(name, {}, 20.0).reply == {}
+        assert ask(name, {}, 20.0).reply == {}

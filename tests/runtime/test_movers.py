@@ -1,4 +1,4 @@
-"""The two ways to move data do the same, and the one that cannot work here is refused before any work."""
+"""Both movers do the same, and the one that cannot work here is refused before any work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.ranks import RankPool
 from odc import Settings
 from odc.errors import UnsupportedError
 from odc.runtime import movers
-from odc.runtime.movers import cpu as by_torch
-from odc.runtime.movers.moves import Moves, moves_of
+from odc.runtime.movers import cpu as cpu_mover
+from odc.runtime.movers.choice import DataMover, mover_for
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -22,40 +22,40 @@ CPU = torch.device("cpu")
 NUMELS = [100, 1, 33]
 
 
-def everything(moves: Moves) -> list[torch.Tensor]:
+def everything(mover: DataMover) -> list[torch.Tensor]:
     """All that the five functions write, from the same numbers."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(n, generator=draw) for n in NUMELS]
     published = [torch.zeros(200, dtype=dtype) for dtype in (BF16, F32, F16)]
-    moves.publish([one[2 : 2 + n] for one, n in zip(published, NUMELS, strict=True)], parts)
+    mover.publish([one[2 : 2 + n] for one, n in zip(published, NUMELS, strict=True)], parts)
 
     memory = [torch.randint(0, 256, (512,), generator=draw).to(torch.uint8) for _ in range(3)]
     outs = [torch.zeros(3 * n, dtype=dtype) for n, dtype in zip(NUMELS, (BF16, F32, F64), strict=True)]
-    moves.gather(outs, [0, 208, 224], 3, iter([(1, memory[1]), (2, memory[2]), (0, memory[0])]))
+    mover.gather(outs, [0, 208, 224], 3, [(1, memory[1]), (2, memory[2]), (0, memory[0])])
 
     slot = torch.zeros(64, dtype=torch.uint8)
-    moves.put(slot.data_ptr() + 3, memory[0].data_ptr() + 5, 41)
+    mover.put(slot.data_ptr() + 3, memory[0].data_ptr() + 5, 41)
 
     sums = [torch.randn(134, generator=draw).to(dtype) for dtype in (F32, F64) for _ in range(2)]
     for i, one in enumerate(sums):
         places = list(one.split(NUMELS))[::-1]  # a unit's gradients come in any order
         values = [part.to(dtype) for part, dtype in zip(parts[::-1], (BF16, F32, F16), strict=True)]
-        (moves.add if i % 2 else moves.accumulate)(places, values)
+        (mover.add if i % 2 else mover.accumulate)(places, values)
     return [*published, *(out.view(torch.uint8) for out in outs), slot, *sums]
 
 
 def both_do_the_same(rank: int, world: int) -> None:
-    from odc.runtime.movers import triton as by_kernels
+    from odc.runtime.movers import triton as triton_mover
 
-    assert moves_of(Settings(kernels="triton"), CPU) is by_kernels
-    found, expected = everything(by_kernels), everything(by_torch)
+    assert mover_for(Settings(kernels="triton"), CPU) is triton_mover
+    found, expected = everything(triton_mover), everything(cpu_mover)
     wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
     assert not wrong, f"results {wrong} differ"
 
 
 def test_torch_is_the_default() -> None:
-    assert moves_of(Settings(), CPU) is by_torch
-    assert all(bool(one.count_nonzero()) for one in everything(by_torch)), "something was not written at all"
+    assert mover_for(Settings(), CPU) is cpu_mover
+    assert all(bool(one.count_nonzero()) for one in everything(cpu_mover)), "something was not written at all"
 
 
 def test_kernels_do_the_same(interpreted: Pools) -> None:
@@ -68,14 +68,14 @@ def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:
     if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
         pytest.skip("kernels are usable here")
     with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
-        moves_of(Settings(kernels="triton"), CPU)
+        mover_for(Settings(kernels="triton"), CPU)
 
 
 def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(movers, "triton", raising=False)
     monkeypatch.setitem(sys.modules, "odc.runtime.movers.triton", None)  # as if an import in it had failed
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[kernels\]"):
-        moves_of(Settings(kernels="triton"), CPU)
+        mover_for(Settings(kernels="triton"), CPU)
 
 
 def test_settings_refuse_other_kernels() -> None:

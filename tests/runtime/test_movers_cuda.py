@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import OdcError
-from odc.runtime.movers import cpu as by_torch
-from odc.runtime.movers import cuda as by_cuda
-from odc.runtime.movers.moves import moves_of
+from odc.runtime.movers import cpu as cpu_mover
+from odc.runtime.movers import cuda as cuda_mover
+from odc.runtime.movers.choice import mover_for
 from odc.settings import Settings
 
 SHARDS = 3
@@ -38,10 +38,10 @@ def test_a_unit_is_the_same_whatever_copies_its_pieces(sizes: list[tuple[int, to
         ctypes.memmove(target, source, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_cuda, "COPY_ENGINE_BYTES", boundary)
-        patch.setattr(by_cuda, "copy", copy)
-        by_cuda.gather(found, offsets, SHARDS, iter([(2, memory[2]), (0, memory[0]), (1, memory[1])]))
-    by_torch.gather(expected, offsets, SHARDS, iter(enumerate(memory)))
+        patch.setattr(cuda_mover, "COPY_ENGINE_BYTES", boundary)
+        patch.setattr(cuda_mover, "copy", copy)
+        cuda_mover.gather(found, offsets, SHARDS, [(2, memory[2]), (0, memory[0]), (1, memory[1])])
+    cpu_mover.gather(expected, offsets, SHARDS, list(enumerate(memory)))
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
     assert all(nbytes >= boundary for nbytes in copied)
@@ -57,7 +57,7 @@ def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
     x = torch.ones(4, requires_grad=True)
 
     def fill() -> None:
-        by_cuda.gather([storage], [0], 2, iter(enumerate(memory)))
+        cuda_mover.gather([storage], [0], 2, list(enumerate(memory)))
 
     fill()
     loss = (parameter @ x).sum()
@@ -69,14 +69,14 @@ def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
 
 
 def test_the_device_decides_what_moves_data() -> None:
-    assert moves_of(Settings(), torch.device("cpu")) is by_torch
-    assert moves_of(Settings(), torch.device("cuda", 1)) is by_cuda
+    assert mover_for(Settings(), torch.device("cpu")) is cpu_mover
+    assert mover_for(Settings(), torch.device("cuda", 1)) is cuda_mover
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_a_copy_is_an_error_and_no_crash() -> None:
     with pytest.raises(OSError, match=r"libcuda\.so\.1"):
-        by_cuda.copy(0, 0, 1)
+        cuda_mover.copy(0, 0, 1)
 
 
 @pytest.mark.parametrize(("codes", "queries", "refused"), [([0], 0, ""), ([201, 0], 1, ""), ([201, 201], 1, "201")])
@@ -87,7 +87,7 @@ def test_a_thread_without_a_context_gets_one(
     stream = SimpleNamespace(cuda_stream=5, query=lambda: queried.append(1))
     answers = iter(codes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(by_cuda, "_copy_function", lambda: lambda *_: next(answers))
+    monkeypatch.setattr(cuda_mover, "_copy_function", lambda: lambda *_: next(answers))
     with pytest.raises(OdcError, match=f"CUDA error {refused}") if refused else nullcontext():
-        by_cuda.copy(1, 2, 3)
+        cuda_mover.copy(1, 2, 3)
     assert len(queried) == queries and not list(answers)

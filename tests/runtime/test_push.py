@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, Crew
 
 from odc.errors import UnsupportedError
-from odc.runtime import Gradient, Outbox, UnitSpec, flatten
+from odc.runtime import Gradient, MemberProtocol, UnitSpec, flatten
 from odc.runtime.layout import Ring
 from odc.runtime.push import Pusher, pieces_for
 from odc.settings import ACCUMULATE_MODES, Settings
@@ -68,16 +68,29 @@ def crew_for(units: list[list[Param]], shards: int, **options: object) -> Crew:
     return Crew(layout, shards, **options)  # type: ignore[arg-type]
 
 
-def fails_without_credit(box: Outbox) -> None:
-    assert box.credit() > 0, "a block is put without credit"
+class Patient(MemberProtocol):
+    """Waits for nobody to begin an epoch, and for credit by having the owner's blocks added here and now."""
+
+    def __init__(self, crew: Crew, member: int, *, drains: bool = True) -> None:
+        super().__init__(crew.layouts[member])
+        self.crew, self.drains = crew, drains
+        self.asked, self.credits = list[int](), list[int]()
+        self.closed = False
+
+    def await_published(self, members: Sequence[int], lane: str = "main") -> None:
+        self.asked += members
+        if self.closed:
+            raise TimeoutError(members)
+
+    def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
+        self.credits.append(credit())
+        while credit() <= 0:
+            assert self.drains, "a block is put without credit"
+            assert self.crew.services[owner].drain(), "no credit, and nothing to take"
 
 
 def pusher_of(crew: Crew, member: int) -> Pusher:
-    def await_credit(box: Outbox) -> None:
-        while box.credit() <= 0:
-            assert crew.services[box.owner].drain(), "no credit, and nothing to take"
-
-    return Pusher(crew.spaces[member], lambda owner: None, await_credit, crew._ring)
+    return Pusher(Patient(crew, member), crew._ring)
 
 
 @st.composite
@@ -117,8 +130,8 @@ def test_owners_hold_what_a_reduce_scatter_would_leave(
         for owner in range(shards):
             crew.drain(owner)
             for unit, sums in zip(crew.units, expected[owner], strict=True):
-                space = crew.spaces[owner]
-                found = sum(space.accumulator(owner, unit, source).to(F64) for source in range(space.sources))
+                layout = crew.layouts[owner]
+                found = sum(layout.peer(owner).accumulator(unit, source).to(F64) for source in range(layout.sources))
                 assert torch.equal(found, torch.cat(sums)), f"owner {owner}, unit {unit.name}"
 
 
@@ -129,41 +142,37 @@ def test_per_source_sums_are_kept_by_the_source() -> None:
             pusher_of(crew, member).push(crew.units[0], [Gradient(0, torch.full((12,), 1.0 + member))])
         for owner in range(3):
             for source in range(3):
-                assert crew.spaces[owner].accumulator(owner, crew.units[0], source).tolist() == [1.0 + source] * 4
+                assert crew.layouts[owner].peer(owner).accumulator(crew.units[0], source).tolist() == [1.0 + source] * 4
 
 
 def test_with_hybrid_sharding_pushes_stay_in_the_own_replica() -> None:
     with crew_for([[Param((4, 2), 0, F32)]], 2, replicas=2) as crew:
         pusher_of(crew, 3).push(crew.units[0], [Gradient(0, torch.arange(1.0, 9.0))])
         crew.drain(2)
-        found = [crew.spaces[member].accumulator(member, crew.units[0]).tolist() for member in range(4)]
+        found = [crew.layouts[member].peer(member).accumulator(crew.units[0]).tolist() for member in range(4)]
         assert found == [[0.0] * 4, [0.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
 
 
 def test_owners_are_visited_from_the_next_shard_on_and_only_when_ready() -> None:
     with crew_for([[Param((3, 1), 0, F32)]], 3) as crew:
-        asked: list[int] = []
-        pusher = Pusher(crew.spaces[1], asked.append, fails_without_credit, crew._ring)
+        protocol = Patient(crew, 1, drains=False)
+        pusher = Pusher(protocol, crew._ring)
         pusher.push(crew.units[0], [Gradient(0, torch.ones(3))])
-        assert asked == [2, 0, 1]
+        assert protocol.asked == [2, 0, 1]
         assert crew.rung == [2, 0], "the own chunk needs no bell"
 
-        def not_open(owner: int) -> None:
-            raise TimeoutError(owner)
-
-        before = [crew.spaces[m].accumulator(m, crew.units[0]).tolist() for m in range(3)]
+        protocol.closed = True
+        before = [crew.layouts[m].peer(m).accumulator(crew.units[0]).tolist() for m in range(3)]
         with pytest.raises(TimeoutError):
-            Pusher(crew.spaces[1], not_open, fails_without_credit, crew._ring).push(
-                crew.units[0], [Gradient(0, torch.ones(3))]
-            )
-        assert [crew.spaces[m].accumulator(m, crew.units[0]).tolist() for m in range(3)] == before
+            pusher.push(crew.units[0], [Gradient(0, torch.ones(3))])
+        assert [crew.layouts[m].peer(m).accumulator(crew.units[0]).tolist() for m in range(3)] == before
 
 
 def blocks(crew: Crew, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Takes what is posted to `owner` by the member before it: (first element, values)."""
     from odc.runtime import Inbox
 
-    inbox = Inbox(crew.spaces[owner], (owner - 1) % len(crew.ranks))
+    inbox = Inbox(crew.layouts[owner], (owner - 1) % len(crew.ranks))
     while (block := inbox.peek()) is not None:
         yield block[1][0].first, block[1][0].values.clone()
         inbox.take()
@@ -211,17 +220,9 @@ def test_gradients_travel_in_their_own_dtype_in_blocks_of_whole_slots() -> None:
 def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> None:
     unit = [Param((2, 100), 0, F32)]
     with small_slots(2, 64), crew_for([unit], 2, by_hand=True) as crew:
-        credits: list[int] = []
-
-        def await_credit(box: Outbox) -> None:
-            credits.append(box.credit())
-            while not box.credit():
-                crew.services[1].drain()
-
-        Pusher(crew.spaces[0], lambda owner: None, await_credit, crew._ring).push(
-            crew.units[0], [Gradient(0, torch.ones(200))]
-        )
-        assert credits == [2, 1, 0, 0, 0, 0, 0], "seven blocks through two slots"
+        protocol = Patient(crew, 0)
+        Pusher(protocol, crew._ring).push(crew.units[0], [Gradient(0, torch.ones(200))])
+        assert protocol.credits == [2, 1, 0, 0, 0, 0, 0], "seven blocks through two slots"
 
 
 def test_flatten_lays_chunks_side_by_side() -> None:

@@ -20,18 +20,17 @@ from odc.memory import ShmHeap
 from odc.runtime import (
     Claimed,
     Daemon,
-    Geometry,
+    Endpoint,
+    HeapLayout,
     Outcome,
     Queue,
+    RankGrid,
     Rendezvous,
     Service,
-    Space,
     UnitSpec,
-    Verbs,
     Word,
-    progress,
-    summary,
 )
+from odc.runtime.queue import progress
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, F32)]]
@@ -55,7 +54,7 @@ def crew_of(members: int, **more: Any) -> Crew:
 
 
 def queue(crew: Crew, member: int) -> Queue:
-    found = crew.verbs[member].queue
+    found = crew.members[member].queue
     assert found is not None
     return found
 
@@ -65,7 +64,7 @@ def queue(crew: Crew, member: int) -> Queue:
 
 def live(crew: Crew, member: int, counts: Sequence[Sequence[int]], found: list[list[Any]]) -> Iterator[None]:
     """Minibatches of one member as `odc.fsdp` runs them; gives way wherever another rank may overtake it."""
-    verbs, boards = crew.verbs[member], [crew.spaces[member].board(m) for m in range(len(crew.ranks))]
+    endpoint, boards = crew.members[member], [crew.layouts[member].peer(m).board for m in range(len(crew.ranks))]
     for epoch, by_member in enumerate(counts, 1):
         while any(board.load(Word.DONE) < epoch - 1 for board in boards):  # else it would wait
             yield
@@ -75,12 +74,12 @@ def live(crew: Crew, member: int, counts: Sequence[Sequence[int]], found: list[l
         yield
         while any(board.load(Word.OFFERED) < epoch for board in boards):
             yield
-        while (claimed := verbs.claim()) is not None:
+        while (claimed := endpoint.queue.claim()) is not None:
             found[epoch - 1].append((claimed.number, origin(claimed)))
             yield
         assert not queue(crew, member).left_early
         yield
-        verbs.done(Outcome.TRAINED)
+        endpoint.done(Outcome.TRAINED)
         yield
 
 
@@ -117,41 +116,42 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
     """Claims of this rank by epoch, with naps in between; heap and server as `odc.fsdp` builds them."""
     import torch.distributed as dist
 
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     chosen = Settings(timeout_s=60.0, queue_bytes=ROOM)
     units = [UnitSpec.build(0, "u", LAYOUT[0], F32)]
-    geometry = Geometry(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), "queue", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
-    space = Space(ShmHeap("queue", geometry.ranks, rank, meet.connect, 60.0), geometry, units, chosen, "test")
-    verbs = Verbs(space, meet.ring)
-    service, server = Service("queue", space), Daemon(rank)
+    grid = RankGrid(tuple(range(world)), world, rank)
+    meet = Rendezvous(default_store(), "queue", grid, 60.0)
+    layout = HeapLayout(ShmHeap("queue", grid.ranks, rank, meet.connect, 60.0), grid, units, chosen, "test")
+    endpoint = Endpoint(layout, meet.notify)
+    meet.check = endpoint.protocol.waiter.check
+    service, server = Service("queue", layout), Daemon(rank)
     server.serve(service)
     meet.on_attach = lambda member, pid: server.watch(service, member, pid)
-    meet.announce(server.door_name, service.token, space.heap.digest, summary(units))
+    meet.announce(server.address, service.token, layout.heap.digest, units)
     draw, found = random.Random(rank), list[list[int]]()
     try:
         for epoch in range(1, epochs + 1):
-            verbs.await_done(epoch - 1)
-            verbs.publish([[torch.zeros(4)]], [False])
-            assert verbs.queue is not None
-            verbs.queue.offer([made(rank, epoch, i) for i in range(count)])
+            endpoint.protocol.await_done(epoch - 1)
+            endpoint.shards.publish([[torch.zeros(4)]], [False])
+            assert endpoint.queue is not None
+            endpoint.queue.offer([made(rank, epoch, i) for i in range(count)])
             found.append([])
-            while (claimed := verbs.claim()) is not None:
+            while (claimed := endpoint.queue.claim()) is not None:
                 member, of, number = origin(claimed)
                 assert of == epoch, "of another minibatch"
                 found[-1].append(member * count + number)
                 if draw.random() < 0.1:
                     time.sleep(draw.random() / 500)
-            verbs.done(Outcome.TRAINED)
-        verbs.await_done(epochs)
+            endpoint.done(Outcome.TRAINED)
+        endpoint.protocol.await_done(epochs)
         dist.barrier()
         return found
     finally:
-        space.board(rank).store(Word.LEFT, 1)
+        layout.peer(rank).board.store(Word.LEFT, 1)
         server.close()
         meet.close()
-        space.close()
+        layout.close()
 
 
 def test_racing_processes_claim_each_microbatch_once(ranks: Any) -> None:
@@ -184,7 +184,7 @@ def test_a_member_that_is_done_without_an_offer_is_named_at_once() -> None:
     with crew_of(2) as crew:
         crew.publish_all()
         queue(crew, 0).offer([])
-        crew.verbs[1].done(Outcome.TRAINED)
+        crew.members[1].done(Outcome.TRAINED)
         with pytest.raises(
             OdcError, match=r"rank 10 \(epoch 1\) .* rank 13 ended that minibatch without an offer"
         ) as it:
@@ -196,10 +196,10 @@ def test_who_abandons_before_its_offer_ends_the_queue_of_that_minibatch_only() -
     with crew_of(2) as crew:
         crew.publish_all()
         queue(crew, 1).offer([made(1, 1, 0)])
-        crew.verbs[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
+        crew.members[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
         assert queue(crew, 1).claim() is None
         assert not queue(crew, 1).left_early
-        crew.verbs[1].done(Outcome.TRAINED)
+        crew.members[1].done(Outcome.TRAINED)
         crew.publish_all()
         for member in (0, 1):
             queue(crew, member).offer([made(member, 2, 0)])
@@ -221,7 +221,7 @@ def test_what_was_claimed_is_a_copy() -> None:
         crew.publish_all()
         queue(crew, 0).offer([made(0, 1, 2)])
         found = queue(crew, 0).claim()
-        crew.spaces[0].offers(0).zero_()
+        crew.layouts[0].peer(0).offers().zero_()
         assert found is not None and origin(found) == (0, 1, 2)
 
 
@@ -257,11 +257,11 @@ def test_one_offer_an_epoch_and_none_without_one() -> None:
         queue(crew, 0).offer([])
         with pytest.raises(OdcError, match="offers a second time in one minibatch"):
             queue(crew, 0).offer([])
-        assert crew.verbs[0].claim() is None
-        crew.verbs[0].done(Outcome.TRAINED)
+        assert crew.members[0].queue.claim() is None
+        crew.members[0].done(Outcome.TRAINED)
         crew.publish(0)
         queue(crew, 0).offer([made(0, 2, 0)])
-        found = crew.verbs[0].claim()
+        found = crew.members[0].queue.claim()
         assert found is not None and origin(found) == (0, 2, 0), "the count begins anew"
 
 
@@ -271,28 +271,28 @@ def test_an_aborted_job_gives_no_more() -> None:
         for member in (0, 1):
             queue(crew, member).offer([made(member, 1, 0)])
         crew.attach()
-        crew.verbs[1].abort("out of memory", 13)
+        crew.members[1].protocol.abort("out of memory", 13)
         with pytest.raises(PeerLostError, match="claiming a microbatch: .* by rank 13: out of memory"):
-            crew.verbs[0].claim()
+            crew.members[0].queue.claim()
 
 
 def test_status_tells_how_far_the_queue_is_and_who_has_claimed_what() -> None:
     with crew_of(3) as crew:
-        assert [progress(space) for space in crew.spaces] == [None] * 3, "nothing is offered"
+        assert [progress(layout) for layout in crew.layouts] == [None] * 3, "nothing is offered"
         for epoch in (1, 2):
             crew.publish_all()
             for member, count in enumerate((3, 0, 2)):
-                assert progress(crew.spaces[member]) is None, "an offer of the last minibatch"
+                assert progress(crew.layouts[member]) is None, "an offer of the last minibatch"
                 queue(crew, member).offer([made(member, epoch, i) for i in range(count)])
                 waiting = {"offered": count, "claimed": 0, "handed_out": None, "total": None}
-                assert progress(crew.spaces[member]) == waiting
+                assert progress(crew.layouts[member]) == waiting
             for member in (0, 2, 2, 0, 2, 0, 1, 2):
-                crew.verbs[member].claim()
-            found = [progress(space) for space in crew.spaces]
+                crew.members[member].queue.claim()
+            found = [progress(layout) for layout in crew.layouts]
             for member, (offered, claimed) in enumerate([(3, 2), (0, 0), (2, 3)]):
                 assert found[member] == {"offered": offered, "claimed": claimed, "handed_out": 5, "total": 5}
-            for verbs in crew.verbs:
-                verbs.done(Outcome.TRAINED)
+            for endpoint in crew.members:
+                endpoint.done(Outcome.TRAINED)
 
 
 def test_status_of_a_queue_that_is_half_handed_out() -> None:
@@ -301,7 +301,7 @@ def test_status_of_a_queue_that_is_half_handed_out() -> None:
         for member in (0, 1):
             queue(crew, member).offer([made(member, 1, i) for i in range(4)])
         for member in (1, 0, 1):
-            crew.verbs[member].claim()
+            crew.members[member].queue.claim()
         assert [crew.services[member].status()["queue"] for member in (0, 1)] == [
             {"offered": 4, "claimed": 1, "handed_out": 3, "total": 8},
             {"offered": 4, "claimed": 2, "handed_out": 3, "total": 8},
@@ -310,7 +310,7 @@ def test_status_of_a_queue_that_is_half_handed_out() -> None:
 
 def test_no_queue_takes_no_memory() -> None:
     with Crew(LAYOUT, 2) as crew:
-        assert crew.verbs[0].queue is None
-        assert crew.spaces[0].ledger()["queue"] == 0 and progress(crew.spaces[0]) is None
+        assert crew.members[0].queue is None
+        assert crew.layouts[0].ledger()["queue"] == 0 and progress(crew.layouts[0]) is None
     with crew_of(2) as crew:
-        assert crew.spaces[0].ledger()["queue"] == ROOM
+        assert crew.layouts[0].ledger()["queue"] == ROOM

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.members import F32, Crew
 
-from odc.runtime import Gradient, State, Word, read_reason
+from odc.runtime import Gradient, RootState, Word
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 
@@ -20,7 +20,7 @@ def crew() -> Iterator[Crew]:
 
 
 def push(crew: Crew, member: int, value: float) -> None:
-    crew.verbs[member].push(crew.units[0], [Gradient(0, torch.full((24,), value))])
+    crew.members[member].pusher.push(crew.units[0], [Gradient(0, torch.full((24,), value))])
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
@@ -32,17 +32,17 @@ def test_a_drain_takes_a_quarter_of_the_ring_of_every_source(crew: Crew, owner: 
         push(crew, sources[1], 10 * value)
     sums = []
     while service.drain():
-        sums.append(crew.spaces[owner].accumulator(owner, crew.units[0])[0].item())
+        sums.append(crew.layouts[owner].peer(owner).accumulator(crew.units[0])[0].item())
     assert sums == [11.0, 33.0]
-    assert [crew.spaces[owner].accumulated(owner).load(source) for source in sources] == [2, 2]
-    assert crew.spaces[owner].accumulated(owner).load(owner) == 0
+    assert [crew.layouts[owner].peer(owner).accumulated.load(source) for source in sources] == [2, 2]
+    assert crew.layouts[owner].peer(owner).accumulated.load(owner) == 0
     assert not service.drain()
 
 
 def test_blocks_of_one_source_do_not_wait_for_another(crew: Crew) -> None:
     push(crew, 2, 5.0)
     assert crew.services[0].drain()
-    assert crew.spaces[0].accumulator(0, crew.units[0]).tolist() == [5.0] * 8
+    assert crew.layouts[0].peer(0).accumulator(crew.units[0]).tolist() == [5.0] * 8
 
 
 def test_what_the_server_adds_is_recorded_on_its_lane(crew: Crew) -> None:
@@ -62,31 +62,31 @@ def test_there_is_nothing_to_drain_where_pushers_add(accumulate: str) -> None:
 
 def test_a_death_is_told_to_everybody_with_the_rank_and_its_epoch(crew: Crew) -> None:
     crew.publish(1)
-    crew.verbs[1].board.store(Word.DONE, 1)
+    crew.members[1].protocol.board.store(Word.DONE, 1)
     crew.services[0].peer_died(1)
     for member in range(3):
-        assert crew.spaces[2].board(member).load(Word.ABORT) == 1 + 13
-        assert read_reason(crew.spaces[2], member) == "rank 13 died in epoch 2 (done with 1)"
+        assert crew.layouts[2].peer(member).board.load(Word.ABORT) == 1 + 13
+        assert crew.layouts[2].peer(member).reason == "rank 13 died in epoch 2 (done with 1)"
 
 
 def test_a_rank_that_had_left_has_not_died(crew: Crew) -> None:
-    crew.verbs[1].board.store(Word.LEFT, 1)
+    crew.members[1].protocol.board.store(Word.LEFT, 1)
     crew.services[0].peer_died(1)
-    assert [crew.spaces[0].board(member).load(Word.ABORT) for member in range(3)] == [0, 0, 0]
+    assert [crew.layouts[0].peer(member).board.load(Word.ABORT) for member in range(3)] == [0, 0, 0]
 
 
 def test_an_abort_attaches_to_nobody() -> None:
     """The daemon must not wait for a rank that may never come up."""
     with Crew([[("w", 8, F32)]], 3) as crew:
-        crew.spaces[0].board(2)
+        crew.layouts[0].peer(2).attach()
         crew.services[0].abort("over", 10)
-        assert not crew.spaces[0].heap.attached(1)
-        aborted = [crew.spaces[member].board(member).load(Word.ABORT) for member in range(3)]
+        assert not crew.layouts[0].heap.attached(1)
+        aborted = [crew.layouts[member].peer(member).board.load(Word.ABORT) for member in range(3)]
         assert aborted == [11, 0, 11]
 
 
 def test_only_who_knows_the_token_gets_the_heap(crew: Crew) -> None:
-    service, heap = crew.services[0], crew.spaces[0].heap
+    service, heap = crew.services[0], crew.layouts[0].heap
     assert service.token != crew.services[1].token
     assert len(service.token) >= 32
     for request in ({}, {"token": None}, {"token": ""}, {"token": service.token[:-1]}, {"token": "é"}):
@@ -95,16 +95,16 @@ def test_only_who_knows_the_token_gets_the_heap(crew: Crew) -> None:
 
 
 def test_status_says_where_the_rank_is(crew: Crew) -> None:
-    board, service = crew.verbs[0].board, crew.services[0]
+    board, service = crew.members[0].protocol.board, crew.services[0]
     idle = service.status()
     assert (idle["root"], idle["rank"], idle["ranks"], idle["epoch"], idle["done"]) == ("crew", 10, 3, 1, 0)
     assert (idle["state"], idle["waits_for"], idle["waits_in_epoch"]) == ("closed", None, None)
-    assert idle["heap_bytes"] == crew.spaces[0].heap.nbytes
-    assert (idle["slots"], idle["slots_in_use"]) == (2 * crew.spaces[0].ring.slots, 0)
+    assert idle["heap_bytes"] == crew.layouts[0].heap.nbytes
+    assert (idle["slots"], idle["slots_in_use"]) == (2 * crew.layouts[0].ring.slots, 0)
     push(crew, 1, 1.0)
     push(crew, 2, 1.0)
     push(crew, 2, 1.0)
-    board.store(Word.STATE, State.FINISHING)
+    board.store(Word.STATE, RootState.FINISHING)
     board.store(Word.MICROBATCH, 4)
     board.store(Word.FETCHED, 77)
     board.store(Word.PUSHED, 88)
@@ -119,5 +119,5 @@ def test_status_says_where_the_rank_is(crew: Crew) -> None:
 
 
 def test_a_state_that_this_version_does_not_know_is_no_error(crew: Crew) -> None:
-    crew.verbs[0].board.store(Word.STATE, 99)
+    crew.members[0].protocol.board.store(Word.STATE, 99)
     assert crew.services[0].status()["state"] == "unknown"

@@ -43,7 +43,7 @@ OPS = st.lists(st.one_of(POST, st.just("peek"), st.just("take")), max_size=40)
 @given(OPS)
 def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int, torch.dtype]]) -> None:
     """Whatever is posted and taken in whatever order: first in, first out, never more than there are slots."""
-    box, inbox = Outbox(crew.spaces[2], 0), Inbox(crew.spaces[0], 2)
+    box, inbox = Outbox(crew.members[2].protocol, 0), Inbox(crew.layouts[0], 2)
     model: list[tuple[int, int, torch.Tensor]] = []
     for number, op in enumerate(ops):
         assert box.credit() == SLOTS - len(model)
@@ -72,7 +72,7 @@ def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int,
 
 
 def test_a_slot_is_filled_in_parts_before_it_is_seen(crew: Crew) -> None:
-    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
     put(box, torch.tensor([1.0, 2.0]))
     put(box, torch.tensor([3.0]), at_byte=8)
     assert inbox.peek() is None and inbox.waiting() == 0, "nothing is seen before it is posted"
@@ -85,7 +85,7 @@ def test_a_slot_is_filled_in_parts_before_it_is_seen(crew: Crew) -> None:
 
 def test_what_was_told_is_no_news(crew: Crew) -> None:
     """On the CPU a post tells by itself, so whoever asks afterwards need not wake the owner again."""
-    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
     put(box, torch.tensor([1.0]))
     box.post(crew.units[0], 0, 1, F32)
     assert inbox.waiting() == 1
@@ -94,7 +94,7 @@ def test_what_was_told_is_no_news(crew: Crew) -> None:
 
 
 def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
-    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
     for number in range(SLOTS):
         put(box, torch.full((SLOT // 4,), float(number)))
         box.post(crew.units[0], number, SLOT // 4, F32)
@@ -108,12 +108,12 @@ def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
 
 def test_rings_of_different_pairs_are_apart(crew: Crew) -> None:
     boxes = {
-        (source, owner): Outbox(crew.spaces[source], owner)
+        (source, owner): Outbox(crew.members[source].protocol, owner)
         for source in range(3)
         for owner in range(3)
         if source != owner
     }
-    inboxes = {(source, owner): Inbox(crew.spaces[owner], source) for source, owner in boxes}
+    inboxes = {(source, owner): Inbox(crew.layouts[owner], source) for source, owner in boxes}
     for (source, owner), box in boxes.items():
         for slot in range(SLOTS):
             put(box, torch.full((SLOT // 4,), 100.0 * source + 10.0 * owner + slot))
@@ -127,16 +127,16 @@ def test_rings_of_different_pairs_are_apart(crew: Crew) -> None:
 
 
 def test_both_ends_go_on_where_the_counters_stand(crew: Crew) -> None:
-    box, inbox = Outbox(crew.spaces[1], 2), Inbox(crew.spaces[2], 1)
+    box, inbox = Outbox(crew.members[1].protocol, 2), Inbox(crew.layouts[2], 1)
     for number in range(SLOTS + 1):
         put(box, torch.tensor([float(number)]))
         box.post(crew.units[0], number, 1, F32)
         if number < SLOTS - 1:
             inbox.take()
         elif number == SLOTS - 1:
-            box = Outbox(crew.spaces[1], 2)
+            box = Outbox(crew.members[1].protocol, 2)
             assert box.credit() == SLOTS - 1
-    inbox = Inbox(crew.spaces[2], 1)
+    inbox = Inbox(crew.layouts[2], 1)
     assert inbox.waiting() == 2
     for number in (SLOTS - 1, SLOTS):
         assert [piece.values.tolist() for piece in pieces(inbox)] == [[float(number)]]
@@ -144,7 +144,7 @@ def test_both_ends_go_on_where_the_counters_stand(crew: Crew) -> None:
 
 
 def test_a_batch_is_what_waits_of_one_unit(crew: Crew) -> None:
-    box, inbox = Outbox(crew.spaces[1], 0), Inbox(crew.spaces[0], 1)
+    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
     for unit, value in ((0, 1.0), (0, 2.0), (1, 3.0)):
         put(box, torch.tensor([value]))
         box.post(crew.units[unit], 5, 1, F32)
@@ -158,7 +158,7 @@ def test_a_batch_is_what_waits_of_one_unit(crew: Crew) -> None:
 
 def test_the_slot_that_came_back_last_is_filled_next(crew: Crew) -> None:
     """An owner that keeps up finds every block in the same slot: in the cache."""
-    box, inbox = Outbox(crew.spaces[2], 1), Inbox(crew.spaces[1], 2)
+    box, inbox = Outbox(crew.members[2].protocol, 1), Inbox(crew.layouts[1], 2)
     places = set()
     for number in range(2 * SLOTS):
         put(box, torch.tensor([float(number)]))

@@ -9,13 +9,13 @@ from support.members import F32, Crew
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
-from odc.runtime import Waiter, Word, read_reason
+from odc.runtime import Backoff, Deadline, Waiter, Word, last_in_chain
 from odc.runtime import wait as wait_module
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 
 EPOCH = 7
-REASON = b"rank 16 fell over\0"
+REASON = "rank 16 fell over"
 Script = Callable[[float], None]
 
 
@@ -50,7 +50,13 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture
 def waiter(crew: Crew) -> Waiter:
-    return Waiter(crew.spaces[0], lambda: EPOCH)
+    return waiter_of(crew, 0)
+
+
+def waiter_of(crew: Crew, member: int) -> Waiter:
+    """Of a member in epoch 7."""
+    crew.layouts[member].mine.board.store(Word.PUBLISHED, EPOCH)
+    return crew.members[member].protocol.waiter
 
 
 def never() -> bool:
@@ -63,8 +69,8 @@ def test_what_is_ready_is_not_waited_for(crew: Crew, waiter: Waiter, clock: Cloc
 
 
 def test_a_stuck_peer_is_named_at_the_deadline(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    crew.spaces[2].board(2).store(Word.PUBLISHED, 6)
-    crew.spaces[2].board(2).store(Word.DONE, 5)
+    crew.layouts[2].peer(2).board.store(Word.PUBLISHED, 6)
+    crew.layouts[2].peer(2).board.store(Word.DONE, 5)
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert 1010.0 < clock.now < 1010.1, "not at the deadline"
@@ -78,23 +84,23 @@ def test_a_deadline_ends_the_job_everywhere_and_blames_the_stuck_rank(crew: Crew
     """Else the ranks that wait for this one would name it, which only was the first to notice."""
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
-    for member, space in enumerate(crew.spaces):
-        assert space.board(member).load(Word.ABORT) == 1 + 16
-        assert read_reason(space, member) == str(caught.value)
+    for member, layout in enumerate(crew.layouts):
+        assert layout.peer(member).board.load(Word.ABORT) == 1 + 16
+        assert layout.peer(member).reason == str(caught.value)
     with pytest.raises(PeerLostError) as told:
-        Waiter(crew.spaces[1], lambda: EPOCH).check("computing")
+        waiter_of(crew, 1).check("computing")
     assert told.value.culprit == 16
 
 
 def test_a_peer_that_waits_itself_is_not_to_blame(crew: Crew, waiter: Waiter, clock: Clock) -> None:
     """Everybody's deadline may run out at the same moment, for one rank's sake."""
-    crew.spaces[2].board(2).store(Word.WAITING, 1 + 13)
+    crew.layouts[2].peer(2).board.store(Word.WAITING, 1 + 13)
     with pytest.raises(
         WaitTimeoutError, match="rank 16 has not called .*, and waits itself for rank 13; raise"
     ) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert caught.value.culprit == 13
-    assert [space.board(member).load(Word.ABORT) for member, space in enumerate(crew.spaces)] == [1 + 13] * 3
+    assert [layout.peer(member).board.load(Word.ABORT) for member, layout in enumerate(crew.layouts)] == [1 + 13] * 3
 
 
 def test_a_rank_that_was_never_reached_is_blamed_without_asking_it(
@@ -110,9 +116,9 @@ def test_a_rank_that_was_never_reached_is_blamed_without_asking_it(
 
     monkeypatch.setattr(Crew, "_connect", only_to_thirteen)
     with Crew([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as crew:
-        crew.spaces[1].board(1).store(Word.WAITING, 1 + 16)
+        crew.layouts[1].peer(1).board.store(Word.WAITING, 1 + 16)
         with pytest.raises(WaitTimeoutError, match="rank 13 has not called .*, and waits itself for rank 16") as caught:
-            Waiter(crew.spaces[0], lambda: EPOCH).until(never, 1, "rank 13 to publish epoch 7")
+            waiter_of(crew, 0).until(never, 1, "rank 13 to publish epoch 7")
         assert caught.value.culprit == 16
 
 
@@ -120,14 +126,14 @@ def test_a_rank_that_was_never_reached_is_blamed_without_asking_it(
 def test_ranks_that_wait_for_each_other_or_for_none_of_these_end_the_search(
     waits_for: int, crew: Crew, waiter: Waiter, clock: Clock
 ) -> None:
-    crew.spaces[2].board(2).store(Word.WAITING, 1 + waits_for)
+    crew.layouts[2].peer(2).board.store(Word.WAITING, 1 + waits_for)
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert caught.value.culprit == 16
 
 
 def test_progress_of_the_peer_starts_the_deadline_anew(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    board = crew.spaces[1].board(1)
+    board = crew.layouts[1].peer(1).board
     steps = itertools.count(1)
 
     def every_nine_seconds(now: float, next_at: list[float] = [1009.0]) -> None:  # noqa: B006  # kept between calls
@@ -142,7 +148,7 @@ def test_progress_of_the_peer_starts_the_deadline_anew(crew: Crew, waiter: Waite
 
 
 def test_progress_of_another_rank_does_not_help(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    board, steps = crew.spaces[2].board(2), itertools.count(1)
+    board, steps = crew.layouts[2].peer(2).board, itertools.count(1)
     clock.script.append(lambda now: board.store(Word.PROGRESS, next(steps)))
     with pytest.raises(WaitTimeoutError):
         waiter.until(never, 1, "something")
@@ -152,12 +158,12 @@ def test_progress_of_another_rank_does_not_help(crew: Crew, waiter: Waiter, cloc
 @pytest.mark.parametrize("whose", ["own", "of the peer"])
 def test_an_abort_ends_the_wait(crew: Crew, waiter: Waiter, clock: Clock, whose: str) -> None:
     member = 0 if whose == "own" else 1
-    space = crew.spaces[member]
+    layout = crew.layouts[member]
 
     def abort(now: float) -> None:
         if now > 1003.0:
-            space.reason(member)[: len(REASON)].numpy()[:] = list(REASON)
-            space.board(member).store(Word.ABORT, 1 + 16)
+            layout.peer(member).set_reason(REASON)
+            layout.peer(member).board.store(Word.ABORT, 1 + 16)
 
     clock.script.append(abort)
     with pytest.raises(PeerLostError) as caught:
@@ -170,7 +176,7 @@ def test_an_abort_ends_the_wait(crew: Crew, waiter: Waiter, clock: Clock, whose:
 
 
 def test_an_aborted_job_does_nothing_more_even_if_it_could(crew: Crew, waiter: Waiter) -> None:
-    crew.verbs[0].abort("no more", 13)
+    crew.members[0].protocol.abort("no more", 13)
     with pytest.raises(PeerLostError, match="aborted by rank 13: no more"):
         waiter.until(lambda: True, 1, "something")
     with pytest.raises(
@@ -180,13 +186,13 @@ def test_an_aborted_job_does_nothing_more_even_if_it_could(crew: Crew, waiter: W
 
 
 def test_an_abort_without_a_reason_says_so(crew: Crew, waiter: Waiter) -> None:
-    crew.spaces[0].board(0).store(Word.ABORT, 1)
+    crew.layouts[0].peer(0).board.store(Word.ABORT, 1)
     with pytest.raises(PeerLostError, match="aborted by rank 0: no reason given"):
         waiter.check("computing")
 
 
 def test_a_peer_that_left_is_named(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    clock.script.append(lambda now: crew.spaces[1].board(1).store(Word.LEFT, int(now > 1001.0)))
+    clock.script.append(lambda now: crew.layouts[1].peer(1).board.store(Word.LEFT, int(now > 1001.0)))
     with pytest.raises(
         PeerLostError, match="waiting for rank 13 to finish epoch 7: rank 13 has left the job"
     ) as caught:
@@ -197,7 +203,7 @@ def test_a_peer_that_left_is_named(crew: Crew, waiter: Waiter, clock: Clock) -> 
 
 def test_a_peer_that_did_its_part_and_left_is_no_error(crew: Crew, waiter: Waiter, clock: Clock) -> None:
     """The word and LEFT both appear between a look at the word and the look at LEFT."""
-    board, looks = crew.spaces[1].board(1), itertools.count()
+    board, looks = crew.layouts[1].peer(1).board, itertools.count()
 
     def ready() -> bool:
         if next(looks) < 100:
@@ -212,7 +218,7 @@ def test_a_peer_that_did_its_part_and_left_is_no_error(crew: Crew, waiter: Waite
 
 
 def test_the_board_says_for_whom_and_since_which_epoch(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    own, seen = crew.spaces[0].board(0), list[tuple[int, int]]()
+    own, seen = crew.layouts[0].peer(0).board, list[tuple[int, int]]()
     clock.script.append(lambda now: seen.append((own.load(Word.WAITING), own.load(Word.WAITING_EPOCH))))
     looks = itertools.count()
     waiter.until(lambda: next(looks) > 50, 1, "something")
@@ -230,3 +236,39 @@ def test_a_wait_is_recorded_with_its_peer_and_lane(crew: Crew, waiter: Waiter) -
     waiter.until(go.is_set, 2, "something", lane="push")
     (span,) = recorder().spans()
     assert (span.category, span.peer, span.lane) == (WAIT, 16, "push")
+
+
+# what every wait is made of ------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_starts_anew_with_progress(clock: Clock) -> None:
+    deadline = Deadline(10.0, progress=7)
+    clock.sleep(9.0)
+    assert not deadline.passed(7)
+    assert deadline.remaining() == 1.0
+    clock.sleep(1.0)
+    assert deadline.passed(7)
+    assert not deadline.passed(8), "it has moved"
+    clock.sleep(9.9)
+    assert not deadline.passed(8)
+
+
+def test_pauses_grow_up_to_the_longest_and_begin_again(clock: Clock) -> None:
+    backoff, slept = Backoff(1.0, 3.0, growth=2.0, yields=2), list[float]()
+    clock.script.append(lambda now: slept.append(now - 1000.0 - sum(slept)))
+    yielding = []
+    for _ in range(5):
+        backoff.sleep()
+        yielding.append(backoff.yielding)
+    assert slept == [0.0, 0.0, 1.0, 2.0, 3.0]
+    assert yielding == [True, True, False, False, False]
+    backoff.restart()
+    assert [backoff.advance() for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "culprit"),
+    [({}, 1), ({1: 2}, 2), ({1: 2, 2: 3}, 3), ({1: 0}, 1), ({1: 2, 2: 1}, 2), ({1: 1}, 1)],
+)
+def test_the_last_of_a_chain_is_to_blame(waits_for: dict[int, int], culprit: int) -> None:
+    assert last_in_chain(1, 0, waits_for.get) == culprit

@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from support.members import F32, Crew
-
 from odc.runtime import Daemon, Word
-from odc.runtime.listener import knock
+from odc.runtime.listener import ask
+from support.members import F32, Crew
 
 LAYOUT = [[("w", 8, F32)]]
 
@@ -27,7 +26,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 def settle(server: Daemon) -> None:
     """Return when the loop has handled all that had happened before."""
     for _ in range(2):
-        knock(server.door_name, {"op": "status"}, 60.0)
+        ask(server.address, {"op": "status"}, 60.0)
 
 
 def descriptors() -> set[str]:
@@ -37,4 +36,4 @@ def descriptors() -> set[str]:
 
 def aborts(crew: Crew) -> list[int]:
     """The word of each of three members: 0, or 1 + the culprit's rank."""
-    return [crew.spaces[member].board(member).load(Word.ABORT) for member in range(3)]
+    return [crew.layouts[member].peer(member).board.load(Word.ABORT) for member in range(3)]

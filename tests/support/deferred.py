@@ -1,7 +1,7 @@
-"""A device that does its work late: what the verbs ask for happens only when a thread settles or follows a mark.
+"""A device that does its work late: what a member asks for happens only when a thread settles or follows a mark.
 
-Chose heaps of shared memory with `Moves` that queue over a mock of CUDA's calls: what is tested is the rule of
-`odc.memory.Lanes`, that no word is stored and no lock given back before the work it speaks of has settled. Where a verb
+Heaps of shared memory get a `DataMover` that queues over a mock of CUDA's calls. What is tested is the rule of
+`odc.memory.Lanes`: no word is stored and no lock given back before the work it speaks of has settled. Where a verb
 forgets to, its peers read old bytes here, every time, while a real device would let it through on most days.
 """
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from odc.runtime.movers import cpu as by_torch
+from odc.runtime.movers import cpu as cpu_mover
 
 
 class DeferredLanes:
@@ -78,29 +78,28 @@ class LateCopies(DeferredLanes):
             super().follow(mark)
 
 
-class DeferredMoves:
-    """`by_torch`, later. Sources are read when the work is done, as a device reads them."""
+class DeferredMover:
+    """`cpu_mover`, later. Sources are read when the work is done, as a device reads them."""
 
     def __init__(self, lanes: DeferredLanes) -> None:
         self._lanes = lanes
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        self._lanes.ask(lambda: by_torch.publish(places, shards))
+        self._lanes.ask(lambda: cpu_mover.publish(places, shards))
 
     def gather(
         self,
         outs: Sequence[torch.Tensor],
         offsets: Sequence[int],
         shards: int,
-        owners: Iterator[tuple[int, torch.Tensor]],
+        sources: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
-        ready = list(owners)
-        self._lanes.ask(lambda: by_torch.gather(outs, offsets, shards, iter(ready)))
+        self._lanes.ask(lambda: cpu_mover.gather(outs, offsets, shards, sources))
 
     def put(self, address: int, source: int, nbytes: int) -> None:
         self._lanes.ask(lambda: ctypes.memmove(address, source, nbytes))  # type: ignore[arg-type,return-value]
 
     def add(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self._lanes.ask(lambda: by_torch.add(places, values))
+        self._lanes.ask(lambda: cpu_mover.add(places, values))
 
     accumulate = add

@@ -21,7 +21,7 @@ def own_device(rank: int) -> torch.device:
 
 @contextmanager
 def cuda_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[CudaHeap]:
-    """The member's unsealed heap on its device; the words of its peers come through real doors."""
+    """The member's unsealed heap on its device; the words of its peers come through real listeners."""
     device = own_device(me)
     with shm_group(identity, ranks, me, deadline_s) as host:
         heap = CudaHeap(host, device, CudaLanes(device), dist.group.WORLD, dist.barrier)

@@ -19,7 +19,7 @@ _made = 0
 @contextmanager
 def exchange_of(kind: str, rank: int, world: int, channels: list[str], **more: Any) -> Iterator[Exchange]:
     """An exchange of all ranks of a pool."""
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     global _made
     _made += 1

@@ -1,4 +1,4 @@
-"""Makes the shared-memory heaps of a group of ranks, each in its own process, connected through real doors."""
+"""Makes the shared-memory heaps of a group of ranks, each in its own process, connected through real listeners."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from odc.errors import WaitTimeoutError
 from odc.memory import Attachment, ShmHeap
-from odc.runtime.listener import knock
-from support.doors import served
+from odc.runtime.listener import ask
+from support.listeners import served
 
 
-def door_name(identity: str, rank: int) -> str:
+def address(identity: str, rank: int) -> str:
     return f"odc-test.{identity}.{rank}"
 
 
@@ -24,7 +24,7 @@ def shm_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float)
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             try:
-                answer = knock(door_name(identity, ranks[member]), {}, deadline_s)
+                answer = ask(address(identity, ranks[member]), {}, deadline_s)
             except ConnectionError:  # not open yet
                 time.sleep(0.01)
                 continue
@@ -38,6 +38,6 @@ def shm_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float)
     def answer(_request: object, _peer: object) -> tuple[dict[str, object], tuple[int, ...]]:
         return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if heap.sealed else ({}, ())
 
-    with served(door_name(identity, ranks[me]), answer):
+    with served(address(identity, ranks[me]), answer):
         yield heap
     heap.close()

@@ -1,4 +1,4 @@
-"""Jobs to read from: members in this process behind real doors, and rank processes that publish without pause."""
+"""Jobs to read from: members in this process behind real listeners, and rank processes that publish without pause."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Job:
         for service in self.crew.services:
             self.daemons.append(Daemon(service.rank))
             self.daemons[-1].serve(service)
-        space = self.crew.spaces[0]
-        offset = space.heap.layout.offset
+        layout = self.crew.layouts[0]
+        offset = layout.heap.layout.offset
         self.parameters = tuple(
             PublishedParameter(
                 names=(f"{unit.name}.{spec.name}",),
@@ -39,18 +39,18 @@ class Job:
                 shard_dim=0,
                 shard_numel=spec.numel,
                 offset=offset(f"published/{unit.index}") + spec.published_offset,
-                buffer_bytes=space.buffer_offset(unit, 1),
+                buffer_bytes=layout.buffer_offset(unit, 1),
             )
-            for unit in space.units
+            for unit in layout.units
             for spec in unit.params
         )
         self.owners = tuple(
-            ShardOwner(service.rank, daemon.door_name, reading_token(service.token))
+            ShardOwner(service.rank, daemon.address, reading_token(service.token))
             for service, daemon in zip(self.crew.services, self.daemons, strict=True)
         )
         self.handle = WeightHandle(
-            "crew", self.owners, self.parameters, offset("board"), offset("reason"), space.buffers,
-            space.heap.nbytes, space.heap.digest, ()
+            "crew", self.owners, self.parameters, offset("board"), offset("reason"), layout.buffers,
+            layout.heap.nbytes, layout.heap.digest, ()
         ).to_json()  # fmt: skip
 
     def publish(self, values: Sequence[float]) -> None:
@@ -59,18 +59,18 @@ class Job:
             self.crew.publish(member, value)
 
     def publishing(self, member: int) -> Iterator[None]:
-        """As `Verbs.publish` with every element the epoch's number, stopping between any two writes."""
-        space, board = self.crew.spaces[member], self.crew.spaces[member].board(member)
+        """As `Endpoint.publish` with every element the epoch's number, stopping between any two writes."""
+        layout, board = self.crew.layouts[member], self.crew.layouts[member].peer(member).board
         while True:
             epoch = board.load(Word.PUBLISHED) + 1
-            boards = [self.crew.spaces[m].board(m) for m in range(len(self.crew.spaces))]
+            boards = [self.crew.layouts[m].peer(m).board for m in range(len(self.crew.layouts))]
             while any(other.load(Word.PUBLISHED) < epoch - 1 for other in boards):
                 yield
             board.store(Word.PUBLISHING, epoch)
             yield
-            for unit in space.units:
+            for unit in layout.units:
                 for i, spec in enumerate(unit.params):
-                    place = space.published(member, unit, i, epoch)
+                    place = layout.peer(member).published(unit, i, epoch)
                     place[: spec.numel // 2].fill_(epoch)
                     yield
                     place[spec.numel // 2 :].fill_(epoch)

@@ -1,6 +1,6 @@
 """Heaps of several processes for tests of kernels: one region a rank, reached by a pointer table.
 
-Chose real shared-memory heaps, attached through real doors, over one process's tensors: what a kernel reads and adds to
+Real shared-memory heaps are attached through real listeners: what a kernel reads and adds to
 is memory that another process maps at another address and writes at the same time. Where torch's default device is a
 CUDA device (`tests/gpu/test_kernels.py`), the same functions work on CUDA heaps: all of it lies on the device then.
 """

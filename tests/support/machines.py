@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from support.members import F32, Crew
 from torch import nn
 
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.sender import Sender
-from odc.runtime import Gradient, State, Word
+from odc.runtime import Gradient, RootState, Word
+from support.members import F32, Crew
 
 LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
 
@@ -71,12 +71,12 @@ class Rank:
     def __init__(self, crew: Crew, me: int) -> None:
         self.crew, self.me = crew, me
         self.groups = [Group([numel for _, numel, _ in unit]) for unit in LAYOUT]
-        verbs = crew.verbs[me]
-        self.sender, self.iteration = Sender(verbs, overlap=False), Iteration()
-        self.machine = Minibatch(verbs, self.sender, self.groups, self.iteration)  # type: ignore[arg-type]
+        member = crew.members[me]
+        self.sender, self.iteration = Sender(member.pusher, overlap=False), Iteration()
+        self.machine = Minibatch(member, self.sender, self.groups, self.iteration)  # type: ignore[arg-type]
 
     def push(self, unit: int, value: float, params: tuple[int, ...] | None = None) -> None:
-        spec, shards = self.crew.units[unit], self.crew.verbs[self.me].geometry.shards
+        spec, shards = self.crew.units[unit], self.crew.members[self.me].grid.shards
         chosen = range(len(spec.params)) if params is None else params
         self.machine.push(spec, [Gradient(i, torch.full((shards * spec.params[i].numel,), value)) for i in chosen])
 
@@ -95,7 +95,7 @@ def finish(ranks: list[Rank]) -> None:
         rank.machine.collect()
 
 
-def states(ranks: list[Rank]) -> list[State]:
-    on_board = [State(rank.crew.spaces[0].board(rank.me).load(Word.STATE)) for rank in ranks]
+def states(ranks: list[Rank]) -> list[RootState]:
+    on_board = [RootState(rank.crew.layouts[0].peer(rank.me).board.load(Word.STATE)) for rank in ranks]
     assert on_board == [rank.machine.state for rank in ranks], "`odc status` would tell something else"
     return on_board

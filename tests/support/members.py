@@ -1,7 +1,7 @@
 """All members of one heap group in one process, so that a test decides in which order things happen.
 
-Each member has a real `ShmHeap` and maps the others' memory for itself, so heap, locks and words do what they do
-between ranks.
+Each member has a real `ShmHeap` and maps the others' memory for itself, so the heap, the locks and the words do what
+they do between processes, and a test can stop every member where it wants to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from odc.errors import WaitTimeoutError
 from odc.memory import Attachment, ShmHeap
-from odc.runtime import Geometry, Service, Space, UnitSpec, Verbs, Word, accumulator_dtype
+from odc.runtime import Endpoint, HeapLayout, RankGrid, Service, UnitSpec, Word, accumulator_dtype
 from odc.settings import Settings
 
 Layout = Sequence[Sequence[tuple[str, int, torch.dtype]]]
@@ -29,7 +29,7 @@ def units_of(layout: Layout, settings: Settings, frozen: Collection[str] = ()) -
 
 
 class Crew:
-    """Heaps, verbs and services of all members; close it.
+    """Heaps, endpoints and services of all members; close it.
 
     Args:
         layout: parameters by unit.
@@ -55,15 +55,15 @@ class Crew:
         self.units = units_of(layout, self.settings, frozen)
         self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
         self.by_hand, self.rung = by_hand, list[int]()
-        self.spaces: list[Space] = []
+        self.layouts: list[HeapLayout] = []
         for me in range(len(self.ranks)):
             heap = ShmHeap("crew", self.ranks, me, self._connect, 60.0)
-            self.spaces.append(Space(heap, Geometry(self.ranks, shards, me), self.units, self.settings, "test"))
-        self.verbs = [Verbs(space, self._ring) for space in self.spaces]
-        self.services = [Service("crew", space) for space in self.spaces]
+            self.layouts.append(HeapLayout(heap, RankGrid(self.ranks, shards, me), self.units, self.settings, "test"))
+        self.members = [Endpoint(layout, self._ring) for layout in self.layouts]
+        self.services = [Service("crew", layout) for layout in self.layouts]
 
     def _connect(self, member: int) -> Attachment:
-        heap = self.spaces[member].heap
+        heap = self.layouts[member].heap
         return Attachment(os.dup(heap.fd), heap.nbytes, heap.digest)
 
     def _ring(self, member: int) -> None:
@@ -73,8 +73,8 @@ class Crew:
 
     def attach(self) -> None:
         """Have everybody map everybody."""
-        for space in self.spaces:
-            space.heap.base_addresses()
+        for layout in self.layouts:
+            layout.heap.base_addresses()
 
     def drain(self, member: int) -> int:
         """Add all blocks that were posted to `member`; returns the rounds it took."""
@@ -86,7 +86,7 @@ class Crew:
     def publish(self, member: int, value: float = 0.0, dirty: bool = True) -> None:
         """Open the member's next epoch with every element set to `value`."""
         shards = [[torch.full((p.numel,), value) for p in unit.params] for unit in self.units]
-        self.verbs[member].publish(shards, [dirty] * len(self.units))
+        self.members[member].shards.publish(shards, [dirty] * len(self.units))
 
     def publish_all(self, value: float = 0.0) -> None:
         """Open the next epoch everywhere."""
@@ -98,13 +98,13 @@ class Crew:
         """Expect the block to run into its deadline, and take the abort back, so that the test can go on."""
         with pytest.raises(WaitTimeoutError, match=match):
             yield
-        for member, space in enumerate(self.spaces):
-            space.board(member).store(Word.ABORT, 0)
+        for member, layout in enumerate(self.layouts):
+            layout.peer(member).board.store(Word.ABORT, 0)
 
     def close(self) -> None:
         """Give everything back."""
-        for space in self.spaces:
-            space.close()
+        for layout in self.layouts:
+            layout.close()
 
     def __enter__(self) -> Crew:
         return self

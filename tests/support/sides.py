@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from support.members import F32, Layout, units_of
-
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, Geometry, Rendezvous, Service, Space, summary
+from odc.runtime import Daemon, HeapLayout, MemberProtocol, RankGrid, Rendezvous, Service
+from odc.runtime.shutdown import Departure
 from odc.settings import Settings
+from support.members import F32, Layout, units_of
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
 RANKS = (10, 13)
@@ -29,18 +30,26 @@ class Side:
         identity: str = "7.abc",
     ) -> None:
         settings = settings or Settings(timeout_s=60.0)
-        self.geometry, self.units = Geometry(RANKS, 2, me), units_of(layout, settings, frozen)
-        self.meet = Rendezvous(store, identity, self.geometry, settings.timeout_s, aborted)
+        self.grid, self.units = RankGrid(RANKS, 2, me), units_of(layout, settings, frozen)
+        self.meet = Rendezvous(store, identity, self.grid, settings.timeout_s)
+        self.meet.check = aborted
         self.heap = ShmHeap(identity, RANKS, me, self.meet.connect, settings.timeout_s)
-        self.space = Space(self.heap, self.geometry, self.units, settings, "test")
-        self.service, self.daemon = Service(identity, self.space), Daemon(RANKS[me])
+        self.layout = HeapLayout(self.heap, self.grid, self.units, settings, "test")
+        self.protocol = MemberProtocol(self.layout)
+        self.service, self.daemon = Service(identity, self.layout), Daemon(RANKS[me])
         self.daemon.serve(self.service)
 
     def announce(self, calls: Collection[int] = (), **changed: str) -> Side:
-        said = {"door": self.daemon.door_name, "token": self.service.token, "digest": self.heap.digest} | changed
-        lines = [unit.lines() for unit in self.units]
-        self.meet.announce(said["door"], said["token"], said["digest"], summary(self.units), "", lines, sorted(calls))
+        said = {"address": self.daemon.address, "token": self.service.token, "digest": self.heap.digest} | changed
+        self.meet.announce(said["address"], said["token"], said["digest"], self.units, "", sorted(calls))
         return self
+
+    def leave(self, note: str = "") -> Callable[[], None]:
+        """Shut down as `Member.shut_down` does; returns what waits for the heap's end."""
+        self.protocol.leave(note)
+        departure = Departure(self.service, self.meet, functools.partial(self.daemon.dismiss, self.service))
+        self.daemon.departures.add(departure)
+        return departure.wait
 
     def close(self) -> None:
         self.daemon.close()

@@ -42,9 +42,9 @@ def toy(folder: Path, /, **changes: Any) -> GrpoConfig:
 class RolloutHere(contextlib.AbstractContextManager["RolloutHere"]):
     """What the rollout process does, on rank 0 and at once: no interpreter has to start, the rest is the same."""
 
-    def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], ticket: str | None) -> None:
+    def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], handle: str | None) -> None:
         self.generator = Generator(config, Path(config.model), stop_ids)
-        self.reader = Reader(ticket) if ticket else None
+        self.reader = Reader(handle) if handle else None
 
     def ask(self, step: int, prompts: Any, *, at_least: int = 1, weights: Any = None) -> None:
         sent = {name: tensor.numpy() for name, tensor in (weights or {}).items()}

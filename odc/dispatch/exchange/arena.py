@@ -15,13 +15,11 @@ one writer each. A reader with nothing to read neither waits nor is waited for: 
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,21 +27,7 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, Words
-from odc.runtime import (
-    Daemon,
-    Geometry,
-    JobStore,
-    Rendezvous,
-    Service,
-    Space,
-    Waiter,
-    Word,
-    abort,
-    announce_process,
-    daemon,
-    leave,
-)
-from odc.runtime.presence import Store
+from odc.runtime import JobStore, KeyValueStore, Member, RankGrid, Rendezvous, Word, announce_process
 from odc.settings import Settings
 
 _STEP, _OFFSET, _NBYTES, _SIGNATURE, _ROW = range(5)
@@ -87,7 +71,7 @@ class Arena:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         ranks: Sequence[int],
         rank: int,
         nbytes: int,
@@ -95,38 +79,26 @@ class Arena:
         timeout_s: float,
         name: str,
     ) -> None:
-        self.geometry = Geometry(tuple(ranks), len(ranks), list(ranks).index(rank))
+        self.grid = grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
         self.channels = {channel: i for i, channel in enumerate(channels)}
         self.nbytes = -(-nbytes // _ALIGN) * _ALIGN
-        identity = f"{name}.{hashlib.sha256(repr(self.geometry.ranks).encode()).hexdigest()[:8]}"
-        waiter: list[Waiter] = []
-        meet = Rendezvous(store, identity, self.geometry, timeout_s, lambda doing: waiter[0].check(doing))
-        heap = ShmHeap(identity, self.geometry.ranks, self.geometry.me, meet.connect, timeout_s)
-        heap.allocate("arena", max(_ALIGN, self.nbytes))
-        heap.allocate("arena/table", 8 * _ROW * len(channels))
-        heap.allocate("arena/read", 8 * len(channels) * len(ranks))
-        self.space = Space(
-            heap,
-            self.geometry,
-            (),
-            Settings(accumulate="direct", timeout_s=timeout_s),
-            "|".join(["arena-1", *channels]),
-        )
-        self._board = self.space.board(self.geometry.me)
-        self.waiter = Waiter(self.space, functools.partial(self._board.load, Word.PUBLISHED))
-        waiter.append(self.waiter)
-        service = Service(identity, self.space)
-        server = daemon(rank)
-        meet.on_attach = lambda member, pid: server.watch(service, member, pid)
-        meet.on_failure = service.abort
-        server.serve(service)
+        identity = f"{name}.{hashlib.sha256(repr(grid.ranks).encode()).hexdigest()[:8]}"
+
+        def open_heap(rendezvous: Rendezvous) -> ShmHeap:
+            heap = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, timeout_s)
+            heap.allocate("arena", max(_ALIGN, self.nbytes))
+            heap.allocate("arena/table", 8 * _ROW * len(channels))
+            heap.allocate("arena/read", 8 * len(channels) * len(ranks))
+            return heap
+
+        settings = Settings(accumulate="direct", timeout_s=timeout_s)
+        member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
+        self.layout, self._protocol, self.waiter = member.layout, member.protocol, member.protocol.waiter
         self._lock = threading.Lock()
         self._places: dict[int, _Place] = {}
-        self._leave = weakref.finalize(self, _leave, os.getpid(), server, service, meet)
+        self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
         announce_process(JobStore(store, timeout_s, rank), rank)
-        meet.announce(
-            server.door_name, service.token, heap.digest, [], f"arena_bytes={self.nbytes}, channels={list(channels)}"
-        )
+        member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
 
     # owner ------------------------------------------------------------------------------------------------------
 
@@ -151,16 +123,16 @@ class Arena:
                 raise OdcError(f"{self._who()}: {channel} was put for step {before.step} already, not only for {step}")
             self._await_readers(number, before, channel)
         offset = self._reserve(_Place(step, 0, nbytes, list(readers)), number, channel)
-        return self.space.heap.tensor(self.geometry.me, "arena", torch.uint8, offset=offset, numel=nbytes)
+        return self.layout.heap.tensor(self.grid.me, "arena", torch.uint8, offset=offset, numel=nbytes)
 
     def show(self, channel: str, signature: int = 0) -> None:
         """Let readers have what was put: everything was written before."""
         number = self._number(channel)
-        place, table, base = self._places[number], self._table(self.geometry.me), _ROW * self._number(channel)
+        place, table, base = self._places[number], self._table(self.grid.me), _ROW * self._number(channel)
         table.store(base + _OFFSET, place.offset)
         table.store(base + _NBYTES, place.nbytes)
         table.store(base + _SIGNATURE, signature)
-        self._board.store(Word.PUBLISHED, max(place.step, self._board.load(Word.PUBLISHED)))
+        self._protocol.show_step(place.step)
         table.store(base + _STEP, place.step)  # release: the bytes and the words above are visible before it
 
     def _reserve(self, place: _Place, number: int, channel: str) -> int:
@@ -184,9 +156,9 @@ class Arena:
             self._await_readers(*min(held, key=lambda one: one[0]), what)
 
     def _await_readers(self, number: int, place: _Place, what: str) -> None:
-        read, name = self._read(self.geometry.me), list(self.channels)[number]
+        read, name = self._read(self.grid.me), list(self.channels)[number]
         for member in place.readers:
-            word, rank = number * len(self.geometry.ranks) + member, self.geometry.ranks[member]
+            word, rank = number * len(self.grid.ranks) + member, self.grid.ranks[member]
 
             def done(word: int = word) -> bool:
                 return read.load(word) >= place.step
@@ -194,7 +166,7 @@ class Arena:
             self.waiter.until(done, member, f"rank {rank} to read {name} of step {place.step}, to make room for {what}")
 
     def _unread(self, number: int, place: _Place) -> bool:
-        read, members = self._read(self.geometry.me), len(self.geometry.ranks)
+        read, members = self._read(self.grid.me), len(self.grid.ranks)
         return any(read.load(number * members + reader) < place.step for reader in place.readers)
 
     # reader -----------------------------------------------------------------------------------------------------
@@ -208,19 +180,19 @@ class Arena:
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
         table, base = self._table(owner), _ROW * number
-        rank = self.geometry.ranks[owner]
+        rank = self.grid.ranks[owner]
         self.waiter.until(
             lambda: table.load(base + _STEP) >= step, owner, f"rank {rank} to put {channel} of step {step}"
         )
         if table.load(base + _STEP) != step:
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
         offset, nbytes = table.load(base + _OFFSET), table.load(base + _NBYTES)
-        raw = self.space.heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes)
+        raw = self.layout.heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes)
         return Lying(raw, table.load(base + _SIGNATURE))
 
     def done(self, channel: str, step: int, owner: int) -> None:
         """This rank has copied what it needs of what `get` gave."""
-        word = self._number(channel) * len(self.geometry.ranks) + self.geometry.me
+        word = self._number(channel) * len(self.grid.ranks) + self.grid.me
         self._read(owner).store(word, step)  # release: the copies are over
 
     # both -------------------------------------------------------------------------------------------------------
@@ -228,12 +200,11 @@ class Arena:
     def touch(self, doing: str) -> None:
         """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
         with self._lock:
-            self._board.store(Word.PROGRESS, self._board.load(Word.PROGRESS) + 1)
-        self.waiter.check(doing)
+            self._protocol.touch(doing)
 
     def refuse(self, reason: str) -> None:
         """End the exchange for everybody, naming this rank."""
-        abort(self.space, reason, self.geometry.ranks[self.geometry.me])
+        self._protocol.abort(reason, self.grid.rank)
 
     def close(self) -> None:
         """Wait until all that was put is read, or its readers are gone, then leave. Idempotent.
@@ -241,7 +212,7 @@ class Arena:
         Raises:
             WaitTimeoutError: a reader, which is named, did not read it; this rank has left all the same.
         """
-        if not self._leave.alive:
+        if not self._end.alive:
             return
         try:
             for number, place in self._places.items():
@@ -249,7 +220,7 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            wait = self._leave()
+            wait = self._end()
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
@@ -259,13 +230,13 @@ class Arena:
         return self.channels[channel]
 
     def _table(self, member: int) -> Words:
-        return self.space.heap.words(member, "arena/table")
+        return self.layout.heap.words(member, "arena/table")
 
     def _read(self, member: int) -> Words:
-        return self.space.heap.words(member, "arena/read")
+        return self.layout.heap.words(member, "arena/read")
 
     def _who(self) -> str:
-        return f"rank {self.geometry.ranks[self.geometry.me]} (step {self._board.load(Word.PUBLISHED)})"
+        return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
 
 
 def _up(nbytes: int) -> int:
@@ -280,8 +251,3 @@ def _gap(held: list[tuple[int, int]], needed: int, room: int) -> int | None:
             return end
         end = max(end, offset + nbytes)
     return end if room - end >= needed else None
-
-
-def _leave(pid: int, server: Daemon, service: Service, meet: Rendezvous) -> Callable[[], None] | None:
-    """Also called by the garbage collector, on any thread: waits for nobody. Returns what waits for the heap's end."""
-    return leave(server, service, meet) if os.getpid() == pid else None

@@ -17,7 +17,7 @@ from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, sen
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
-from odc.runtime.presence import Store
+from odc.runtime import KeyValueStore
 
 
 class CollectiveExchange:
@@ -34,7 +34,12 @@ class CollectiveExchange:
     """
 
     def __init__(
-        self, store: Store, *, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0, name: str = "dispatch"
+        self,
+        store: KeyValueStore,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+        name: str = "dispatch",
     ) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.me = self.ranks.index(dist.get_rank())

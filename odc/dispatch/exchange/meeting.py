@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, WaitTimeoutError
-from odc.runtime.presence import Store
+from odc.runtime import KeyValueStore
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Meeting:
         timeout_s: of every collective.
     """
 
-    def __init__(self, store: Store, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
         self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
         self.me = ranks.index(dist.get_rank())
         self._number = 0

@@ -18,7 +18,7 @@ from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
-from odc.runtime.presence import Store
+from odc.runtime import KeyValueStore
 from odc.trace import FETCH, recorder
 
 _HEAD = 8  # bytes for each destination: where its rows begin
@@ -40,7 +40,7 @@ class OnDemandExchange:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyValueStore,
         ranks: Sequence[int],
         rank: int,
         channels: Sequence[str],
@@ -50,13 +50,13 @@ class OnDemandExchange:
         name: str = "dispatch",
     ) -> None:
         self._arena = Arena(store, ranks, rank, arena_bytes, channels, timeout_s, name)
-        self.ranks, self.me = self._arena.geometry.ranks, self._arena.geometry.me
+        self.ranks, self.me = self._arena.grid.ranks, self._arena.grid.me
         self.moved: dict[str, int] = Counter()
         self.buffer_bytes = self._arena.nbytes
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
         mine = np.array(values, np.int64)
-        others = self._arena.geometry.others()
+        others = self._arena.grid.others()
         raw = self._arena.put(channel, step, mine.nbytes, others)
         raw.copy_(torch.from_numpy(mine.view(np.uint8)))
         self._arena.show(channel)
@@ -88,7 +88,7 @@ class OnDemandExchange:
         got = {name: torch.empty(len(f.unpack), widths[name], dtype=torch.uint8) for name, f in route.fields.items()}
         for name, field in route.fields.items():
             _own_rows(raw[name], got[name], field.outgoing[self.me], field.incoming[self.me])
-        for owner in self._arena.geometry.others():
+        for owner in self._arena.grid.others():
             if any(field.received[owner] for field in route.fields.values()):
                 self._take(step, channel, route, owner, got, mark, what)
         return {name: from_bytes(got[name], kind) for name, kind in kinds.items()}
@@ -106,9 +106,7 @@ class OnDemandExchange:
             if reader != self.me:
                 end += sum(int(field.sent[reader]) * widths[name] for name, field in route.fields.items())
         readers = [
-            reader
-            for reader in self._arena.geometry.others()
-            if any(field.sent[reader] for field in route.fields.values())
+            reader for reader in self._arena.grid.others() if any(field.sent[reader] for field in route.fields.values())
         ]
         if not readers:
             return

@@ -41,10 +41,10 @@ class Rollout:
     Args:
         config: of the job.
         stop_ids: tokens that end a response.
-        ticket: for reading the weights from the ranks (`odc.handover.weight_handle`); None if they will be sent.
+        handle: for reading the weights from the ranks (`odc.handover.weight_handle`); None if they will be sent.
     """
 
-    def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], ticket: str | None) -> None:
+    def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], handle: str | None) -> None:
         self._timeout_s = config.timeout_s
         ours, theirs = socket.socketpair()
         with theirs:
@@ -54,7 +54,7 @@ class Rollout:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self._channel = Connection(ours.detach())
-        self._send({"config": config, "stop_ids": list(stop_ids), "ticket": ticket})
+        self._send({"config": config, "stop_ids": list(stop_ids), "handle": handle})
 
     def ask(
         self,
@@ -132,7 +132,7 @@ class SampleFeed:
         # A group of its own, whose ranks may wait as long as a rollout may take.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
         self._ending.callback(dist.destroy_process_group, self._group)
-        text = self._first_ticket()
+        text = self._first_handle()
         if dist.get_rank() == 0:
             self._rollout = self._ending.enter_context(Rollout(config, task.stop_ids, text))
         if config.lag and self._held is None:
@@ -159,7 +159,7 @@ class SampleFeed:
         version, samples = self._held = self._collected(step)
         return {"version": version, "samples": [asdict(sample) for sample in samples]}
 
-    def _first_ticket(self) -> str | None:
+    def _first_handle(self) -> str | None:
         if not self._config.on_demand:
             return None
         from odc.handover import weight_handle

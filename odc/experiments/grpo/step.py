@@ -20,6 +20,7 @@ from torch.optim import AdamW
 
 from odc.arms import arm_named
 from odc.balance import Plan, cost_from_config
+from odc.blocks import blocks_of
 from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.objective import kl_estimate, objective_named
@@ -31,7 +32,6 @@ from odc.experiments.results import JobResult, StepRecord
 from odc.experiments.text.model import build_model, config_of
 from odc.experiments.update import agree, gather, update
 from odc.experiments.workload import Trainer
-from odc.fsdp.blocks import blocks_of
 from odc.trace import OPTIMIZER, recorder
 
 

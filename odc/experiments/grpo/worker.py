@@ -138,7 +138,7 @@ def serve(channel: Connection) -> None:
         config = told["config"]
         torch.set_num_threads(threads_per_rank(config.ranks + 1))
         generator = Generator(config, model_source(config.model), told["stop_ids"])
-        reader = Reader(told["ticket"], timeout_s=config.timeout_s, tries=64) if told["ticket"] else None
+        reader = Reader(told["handle"], timeout_s=config.timeout_s, tries=64) if told["handle"] else None
         while True:
             channel.send(answer(generator, reader, channel.recv()))
     except EOFError:

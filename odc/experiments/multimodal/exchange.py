@@ -48,7 +48,7 @@ class PhaseCount:
 
 def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
     """The exchange of a job; all ranks call it together. `close` it while the process group is still there."""
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     job, name = config.job, f"train-mm{next(_made)}"
     if config.balance == "all-gather":

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odc.arms import arm_named
 from odc.balance import Plan, cost_from_config, queue_of
+from odc.blocks import blocks_of
 from odc.errors import AbandonedMinibatchError
 from odc.experiments.arms import run_minibatch, run_queue, shard_model
 from odc.experiments.config import JobConfig
@@ -38,7 +39,6 @@ from odc.experiments.text.loss import loss_scale, use_document_loss
 from odc.experiments.text.model import build_model, config_of
 from odc.experiments.update import adamw, agree, set_rate, update
 from odc.experiments.workload import Trainer
-from odc.fsdp.blocks import blocks_of
 from odc.trace import OPTIMIZER, recorder
 
 NS = 1e-9

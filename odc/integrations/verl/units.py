@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from odc.fsdp.blocks import blocks_of
+from odc.blocks import blocks_of
 
 
 def units_of(module: nn.Module, blocks: str | Iterable[str] | None = None) -> list[nn.Module]:

@@ -1,15 +1,14 @@
-"""Data moved on a CUDA device by torch and the driver's copies (see `odc.runtime.movers.moves`).
+"""Data moved on a CUDA device by torch and the driver's copies. Nothing here waits for the device.
 
-Chose the copy engine for large pieces, which takes no multiprocessor from compute, and one kernel of torch's for all
-small ones together, which a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a
-guess until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
-Nothing here waits for the device.
+Large pieces go by the copy engine, which takes no multiprocessor from compute; all small ones together go by one kernel
+of torch's, because a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a guess
+until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -48,17 +47,17 @@ put = copy
 
 
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `Moves.publish`."""
+    """See `DataMover.publish`."""
     torch._foreach_copy_(list(places), list(shards))
 
 
 def gather(
-    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, owners: Iterator[tuple[int, torch.Tensor]]
+    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sequence[tuple[int, torch.Tensor]]
 ) -> None:
-    """See `Moves.gather`; once every owner can be read, all small pieces by one call."""
+    """See `DataMover.gather`; all small pieces by one call."""
     places: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    for shard, memory in list(owners):
+    for shard, memory in sources:
         for out, offset in zip(outs, offsets, strict=True):
             nbytes = out.nbytes // shards
             if nbytes >= COPY_ENGINE_BYTES:
@@ -73,7 +72,7 @@ def gather(
 
 
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `Moves.add`."""
+    """See `DataMover.add`."""
     torch._foreach_add_(list(places), list(values))
 
 

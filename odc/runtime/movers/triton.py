@@ -1,16 +1,16 @@
-"""Data moved by the Triton kernels of `odc.kernels` (see `odc.runtime.movers.moves`).
+"""Data moved by the Triton kernels of `odc.kernels`.
 
-Chose to run the very kernels of the GPU on the CPU's heaps, in triton's interpreter, so that a whole minibatch can be
-held against torch's without a GPU. It is slow (milliseconds a program): for tests, never for training.
+On the CPU the very same kernels run in triton's interpreter, so that a whole minibatch can be compared with torch's
+without a GPU. That is slow (milliseconds a program): for tests, never for training.
 
-On a GPU nothing here waits for the device. A call is one launch a pair of dtypes, and before it at most one copy of a
+On a GPU nothing here waits for the device. A call is one launch a pair of dtypes, preceded by at most one copy of a
 small table each for its tensors and its peers, where these have not been asked for at the same addresses before.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,32 +29,32 @@ def refuse_unusable(device: torch.device) -> None:
 
 
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `Moves.publish`."""
+    """See `DataMover.publish`."""
     publish_shards(places, shards)
 
 
 def gather(
-    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, owners: Iterator[tuple[int, torch.Tensor]]
+    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sequence[tuple[int, torch.Tensor]]
 ) -> None:
-    """See `Moves.gather`; one launch, once every owner can be read."""
-    memory = dict(owners)  # held: the memory stays mapped while it is copied
+    """See `DataMover.gather`; one launch."""
+    memory = dict(sources)  # held: the memory stays mapped while it is copied
     table = pointer_table([memory[shard].data_ptr() for shard in range(shards)], outs[0].device)
     gather_unit(outs, offsets, table, first=next(iter(memory)))
 
 
 def put(address: int, source: int, nbytes: int) -> None:
-    """See `Moves.put`."""
+    """See `DataMover.put`."""
     values = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
     put_values([values], torch.tensor([address]), 0)
 
 
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `Moves.add`."""
+    """See `DataMover.add`."""
     add_pairs(places, values)
 
 
 def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `Moves.accumulate`; atomic adds in one launch, the places being pieces of one owner's accumulator."""
+    """See `DataMover.accumulate`; atomic adds in one launch, the places being pieces of one owner's accumulator."""
     first = places[0].data_ptr()
     offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
     numels = [value.numel() for value in values]

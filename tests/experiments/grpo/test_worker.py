@@ -64,7 +64,7 @@ def test_responses_come_from_weights_at_least_as_new_as_asked_for(
         told = channel.recv()
         for version in (1, 2):
             job.publish([version, version])
-        with Reader(told["ticket"], timeout_s=0.1) as reader:
+        with Reader(told["handle"], timeout_s=0.1) as reader:
             for at_least in (1, 2, 3):
                 asked.ask(at_least, [[5]], at_least=at_least)
                 request = channel.recv()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from odc.balance import cost_from_config
+from odc.blocks import blocks_of
 from odc.errors import ConfigError
 from odc.experiments.text.model import build_model, config_of, shipped_config
-from odc.fsdp.blocks import blocks_of
 
 pytest.importorskip("transformers", reason="needs the train extra")
 

@@ -14,14 +14,15 @@ from support.daemons import within
 from support.sides import LAYOUT, RANKS, Side
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
-from odc.runtime import Word, leave, presence
+from odc.runtime import Word
+from odc.runtime import store as job_store
 from odc.settings import Settings
 
 Make = Callable[..., Side]
 
 
 def left(one: Side) -> Callable[[], None]:
-    return leave(one.daemon, one.service, one.meet)
+    return one.leave()
 
 
 def is_open(one: Side) -> bool:
@@ -30,15 +31,15 @@ def is_open(one: Side) -> bool:
 
 def test_a_heap_stays_until_the_slow_peer_has_attached(side: Make) -> None:
     fast, slow = side(0).announce(), side(1).announce()
-    fast.space.published(0, fast.units[0], 0).fill_(7.0)
-    fast.space.board(1)
+    fast.layout.peer(0).published(fast.units[0], 0).fill_(7.0)
+    fast.layout.peer(1).attach()
     wait = left(fast)
-    fast.daemon.ring()
+    fast.daemon.notify()
     waiter = threading.Thread(target=wait)
     waiter.start()
     waiter.join(0.2)
     assert waiter.is_alive() and is_open(fast)
-    assert slow.space.published(0, slow.units[0], 0).tolist() == [7.0] * 8
+    assert slow.layout.peer(0).published(slow.units[0], 0).tolist() == [7.0] * 8
     waiter.join(20.0)
     assert not waiter.is_alive()
     assert not is_open(fast)
@@ -55,7 +56,7 @@ def test_a_peer_that_leaves_without_having_attached_is_not_waited_for(side: Make
 
 def test_a_peer_that_dies_is_not_waited_for(side: Make, store: Any) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"]) as peer:
-        store.set(f"odc/process/{RANKS[1]}", json.dumps([peer.pid, presence._namespace()]))
+        store.set(f"odc/process/{RANKS[1]}", json.dumps([peer.pid, job_store._namespace()]))
         fast = side(0, settings=Settings(timeout_s=600.0)).announce()
         wait = left(fast)
         waiter = threading.Thread(target=wait)
@@ -83,25 +84,24 @@ def test_a_job_that_was_aborted_waits_for_nobody_and_leaves_the_reason(side: Mak
     left(fast)()
     assert not is_open(fast)
     with pytest.raises(PeerLostError, match="was aborted by rank 10: ValueError: no words left"):
-        slow.space.board(0)
+        slow.layout.peer(0).attach()
 
 
 def test_what_a_rank_leaves_is_told_to_a_peer_that_waits_in_vain(side: Make) -> None:
     one, other = side(0).announce(), side(1).announce()
-    other.space.board(0)
-    leave(one.daemon, one.service, one.meet, "KeyError: 'page'")
-    from odc.runtime import Waiter
+    other.layout.peer(0).attach()
+    one.leave("KeyError: 'page'")
 
     with pytest.raises(PeerLostError, match=r"rank 10 has left the job .*; the last error there was KeyError: 'page'"):
-        Waiter(other.space, lambda: 1).until(lambda: False, 0, "rank 10 to finish epoch 1")
+        other.protocol.waiter.until(lambda: False, 0, "rank 10 to finish epoch 1")
 
 
 def test_nothing_stays_in_the_store(side: Make, store: Any) -> None:
     for number in range(3):
         two = [side(me, identity=f"{number}.abc").announce(calls=[number]) for me in (0, 1)]
         for one in two:
-            one.space.attach_all()
-            one.meet._store.set(one.meet._key(one.geometry.me) + "/met", "1")
+            one.layout.attach_all()
+            one.meet._store.set(one.meet._key(one.grid.me) + "/met", "1")
         for wait in [left(one) for one in two]:
             wait()
     kept = [key for key in store.list_keys() if "roots" not in key]
@@ -111,8 +111,8 @@ def test_nothing_stays_in_the_store(side: Make, store: Any) -> None:
 
 def test_the_keys_stay_as_long_as_a_peer_may_read_them(side: Make, store: Any) -> None:
     fast, slow = side(0).announce(), side(1).announce()
-    fast.space.board(1)
-    slow.space.board(0)
+    fast.layout.peer(1).attach()
+    slow.layout.peer(0).attach()
     left(fast)()
     assert store.check(["odc/7.abc/10", "odc/7.abc/13"])
     left(slow)()
@@ -134,18 +134,18 @@ def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> Non
 def test_a_bell_is_not_closed_while_it_is_rung(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late ring would write to whatever has the descriptor's number next."""
     one, _ = side(0).announce(), side(1).announce()
-    one.space.board(1)
+    one.layout.peer(1).attach()
     ringing, closing, still_open = threading.Event(), threading.Event(), list[bool]()
 
     def slow_write(fd: int, value: int) -> None:
         ringing.set()
         closing.wait(20.0)
         closer.join(0.2)
-        still_open.append(fd in one.meet.bells.values())
+        still_open.append(fd in one.meet.doorbells.values())
 
     monkeypatch.setattr("os.eventfd_write", slow_write)
     closer = threading.Thread(target=lambda: (closing.set(), one.meet.close()))
-    ringer = threading.Thread(target=one.meet.ring, args=(1,))
+    ringer = threading.Thread(target=one.meet.notify, args=(1,))
     ringer.start()
     assert ringing.wait(20.0)
     closer.start()
@@ -154,7 +154,7 @@ def test_a_bell_is_not_closed_while_it_is_rung(side: Make, monkeypatch: pytest.M
     assert still_open == [True]
     monkeypatch.undo()
     with pytest.raises(OdcError, match="has left the job"):
-        one.meet.ring(1)
+        one.meet.notify(1)
 
 
 # other roots ---------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_another_number_of_units_is_named_at_once_on_both_sides(side: Make) -> N
         with pytest.raises(
             LayoutMismatchError, match=f"differently: rank {me} has {mine} units, rank {other} has {theirs}$"
         ):
-            one.space.board(peer)
+            one.layout.peer(peer).attach()
 
 
 def test_another_model_of_the_peer_is_no_mismatch(side: Make) -> None:
@@ -178,14 +178,14 @@ def test_another_model_of_the_peer_is_no_mismatch(side: Make) -> None:
     side(1, identity="9.abc").announce(calls=[8, 9])
     one = side(0, settings=Settings(timeout_s=0.3), identity="7.abc").announce(calls=[6, 7])
     with pytest.raises(WaitTimeoutError, match="waiting for rank 13 to come up"):
-        one.space.board(1)
+        one.layout.peer(1).attach()
 
 
 def test_a_model_sharded_before_on_one_rank_is_named(side: Make) -> None:
     side(1, identity="1.abc").announce(calls=[0, 1])
     one = side(0, [*LAYOUT], settings=Settings(timeout_s=600.0), identity="2.abc").announce(calls=[1, 2])
     with pytest.raises(LayoutMismatchError, match="rank 13 has called fully_shard on other modules before"):
-        one.space.board(1)
+        one.layout.peer(1).attach()
 
 
 def test_another_root_counts_no_more_once_it_is_left(side: Make, store: Any) -> None:
@@ -194,8 +194,8 @@ def test_another_root_counts_no_more_once_it_is_left(side: Make, store: Any) -> 
         wait()
     assert Word.LEFT in Word  # both have gone
     again = [side(me, identity="5.abc").announce(calls=[4, 5]) for me in (0, 1)]
-    again[0].space.board(1)
-    again[1].space.board(0)
+    again[0].layout.peer(1).attach()
+    again[1].layout.peer(0).attach()
 
 
 def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
@@ -214,7 +214,7 @@ def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
 def test_a_peer_whose_job_was_aborted_is_not_waited_for(side: Make) -> None:
     """It settles never. This rank has not attached to it, so nothing but the store says that it has gone."""
     aborted, waiting = side(0).announce(), side(1).announce()
-    aborted.space.board(0).store(Word.ABORT, 1 + RANKS[0])
+    aborted.layout.peer(0).board.store(Word.ABORT, 1 + RANKS[0])
     left(aborted)()
     left(waiting)()
     assert not is_open(waiting)

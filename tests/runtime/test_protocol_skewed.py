@@ -13,7 +13,7 @@ from support.members import BF16, F32, Crew
 from support.ranks import RankPool
 
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, Geometry, Gradient, Outcome, Rendezvous, Service, Space, UnitSpec, Verbs, Word, summary
+from odc.runtime import Daemon, Endpoint, Gradient, HeapLayout, Outcome, RankGrid, Rendezvous, Service, UnitSpec, Word
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
 WIDE = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]
@@ -23,27 +23,29 @@ def room(unit: UnitSpec, shards: int) -> list[torch.Tensor]:
     return [torch.full((shards * spec.numel,), -1.0, dtype=spec.dtype) for spec in unit.params]
 
 
-def minibatches(verbs: Verbs, epochs: int, seed: int, nap: Callable[[float], None]) -> int:
+def minibatches(endpoint: Endpoint, epochs: int, seed: int, nap: Callable[[float], None]) -> int:
     """`epochs` minibatches as `odc.fsdp` runs them, with unequal work; checks all it sees. Returns microbatches.
 
     In epoch e every shard holds e, and each microbatch of member m pushes m + 1 everywhere.
     """
-    draw = random.Random(seed + verbs.geometry.me)
-    me, shards, space = verbs.geometry.me, verbs.geometry.shards, verbs.space
+    draw = random.Random(seed + endpoint.grid.me)
+    me, shards, layout = endpoint.grid.me, endpoint.grid.shards, endpoint.layout
     dirty, total, last = False, 0, [0] * shards
     for epoch in range(1, epochs + 1):
-        verbs.touch("beginning")
-        verbs.await_done(epoch - 1)
-        verbs.publish([[torch.full((p.numel,), float(epoch)) for p in u.params] for u in space.units], [dirty] * 2)
+        endpoint.protocol.touch("beginning")
+        endpoint.protocol.await_done(epoch - 1)
+        endpoint.shards.publish(
+            [[torch.full((p.numel,), float(epoch)) for p in u.params] for u in layout.units], [dirty] * 2
+        )
         for _ in range(count := draw.choice([0, 0, 1, 2, 3])):
-            for unit in space.units:
+            for unit in layout.units:
                 nap(draw.random())
                 into = room(unit, shards)
-                verbs.fetch(unit, into)
+                endpoint.shards.fetch(unit, into)
                 seen = {value for tensor in into for value in tensor.tolist()}
                 assert seen == {float(epoch)}, f"member {me} fetched {seen} in epoch {epoch}"
-            for unit in space.units:
-                verbs.push(
+            for unit in layout.units:
+                endpoint.pusher.push(
                     unit,
                     [
                         Gradient(i, torch.full((shards * p.numel,), me + 1.0, dtype=p.dtype))
@@ -51,13 +53,13 @@ def minibatches(verbs: Verbs, epochs: int, seed: int, nap: Callable[[float], Non
                     ],
                 )
         nap(draw.random())
-        verbs.done(Outcome.TRAINED)
-        verbs.await_done(epoch)
-        verbs.await_accumulated()
-        counts = [int(space.pushes(me, source)[0]) for source in range(shards)]
+        endpoint.done(Outcome.TRAINED)
+        endpoint.protocol.await_done(epoch)
+        endpoint.protocol.await_accumulated()
+        counts = [int(layout.peer(me).pushes(source)[0]) for source in range(shards)]
         expected = sum((source + 1.0) * (counts[source] - last[source]) for source in range(shards))
-        for unit in space.units:
-            found = sum(space.accumulator(me, unit, source) for source in range(space.sources))
+        for unit in layout.units:
+            found = sum(layout.peer(me).accumulator(unit, source) for source in range(layout.sources))
             sums = set(found.tolist())
             assert sums == {expected}, f"member {me}, epoch {epoch}: {sums} instead of {expected}"
         dirty, last, total = counts != last, counts, total + count
@@ -82,13 +84,13 @@ def test_skewed_minibatches_on_threads(accumulate: Accumulate) -> None:
 
         def live(member: int) -> None:
             try:
-                minibatches(crew.verbs[member], 25, seed=7, nap=sometimes)
+                minibatches(crew.members[member], 25, seed=7, nap=sometimes)
             except BaseException as error:
                 errors.append(error)
-                crew.verbs[member].abort(f"{error}", crew.ranks[member])
+                crew.members[member].protocol.abort(f"{error}", crew.ranks[member])
 
-        for verbs in crew.verbs:
-            verbs._pusher._ring_bell = lambda member: daemons[member].ring()
+        for endpoint in crew.members:
+            endpoint.pusher._notify = lambda member: daemons[member].notify()
         threads = [threading.Thread(target=live, args=(member,)) for member in range(3)]
         for thread in threads:
             thread.start()
@@ -103,26 +105,27 @@ def live_in_a_process(rank: int, world: int, accumulate: Accumulate) -> int:
     """A root's communication as `odc.fsdp` builds it, without a model."""
     import torch.distributed as dist
 
-    from odc.fsdp._torch_compat import default_store
+    from odc.fsdp import default_store
 
     settings = Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)
     units = [UnitSpec.build(i, f"u{i}", params, F32) for i, params in enumerate(WIDE)]
-    geometry = Geometry(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), f"verbs-{accumulate}", geometry, 60.0, lambda doing: verbs.waiter.check(doing))
-    space = Space(ShmHeap("verbs", geometry.ranks, rank, meet.connect, 60.0), geometry, units, settings, "test")
-    verbs = Verbs(space, meet.ring)
-    service, server = Service(f"verbs-{accumulate}", space), Daemon(rank)
+    grid = RankGrid(tuple(range(world)), world, rank)
+    meet = Rendezvous(default_store(), f"skewed-{accumulate}", grid, 60.0)
+    layout = HeapLayout(ShmHeap("skewed", grid.ranks, rank, meet.connect, 60.0), grid, units, settings, "test")
+    endpoint = Endpoint(layout, meet.notify)
+    meet.check = endpoint.protocol.waiter.check
+    service, server = Service(f"skewed-{accumulate}", layout), Daemon(rank)
     server.serve(service)
     meet.on_attach = lambda member, pid: server.watch(service, member, pid)
-    meet.announce(server.door_name, service.token, space.heap.digest, summary(units))
+    meet.announce(server.address, service.token, layout.heap.digest, units)
     try:
-        return minibatches(verbs, 15, seed=3, nap=sometimes)
+        return minibatches(endpoint, 15, seed=3, nap=sometimes)
     finally:
-        verbs.board.store(Word.LEFT, 1)
+        endpoint.protocol.board.store(Word.LEFT, 1)
         dist.barrier()  # nobody goes before everybody is through
         server.close()
         meet.close()
-        space.close()
+        layout.close()
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)

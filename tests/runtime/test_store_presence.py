@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/presence.py."""
+"""What ranks say of themselves in the job's store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 
 import torch.distributed as dist
 
-from odc.runtime import JobStore, presence
-from odc.runtime.presence import announce_failure, announce_process, failure, process_of
+from odc.runtime import JobStore
+from odc.runtime import store as job_store
+from odc.runtime.store import announce_failure, announce_process, failure, process_of
 
 
 def store() -> JobStore:
@@ -33,7 +34,7 @@ def test_a_process_that_has_ended_is_seen_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     one = store()
-    one.set("odc/process/1", json.dumps([child.pid, presence._namespace()]))
+    one.set("odc/process/1", json.dumps([child.pid, job_store._namespace()]))
     handle = process_of(one, 1)
     assert handle is not None
     assert not handle.alive()

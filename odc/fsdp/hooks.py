@@ -1,9 +1,14 @@
-"""How this process ends: an error that ends it is told to the peers as their reason.
+"""What odc hooks into a process that shards a model: optimizer steps, gradient clipping, and how the process ends.
 
-Python tells of an uncaught error through `sys.excepthook`, of one in a thread through `threading.excepthook`. Launchers
-and applications that catch an error report it by `sys.exit(1)`, and a child process of `multiprocessing` by its exit
-code; neither is seen by a hook, so `sys.exit` is wrapped and a finalizer of `multiprocessing` looks at the error in
-flight. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
+A step or clipping inside an unfinished minibatch is an error. A step never finishes the minibatch by itself: clipping
+has run before it, on gradients that were not there yet, so the step would be unclipped. Clipping would find no
+gradients, return a norm of 0 and clip nothing.
+
+An error that ends the process is told to the peers as their reason. Python tells of an uncaught error through
+`sys.excepthook`, of one in a thread through `threading.excepthook`. Launchers and applications that catch an error
+report it by `sys.exit(1)`, and a child process of `multiprocessing` by its exit code; neither is seen by a hook, so
+`sys.exit` is wrapped and a finalizer of `multiprocessing` looks at the error in flight. A bare `raise SystemExit(1)`
+outside `multiprocessing` cannot be seen.
 """
 
 from __future__ import annotations
@@ -18,17 +23,46 @@ import weakref
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from odc.fsdp import _torch_clip
 from odc.fsdp.root import live_roots
-from odc.runtime import JobStore, Word, announce_failure
+from odc.runtime import JobStore, RootState, Word, announce_failure
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
 _store: weakref.ref[Any] | None = None  # of the job; it must not outlive its process group for this
 _rank = 0
-_exit_reason: tuple[str, int, int] | None = None  # text, culprit, and progress() when sys.exit was called
+_exit_reason: tuple[str, int, int] | None = None  # text, culprit, and _progress() when sys.exit was called
+_guarding = False
 
 
-def install(store: Any, rank: int) -> None:
+def guard_steps() -> None:
+    """Refuse steps and clipping inside unfinished minibatches, from the first call on."""
+    global _guarding
+    if not _guarding:
+        register_optimizer_step_pre_hook(_before_step)
+        _torch_clip.install(_before_clip)
+        _guarding = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for root in live_roots():
+        if not root.minibatch.may_step and stepped & root.parameter_ids():
+            root.minibatch.before_step()
+
+
+def _before_clip(doing: str, parameters: list[torch.Tensor]) -> None:
+    unfinished = [root for root in live_roots() if root.minibatch.state is not RootState.CLOSED]
+    clipped = {id(parameter) for parameter in parameters} if unfinished else set()
+    for root in unfinished:
+        if clipped & root.parameter_ids():
+            root.minibatch.refuse_unfinished(doing)
+
+
+def watch_exit(store: Any, rank: int) -> None:
     """Watch how this process ends, from now on; called by each `fully_shard` of a new job."""
     global _process, _store, _rank
     _store, _rank = weakref.ref(store), rank
@@ -89,7 +123,7 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
     with contextlib.suppress(Exception):  # the user's error must not be replaced by one of telling it
         roots = [root for root in live_roots() if thread in (None, root.thread)]
         for root in roots:
-            root.verbs.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
+            root.member.protocol.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
             announce_failure(JobStore(store, _TELL_S), reason, culprit)
@@ -105,7 +139,7 @@ def ended_by_error() -> bool:
     if _exit_reason is not None and _exit_reason[2] == _progress():
         _tell(*_exit_reason[:2])
         return True
-    return any(root.verbs.board.load(Word.ABORT) for root in live_roots())
+    return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
 
 
 def last_error() -> str:
@@ -122,4 +156,4 @@ def _described(error: BaseException) -> tuple[str, int]:
 
 
 def _progress() -> int:
-    return sum(root.verbs.board.load(Word.PROGRESS) for root in live_roots())
+    return sum(root.member.protocol.board.load(Word.PROGRESS) for root in live_roots())

@@ -1,7 +1,7 @@
-"""The blocks of a Hugging Face model: the modules that are sharded, and recomputed, one by one.
+"""The blocks of a model: the modules that are sharded, and recomputed, one by one.
 
-Chose the classes that the model itself says must not be split, as FSDP2's users do, over names of attributes, which
-differ from model to model. The price: a model that names none must be told. Needs none of Hugging Face's libraries.
+They are of the classes that a Hugging Face model says must not be split; any other model must be told its classes.
+Needs none of Hugging Face's libraries.
 """
 
 from __future__ import annotations

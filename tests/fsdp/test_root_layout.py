@@ -6,8 +6,8 @@ import pickle
 import pytest
 from torch import nn
 
-from odc.fsdp import registry
-from odc.fsdp.registry import Sharded, register, registered
+from odc.fsdp import root_layout
+from odc.fsdp.root_layout import ShardCall, register, registered, sharded_modules
 from odc.settings import Settings
 
 RANKS, OTHERS = (1001, 1003), (1001, 1005)  # meshes that no other test uses
@@ -15,7 +15,7 @@ RANKS, OTHERS = (1001, 1003), (1001, 1005)  # meshes that no other test uses
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_calls", type(registry._calls)())
+    monkeypatch.setattr(root_layout, "_calls", type(root_layout._calls)())
 
 
 def test_calls_are_numbered_by_mesh() -> None:
@@ -32,18 +32,18 @@ def test_modules_of_one_call_share_its_number() -> None:
     register(pair, RANKS, 1003, settings)
     register([after], RANKS, 1003, None)
     assert registered(pair[0]) is registered(pair[1])
-    assert registered(pair[0]) == Sharded(0, 1003, settings)
-    assert registered(after) == Sharded(1, 1003, None)
+    assert registered(pair[0]) == ShardCall(0, 1003, settings)
+    assert registered(after) == ShardCall(1, 1003, None)
 
 
 def test_a_deleted_module_takes_its_entry_along() -> None:
-    before = len(Sharded.modules())
+    before = len(sharded_modules())
     module = nn.Linear(1, 1)
     register([module], RANKS, 1001, None)
-    assert module in Sharded.modules()
+    assert module in sharded_modules()
     del module
     gc.collect()
-    assert len(Sharded.modules()) == before
+    assert len(sharded_modules()) == before
 
 
 def test_a_number_is_not_used_again_after_its_module_is_gone() -> None:

@@ -10,7 +10,7 @@ from support.members import BF16, F32, F64, Crew, Layout
 from support.ranks import RankPool
 from torch import nn
 
-from odc.fsdp.gradients import push_counts, reduced, write_gradients
+from odc.fsdp.collect import push_counts, reduced, write_gradients
 from odc.settings import Settings
 
 LAYOUT: Layout = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
@@ -30,7 +30,7 @@ class Param:
 
 def fill(crew: Crew, member: int, values: list[float], source: int = 0) -> None:
     unit = crew.units[0]
-    crew.spaces[member].accumulator(member, unit, source).copy_(torch.tensor(values))
+    crew.layouts[member].peer(member).accumulator(unit, source).copy_(torch.tensor(values))
 
 
 # counts --------------------------------------------------------------------------------------------------------------
@@ -38,18 +38,18 @@ def fill(crew: Crew, member: int, values: list[float], source: int = 0) -> None:
 
 def test_counts_are_summed_over_all_members_by_parameter() -> None:
     with Crew(LAYOUT, 2, replicas=2) as crew:
-        space = crew.spaces[1]
-        assert push_counts(space).tolist() == [0, 0, 0]
+        layout = crew.layouts[1]
+        assert push_counts(layout).tolist() == [0, 0, 0]
         for source, counts in enumerate([[1, 0, 2], [0, 0, 5], [3, 0, 0], [0, 0, 1]]):
-            crew.spaces[source].pushes(1, source).copy_(torch.tensor(counts))
-        assert push_counts(space).tolist() == [4, 0, 8]
-        assert push_counts(crew.spaces[0]).tolist() == [0, 0, 0], "each member reads its own heap"
+            crew.layouts[source].peer(1).pushes(source).copy_(torch.tensor(counts))
+        assert push_counts(layout).tolist() == [4, 0, 8]
+        assert push_counts(crew.layouts[0]).tolist() == [0, 0, 0], "each member reads its own heap"
 
 
 def test_counts_are_a_copy() -> None:
     with Crew(LAYOUT, 1) as crew:
-        before = push_counts(crew.spaces[0])
-        crew.spaces[0].pushes(0, 0).fill_(9)
+        before = push_counts(crew.layouts[0])
+        crew.layouts[0].peer(0).pushes(0).fill_(9)
         assert before.tolist() == [0, 0, 0]
 
 
@@ -61,10 +61,10 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool) -> 
     with Crew(LAYOUT, 2, settings=Settings(reproducible=reproducible)) as crew:
         values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         fill(crew, 1, values)
-        found = reduced(crew.spaces[1], crew.units[0], 3.0)
+        found = reduced(crew.layouts[1], crew.units[0], 3.0)
         dtype = F64 if reproducible else F32
         assert torch.equal(found, torch.tensor(values, dtype=dtype) / 3.0)
-        assert crew.spaces[1].accumulator(1, crew.units[0]).tolist() == values, "the accumulator itself stays"
+        assert crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist() == values, "the accumulator itself stays"
 
 
 def test_sources_are_summed_in_rank_order() -> None:
@@ -77,7 +77,7 @@ def test_sources_are_summed_in_rank_order() -> None:
             expected = torch.zeros(())
             for part in order:
                 expected = expected + parts[part]
-            assert reduced(crew.spaces[0], crew.units[0], 1.0).tolist() == [expected.item()] * 6
+            assert reduced(crew.layouts[0], crew.units[0], 1.0).tolist() == [expected.item()] * 6
 
 
 @pytest.mark.parametrize("accumulate", ["server", "per_source"])
@@ -88,14 +88,14 @@ def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits(accumulate
             fill(crew, member, [value] * 6, source=0)
         fill(crew, 0, [77.0] * 6)  # of the other shard
         for member in column:
-            assert reduced(crew.spaces[member], crew.units[0], 2.0).tolist() == [0.5] * 6
+            assert reduced(crew.layouts[member], crew.units[0], 2.0).tolist() == [0.5] * 6
 
 
 # writing -------------------------------------------------------------------------------------------------------------
 
 
 def write(crew: Crew, params: list[Param], used: list[bool], divide: float = 1.0) -> None:
-    write_gradients(crew.spaces[0], crew.units[0], params, used, divide)  # type: ignore[arg-type]
+    write_gradients(crew.layouts[0], crew.units[0], params, used, divide)  # type: ignore[arg-type]
 
 
 def test_every_used_parameter_gets_its_part() -> None:
@@ -121,7 +121,7 @@ def test_a_parameter_that_nobody_used_or_that_is_frozen_gets_none() -> None:
 
 
 def test_a_unit_that_nobody_used_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.fsdp.gradients.reduced", lambda *args: pytest.fail("was summed"))
+    monkeypatch.setattr("odc.fsdp.collect.reduced", lambda *args: pytest.fail("was summed"))
     with Crew(LAYOUT, 1) as crew:
         write(crew, [Param(), Param()], [False, False])
         write(crew, [Param(requires_grad=False), Param()], [True, False])

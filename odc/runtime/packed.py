@@ -1,8 +1,8 @@
 """A microbatch's tensors as one run of bytes that another process can read.
 
-Chose a plain text header (name, dtype, shape) before the tensors' own bytes over pickle: nothing of a peer's is ever
-executed, the size is known before anything is copied, and what arrives needs no second copy. The price is that a
-microbatch is a mapping from names to dense CPU tensors and nothing else.
+A plain text header (name, dtype, shape) stands before the tensors' bytes, so nothing from a peer is ever executed, the
+size is known before anything is copied, and the received bytes need no second copy. A microbatch is therefore a mapping
+from names to dense CPU tensors and nothing else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from odc.errors import UnsupportedError
 
 _LENGTH = struct.Struct("<q")
-_ALIGN = 64  # bytes; every tensor can be viewed in its own dtype where it lies
+_ALIGN = 64  # bytes; every tensor can be viewed in its own dtype in place
 
 
-class Parcel:
-    """The tensors of one microbatch on their way out.
+class PackedMicrobatch:
+    """The tensors of one microbatch, ready to be written out.
 
     Args:
-        tensors: by name, dense and on the CPU, of any dtype and shape; they are read by `write`, not before.
+        tensors: by name, dense and on the CPU, of any dtype and shape; read by `write`, not before.
 
     Raises:
         UnsupportedError: a name is no text, or a value is no dense CPU tensor.
@@ -38,37 +38,37 @@ class Parcel:
             for name, tensor in zip(tensors, self._tensors, strict=True)
         ]
         self._header = json.dumps(entries).encode()
-        self._places, self.nbytes = _places(len(self._header), [tensor.nbytes for tensor in self._tensors])
+        self._offsets, self.nbytes = _offsets(len(self._header), [tensor.nbytes for tensor in self._tensors])
 
     def write(self, into: torch.Tensor) -> None:
         """Copy everything into `into`, uint8 [nbytes], contiguous."""
         head = bytearray(_LENGTH.pack(len(self._header)) + self._header)
         into[: len(head)].copy_(torch.frombuffer(head, dtype=torch.uint8))
-        for place, tensor in zip(self._places, self._tensors, strict=True):
+        for offset, tensor in zip(self._offsets, self._tensors, strict=True):
             if tensor.numel():
-                into[place : place + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+                into[offset : offset + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def unpack(raw: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a parcel was made of, as views of `raw`, uint8 [nbytes], 64-byte aligned."""
+    """The tensors that a `PackedMicrobatch` was made of, as views of `raw`, uint8 [nbytes], 64-byte aligned."""
     (length,) = _LENGTH.unpack(raw[: _LENGTH.size].numpy().tobytes())
     entries = json.loads(raw[_LENGTH.size : _LENGTH.size + length].numpy().tobytes())
     dtypes: list[torch.dtype] = [getattr(torch, dtype) for _, dtype, _ in entries]
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, (_, _, shape) in zip(dtypes, entries, strict=True)]
-    places, _ = _places(length, sizes)
+    offsets, _ = _offsets(length, sizes)
     return {
-        name: raw[place : place + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
-        for (name, _, shape), dtype, place, size in zip(entries, dtypes, places, sizes, strict=True)
+        name: raw[offset : offset + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        for (name, _, shape), dtype, offset, size in zip(entries, dtypes, offsets, sizes, strict=True)
     }
 
 
-def _places(header: int, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor lies behind a header of `header` bytes, and the bytes of it all."""
-    places, end = [], _up(_LENGTH.size + header)
+def _offsets(header: int, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offset of each tensor behind a header of `header` bytes, and the bytes of it all."""
+    offsets, end = [], _up(_LENGTH.size + header)
     for size in sizes:
-        places.append(end)
+        offsets.append(end)
         end = _up(end + size)
-    return places, end
+    return offsets, end
 
 
 def _up(nbytes: int) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.doors import served
+from support.listeners import served
 from support.rank_worker import tell
 from support.ranks import RankProcesses, spawn_ranks
 from torch import nn
 
 from odc.cli.status import status, table
-from odc.runtime import status as status_module
-from odc.runtime.status import RankStatus, ask_all
+from odc.runtime.daemon import RankStatus, ask_all
 
 WIDTH = 32
 UNIT_BYTES = (WIDTH * WIDTH + WIDTH) * 4 // 2  # of one rank's shard
@@ -88,14 +88,14 @@ def test_another_process_sees_what_every_rank_does(tmp_path: Path, capsys: pytes
     assert of_pids(ranks.pids) == [], "nothing is left to ask after the job"
 
 
-# doors that are not well ---------------------------------------------------------------------------------------------
+# listeners that are not well -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
     """Names of this test alone."""
     prefix = f"odc-test.{time.monotonic_ns()}."
-    monkeypatch.setattr(status_module, "DOOR_PREFIX", prefix)
+    monkeypatch.setattr(sys.modules["odc.runtime.daemon"], "LISTENER_PREFIX", prefix)
     return f"{prefix}{os.getuid()}"
 
 

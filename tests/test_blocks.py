@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from odc.blocks import blocks_of
 from odc.errors import ConfigError
-from odc.fsdp.blocks import blocks_of
 
 
 class Block(nn.Linear): ...

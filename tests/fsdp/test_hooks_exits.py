@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import odc
 from odc import Settings, fully_shard
-from odc.fsdp import exits
-from odc.fsdp._torch_compat import default_store
+from odc.fsdp import default_store, hooks
 from odc.runtime import Rendezvous
 
 HOURS = Settings(timeout_s=7200.0)  # a wait that should not be would last
@@ -203,7 +202,7 @@ def shut_down_with_it() -> None:
 
 def multiprocessing_ends_with_it() -> None:
     """What the body of a process of `multiprocessing` does around its function."""
-    multiprocessing.util.Finalize(None, exits._child_ends, exitpriority=100)
+    multiprocessing.util.Finalize(None, hooks._child_ends, exitpriority=100)
     try:
         raise_it()
     finally:

@@ -8,7 +8,7 @@ import torch
 from support.members import BF16, F16, F32, F64, Crew
 
 from odc.errors import StaleParametersError
-from odc.fsdp.stale import refuse_stale
+from odc.fsdp.refusals import refuse_stale
 
 DTYPES = [F32, BF16, F16, F64]
 LAYOUT = [[("first.weight", 4, F32), ("first.bias", 2, BF16)], [("second.weight", 3, F32)]]
@@ -25,41 +25,41 @@ def shards() -> list[list[torch.Tensor]]:
 
 
 def test_what_was_published_is_not_stale(crew: Crew) -> None:
-    crew.verbs[1].publish(shards(), [False, False])
-    refuse_stale(crew.spaces[1], 1, shards())
+    crew.members[1].shards.publish(shards(), [False, False])
+    refuse_stale(crew.layouts[1], 1, shards())
 
 
 @pytest.mark.parametrize(("unit", "param", "at"), [(0, 0, 0), (0, 0, 3), (0, 1, 1), (1, 0, 2)])
 def test_a_single_changed_element_is_found_and_named(crew: Crew, unit: int, param: int, at: int) -> None:
-    crew.verbs[1].publish(shards(), [False, False])
+    crew.members[1].shards.publish(shards(), [False, False])
     now = shards()
     now[unit][param][at] += 0.5
     with pytest.raises(StaleParametersError) as caught:
-        refuse_stale(crew.spaces[1], 6, now)
+        refuse_stale(crew.layouts[1], 6, now)
     assert str(caught.value).startswith(f"rank 13 (epoch 6): {LAYOUT[unit][param][0]} changed inside an open minibatch")
     assert "publish()" in str(caught.value)
 
 
 def test_a_change_below_the_compute_dtype_changes_nothing(crew: Crew) -> None:
     """Peers see bf16: a shard whose fp32 bits moved but round to the same is what was published."""
-    crew.verbs[0].publish(shards(), [False, False])
+    crew.members[0].shards.publish(shards(), [False, False])
     now = shards()
     now[0][1] += 1e-5
-    refuse_stale(crew.spaces[0], 1, now)
+    refuse_stale(crew.layouts[0], 1, now)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_is_equal_to_itself_and_the_zeros_are_not(dtype: torch.dtype) -> None:
     with Crew([[("w", 2, dtype)]], 1) as crew:
         values = torch.tensor([math.nan, 0.0], dtype=dtype)
-        crew.verbs[0].publish([[values]], [False])
-        refuse_stale(crew.spaces[0], 1, [[values.clone()]])
+        crew.members[0].shards.publish([[values]], [False])
+        refuse_stale(crew.layouts[0], 1, [[values.clone()]])
         with pytest.raises(StaleParametersError):
-            refuse_stale(crew.spaces[0], 1, [[torch.tensor([math.nan, -0.0], dtype=dtype)]])
+            refuse_stale(crew.layouts[0], 1, [[torch.tensor([math.nan, -0.0], dtype=dtype)]])
 
 
 def test_only_the_own_shards_are_looked_at() -> None:
     with Crew(LAYOUT, 2) as crew:
-        crew.verbs[1].publish(shards(), [False, False])
-        refuse_stale(crew.spaces[1], 1, shards())
-        assert not crew.spaces[1].heap.attached(0)
+        crew.members[1].shards.publish(shards(), [False, False])
+        refuse_stale(crew.layouts[1], 1, shards())
+        assert not crew.layouts[1].heap.attached(0)

@@ -1,30 +1,28 @@
-"""The seam between the verbs and what moves their data: torch, or the Triton kernels of `odc.kernels`.
+"""What moves a root's data: torch and memmove, torch and CUDA's driver, or the Triton kernels of `odc.kernels`.
 
-Chose two modules with the same five functions, one of them taken when a root is built, over a class or a branch in each
-verb: the verbs say when data may move, these functions only how. Everything about order, waiting and visibility stays
-in the verbs. The price is that the functions' shape is the verbs': a third way to move data must fit it.
+The modules have the same five functions, and one of them is taken when a root is built. The callers decide when data
+may move; the movers only decide how. Order, waiting and visibility are the callers' concern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Protocol, cast
 
 import torch
 
 from odc.errors import UnsupportedError
-from odc.runtime.movers import cpu as by_torch
-from odc.runtime.movers import cuda as by_cuda
+from odc.runtime.movers import cpu, cuda
 from odc.settings import Settings
 
 _CPU = torch.device("cpu")
 
 
-class Moves(Protocol):
+class DataMover(Protocol):
     """Functions that move data; from any thread, none waits for a peer.
 
-    On the CPU they return when it is there; on a device when it is asked for, in the current lane (`odc.memory.Lanes`).
+    On the CPU they return when it is done; on a device when it is asked for, in the current lane (`odc.memory.Lanes`).
     """
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
@@ -35,7 +33,7 @@ class Moves(Protocol):
         outs: Sequence[torch.Tensor],
         offsets: Sequence[int],
         shards: int,
-        owners: Iterator[tuple[int, torch.Tensor]],
+        sources: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
         """Fill a unit's unsharded parameters.
 
@@ -43,33 +41,33 @@ class Moves(Protocol):
             outs: for each parameter 1-D contiguous [shards * padded shard].
             offsets: byte offset of each one's shard in every owner's published memory.
             shards: how many there are.
-            owners: waits for each owner in turn and gives (shard, its published memory, uint8); may be used up first.
+            sources: (shard, its owner's published memory, uint8), in the order in which to read them.
         """
 
     def put(self, address: int, source: int, nbytes: int) -> None:
         """Copy bytes from `source` into a peer's staging slot at `address`."""
 
     def add(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Add to own accumulators, converting; the caller holds their lock."""
+        """Add to this rank's accumulators, converting; the caller holds their lock."""
 
     def accumulate(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Add to a peer's accumulators, converting; the caller holds their lock."""
 
 
-def moves_of(settings: Settings, device: torch.device = _CPU) -> Moves:
-    """What `settings.kernels` says, for memory on `device`.
+def mover_for(settings: Settings, device: torch.device = _CPU) -> DataMover:
+    """The mover that `settings.kernels` asks for, for memory on `device`.
 
     Raises:
         UnsupportedError: triton is not installed, or could neither compile (no GPU) nor interpret here.
     """
     if settings.kernels == "torch":
-        return by_cuda if device.type == "cuda" else by_torch
+        return cuda if device.type == "cuda" else cpu
     try:
-        from odc.runtime.movers import triton as by_kernels
+        from odc.runtime.movers import triton
     except ModuleNotFoundError as error:
         raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
-    by_kernels.refuse_unusable(device)
+    triton.refuse_unusable(device)
     if device.type == "cuda":  # a staging slot is plain bytes: the copy engine's work
         names = ("publish", "gather", "add", "accumulate")
-        return cast(Moves, SimpleNamespace(put=by_cuda.put, **{name: getattr(by_kernels, name) for name in names}))
-    return by_kernels
+        return cast(DataMover, SimpleNamespace(put=cuda.put, **{name: getattr(triton, name) for name in names}))
+    return triton

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import UnsupportedError
-from odc.runtime.parcel import Parcel, unpack
+from odc.runtime.packed import PackedMicrobatch, unpack
 
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float64)
 
 
 def sent(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    parcel = Parcel(tensors)
+    parcel = PackedMicrobatch(tensors)
     raw = torch.full((parcel.nbytes + 64,), 7, dtype=torch.uint8)
     parcel.write(raw[: parcel.nbytes])
     assert raw[parcel.nbytes :].eq(7).all(), "written beyond its end"
@@ -60,4 +60,4 @@ def test_views_and_parameters_travel_as_their_values() -> None:
 )
 def test_what_cannot_travel_is_refused_by_name(tensors: dict, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        Parcel(tensors)
+        PackedMicrobatch(tensors)

@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from odc.errors import UnfinishedMinibatchError
-from odc.fsdp import guard
-from odc.runtime import State
+from odc.fsdp import hooks
+from odc.runtime import RootState
 
 
 @dataclass
 class Minibatch:
     """Stands in for a root's state machine."""
 
-    state: State
+    state: RootState
     refuses: bool = False
     stepped: int = 0
     asked: list[str] = field(default_factory=list)
 
     @property
     def may_step(self) -> bool:
-        return self.state is State.CLOSED
+        return self.state is RootState.CLOSED
 
     def before_step(self) -> None:
         self.stepped += 1
@@ -49,8 +49,8 @@ class Root:
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch) -> list[Root]:
     found: list[Root] = []
-    monkeypatch.setattr(guard, "live_roots", lambda: found)
-    guard.install()
+    monkeypatch.setattr(hooks, "live_roots", lambda: found)
+    hooks.guard_steps()
     return found
 
 
@@ -60,8 +60,10 @@ def parameter() -> torch.nn.Parameter:
     return made
 
 
-@pytest.mark.parametrize("state", [State.OPEN, State.FINISHING])
-def test_a_step_in_an_unfinished_minibatch_raises_before_it_changes_anything(roots: list[Root], state: State) -> None:
+@pytest.mark.parametrize("state", [RootState.OPEN, RootState.FINISHING])
+def test_a_step_in_an_unfinished_minibatch_raises_before_it_changes_anything(
+    roots: list[Root], state: RootState
+) -> None:
     weight = parameter()
     roots.append(Root(Minibatch(state, refuses=True), [parameter(), weight]))
     with pytest.raises(UnfinishedMinibatchError):
@@ -71,7 +73,7 @@ def test_a_step_in_an_unfinished_minibatch_raises_before_it_changes_anything(roo
 
 def test_an_epoch_of_evaluation_is_closed_by_the_step(roots: list[Root]) -> None:
     weight = parameter()
-    roots.append(Root(Minibatch(State.OPEN), [weight]))
+    roots.append(Root(Minibatch(RootState.OPEN), [weight]))
     torch.optim.SGD([weight], lr=0.5).step()
     assert roots[0].minibatch.stepped == 1
     assert weight.tolist() == [0.5, 0.5]
@@ -79,14 +81,14 @@ def test_an_epoch_of_evaluation_is_closed_by_the_step(roots: list[Root]) -> None
 
 def test_between_minibatches_nothing_happens(roots: list[Root]) -> None:
     weight = parameter()
-    roots.append(Root(Minibatch(State.CLOSED, refuses=True), [weight]))
+    roots.append(Root(Minibatch(RootState.CLOSED, refuses=True), [weight]))
     torch.optim.SGD([weight], lr=0.5).step()
     assert roots[0].minibatch.stepped == 0
 
 
 def test_other_optimizers_and_other_roots_are_left_alone(roots: list[Root]) -> None:
     mine, other, unsharded = parameter(), parameter(), parameter()
-    roots += [Root(Minibatch(State.OPEN, refuses=True), [mine]), Root(Minibatch(State.OPEN), [other])]
+    roots += [Root(Minibatch(RootState.OPEN, refuses=True), [mine]), Root(Minibatch(RootState.OPEN), [other])]
     torch.optim.AdamW([unsharded]).step()
     assert [root.minibatch.stepped for root in roots] == [0, 0]
     torch.optim.AdamW([unsharded, other]).step()
@@ -95,7 +97,7 @@ def test_other_optimizers_and_other_roots_are_left_alone(roots: list[Root]) -> N
 
 def test_every_parameter_group_and_kind_of_optimizer_is_seen(roots: list[Root]) -> None:
     weight, unsharded = parameter(), parameter()
-    roots.append(Root(Minibatch(State.OPEN, refuses=True), [weight]))
+    roots.append(Root(Minibatch(RootState.OPEN, refuses=True), [weight]))
     groups = [{"params": [unsharded]}, {"params": [weight], "lr": 0.1}]
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
         with pytest.raises(UnfinishedMinibatchError):
@@ -106,7 +108,10 @@ def test_every_parameter_group_and_kind_of_optimizer_is_seen(roots: list[Root]) 
 def test_clipping_in_an_unfinished_minibatch_raises_before_it_changes_anything(roots: list[Root], clip: Any) -> None:
     """However the parameters come, and though the function was imported before odc knew of any model."""
     mine, other = parameter(), parameter()
-    roots += [Root(Minibatch(State.OPEN, refuses=True), [mine]), Root(Minibatch(State.CLOSED, refuses=True), [other])]
+    roots += [
+        Root(Minibatch(RootState.OPEN, refuses=True), [mine]),
+        Root(Minibatch(RootState.CLOSED, refuses=True), [other]),
+    ]
     for parameters in ([other, mine], (p for p in (other, mine)), mine):
         with pytest.raises(UnfinishedMinibatchError):
             clip(parameters, 0.5)
@@ -122,10 +127,10 @@ def test_an_empty_generator_still_warns(roots: list[Root]) -> None:
 
 
 def test_the_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks: list[object] = []
-    monkeypatch.setattr(guard, "register_optimizer_step_pre_hook", hooks.append)
-    monkeypatch.setattr(guard._torch_clip, "install", hooks.append)
-    monkeypatch.setattr(guard, "_installed", False)
-    guard.install()
-    guard.install()
-    assert hooks == [guard._before_step, guard._before_clip]
+    installed: list[object] = []
+    monkeypatch.setattr(hooks, "register_optimizer_step_pre_hook", installed.append)
+    monkeypatch.setattr(hooks._torch_clip, "install", installed.append)
+    monkeypatch.setattr(hooks, "_guarding", False)
+    hooks.guard_steps()
+    hooks.guard_steps()
+    assert installed == [hooks._before_step, hooks._before_clip]

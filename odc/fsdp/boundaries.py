@@ -1,0 +1,190 @@
+"""How a minibatch begins and ends for its user: the block, `finish_minibatch`, manual mode; and `claim` inside it.
+
+In manual mode (torch 2.15) a minibatch ends by `model.finalize_backward()` and never by a backward: pipeline schedules
+and CUDA graphs treat the reduction of gradients as a step of its own. Under odc that step is the meeting at the end of
+a minibatch. It works on every supported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp.minibatch import Minibatch
+from odc.fsdp.root import Root, live_roots, root_of
+from odc.runtime import RootState
+from odc.trace import FETCH, recorder
+
+
+@contextlib.contextmanager
+def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
+    """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
+
+    Opens all at once (publishes this rank's shards, so that ranks without microbatches hold up nobody); at exit
+    flushes all before it waits for any. A rank that gives one of them up gives up all. Calls no collective.
+
+    Raises:
+        AbandonedMinibatchError: as `OdcModule.minibatch`.
+        OdcError: already inside a minibatch of one of the roots, or one is given twice.
+    """
+    opened = [root_of(root) for root in roots]
+    for number, root in enumerate(opened):
+        if root.minibatch.explicit:
+            raise OdcError(f"rank {root.rank}: minibatch() inside minibatch() of the same root")
+        if root in opened[:number]:
+            raise OdcError(f"rank {root.rank}: minibatch() was given the same root twice")
+    for module in roots:
+        module.set_is_last_backward(False)
+    abandoned: AbandonedMinibatchError | None = None
+    try:
+        for root in opened:
+            root.minibatch.begin()
+            root.minibatch.explicit = True
+            root.map_peers()
+        yield
+        abandoned = _meet([root.minibatch for root in opened])
+    except BaseException as error:
+        for root in opened:
+            root.minibatch.abort(error)
+        raise
+    finally:
+        for module, root in zip(roots, opened, strict=True):
+            root.minibatch.explicit = False
+            module.set_is_last_backward(True)
+    if abandoned is not None:
+        raise abandoned
+
+
+def _meet(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
+    """End minibatches that belong together: flush all before waiting for any, and give up all if one is given up."""
+    for machine in machines:
+        machine.recover()
+    given_up = next((machine.given_up for machine in machines if machine.given_up is not None), None)
+    for machine in machines:
+        if given_up is not None:
+            machine.abandon(given_up)
+        machine.done()
+    errors = [machine.collect() for machine in machines]
+    return next((error for error in errors if error is not None), None)
+
+
+def finish(module: compat.FSDPModule) -> None:
+    """End an open minibatch; see `OdcModule.finish_minibatch`."""
+    root = root_of(module)
+    machine = root.minibatch
+    if machine.explicit:
+        raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
+    machine.explicit = True  # a backward that was cut short is met for here, not before
+    try:
+        abandoned = _meet([machine])
+    finally:
+        machine.explicit = False
+    if abandoned is not None:
+        raise abandoned
+
+
+class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
+    """A minibatch whose gradients are sent but not yet written; torch's `GradientReductionHandle`.
+
+    Args:
+        machine: of the root; None where nothing is left to wait for.
+    """
+
+    def __init__(self, machine: Minibatch | None) -> None:
+        self._machine, self._epoch = machine, machine.epoch if machine is not None else 0
+
+    def wait(self) -> None:
+        """Wait for every rank and write `.grad`. A second call does nothing.
+
+        Raises:
+            AbandonedMinibatchError: a rank has given the minibatch up.
+            OdcError: the job was ended in the meantime.
+        """
+        machine, self._machine = self._machine, None
+        if machine is None:
+            return
+        if machine.epoch != self._epoch or machine.state is not RootState.FINISHING:
+            raise OdcError(f"the gradients of epoch {self._epoch} will not come: the minibatch has failed")
+        if (abandoned := machine.collect()) is not None:
+            raise abandoned
+
+
+def set_manual(module: compat.FSDPModule, enabled: bool) -> None:
+    """Say who ends minibatches: `finalize_backward()`, or a last backward. See `OdcModule`."""
+    state = compat.state_of(module)
+    if compat.is_root(state) is False:
+        raise OdcError("set_manual_backward_finalization() must be called on the root")
+    root = next((root for root in live_roots() if root.state is state), None)
+    if enabled != compat.is_manual(state):
+        if compat.is_in_backward():
+            raise OdcError("set_manual_backward_finalization() cannot change the mode during a backward")
+        if root is not None and root.minibatch.pushed:
+            raise OdcError(
+                f"rank {root.rank} (epoch {root.minibatch.epoch}): set_manual_backward_finalization() cannot change "
+                "the mode after the first backward of a minibatch"
+            )
+    compat.set_manual(state, enabled)
+    if root is not None:
+        root.minibatch.manual = enabled
+
+
+def finalize(module: compat.FSDPModule, async_op: bool) -> GradientReduction | None:
+    """End the minibatch; see `OdcModule.finalize_backward`."""
+    root = root_of(module)
+    machine = root.minibatch
+    where = f"rank {root.rank} (epoch {machine.epoch}): finalize_backward()"
+    if machine.state is RootState.FINISHING:
+        raise UnfinishedMinibatchError(f"{where} before wait() was called on the handle of the last one")
+    if machine.explicit:
+        raise OdcError(f"{where} inside `with model.minibatch()`, which ends the minibatch by itself")
+    if not machine.manual:
+        raise OdcError(f"{where} needs set_manual_backward_finalization(True), called before the first backward")
+    if compat.is_in_backward():
+        raise OdcError(f"{where} during a backward: call it when every backward of the minibatch is over")
+    if not compat.is_synced(root.state):
+        return GradientReduction(None) if async_op else None
+    machine.done()
+    reduction = GradientReduction(machine)
+    if async_op:
+        return reduction
+    reduction.wait()
+    return None
+
+
+class Claims(Iterator[dict[str, torch.Tensor]]):
+    """What `OdcModule.claim` returns; made inside `with model.minibatch():`, on every rank. See there.
+
+    Each item is a microbatch: its tensors by name, copied for this rank. `number` is its position in the queue (0: the
+    costliest; the same whoever computes it, so it may seed dropout) and `rank` the global rank that offered it; both
+    are -1 before the first.
+
+    Raises:
+        UnsupportedError: the root has no queue.
+    """
+
+    def __init__(self, root: Root, mine: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None) -> None:
+        if not root.minibatch.explicit:
+            raise OdcError(
+                f"rank {root.rank}: claim() outside of `with model.minibatch():`, which ends when all ranks have"
+            )
+        if root.member.queue is None:
+            raise UnsupportedError(
+                "this model has no queue: give the root's fully_shard settings=Settings(queue_bytes=...), room for the "
+                "microbatches that one rank offers in one minibatch"
+            )
+        self._queue, self._ranks = root.member.queue, root.grid.ranks
+        self.number = self.rank = -1
+        self._queue.offer(mine, costs)
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        begin = recorder().now()
+        found = self._queue.claim()
+        if found is None:
+            raise StopIteration
+        self.number, self.rank = found.number, self._ranks[found.member]
+        recorder().add(FETCH, begin, unit="microbatch", peer=self.rank, nbytes=found.nbytes)
+        return found.tensors

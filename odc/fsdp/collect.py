@@ -1,0 +1,116 @@
+"""The meeting at the end of a minibatch: from every rank's accumulators to `.grad`.
+
+Sums are scaled once, in the accumulator's dtype, after everything was added, where FSDP2 scales every reduction: one
+rounding instead of many, and any number of pushes. A parameter gets a `.grad` if any rank of the mesh pushed to it, on
+every rank, also where its own chunk is empty; otherwise a norm over DTensors would hang on the ranks that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from odc.errors import AbandonedMinibatchError
+from odc.fsdp import refusals
+from odc.fsdp._torch_param import ShardedParam
+from odc.fsdp.fetcher import FetchedGroup
+from odc.runtime import Endpoint, HeapLayout, UnitSpec
+
+
+class Collector:
+    """Collects the gradients of one root, minibatch after minibatch; on the rank's main thread.
+
+    Args:
+        member: this rank's.
+        groups: every unit of the root, in the order of the heap's units.
+
+    Attributes:
+        dirty: for each unit whether its accumulator was added to since it was last zeroed.
+        writing: whether gradients are being written, and their hooks run, right now.
+    """
+
+    def __init__(self, member: Endpoint, groups: Sequence[FetchedGroup]) -> None:
+        self._member, self._groups = member, groups
+        self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64)
+        self.dirty = [False] * len(groups)
+        self.writing = False
+
+    @torch.no_grad()
+    def meet(self, who: str) -> AbandonedMinibatchError | None:
+        """Wait until every rank is done, then write `.grad`; or return why no rank does. `who` begins the message."""
+        member, protocol = self._member, self._member.protocol
+        protocol.await_done(protocol.epoch)
+        protocol.await_accumulated()
+        counts = push_counts(member.layout)
+        used = (counts != self._seen).tolist()
+        self._seen = counts
+        abandoned = refusals.abandonment(who, protocol)
+        if abandoned is None and any(used):
+            refusals.refuse_half_evaluated(protocol)
+        protocol.complete()
+        if abandoned is None:
+            self._write_gradients(used)
+        else:
+            self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
+        if len(protocol.grid.replica_group) > 1:
+            member.layout.heap.lanes.settle()  # this rank's reads of its replicas' accumulators
+        protocol.read_all()
+        return abandoned
+
+    def _write_gradients(self, used: Sequence[bool]) -> None:
+        layout = self._member.layout
+        self.writing = True
+        try:
+            for unit, group in zip(layout.units, self._groups, strict=True):
+                base = layout.param_base[unit.index]
+                flags = list(used[base : base + len(unit.params)])
+                self.dirty[unit.index] = any(flags)
+                divide = group.gradient_divide_factor or float(len(layout.grid.ranks))
+                write_gradients(layout, unit, group.odc_params, flags, divide)
+        finally:
+            self.writing = False
+
+
+def push_counts(layout: HeapLayout) -> torch.Tensor:
+    """int64 [parameters]: cumulative pushes of each parameter by all members, as they wrote them into this heap."""
+    return layout.mine.all_pushes().sum(0)
+
+
+def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tensor:
+    """This rank's shard of the gradient of `unit`, 1-D [unit.numel] in the accumulator's dtype, divided by `divide_by`.
+
+    Sums the per-source accumulators in rank order; with hybrid sharding then reads each replica's accumulator,
+    one-sided, in rank order too: every rank of a replica group computes the same bits.
+    """
+    total: torch.Tensor | None = None
+    for member in layout.grid.replica_group:
+        for source in range(layout.sources):
+            part = layout.peer(member).accumulator(unit, source)
+            if total is None:
+                total = part.clone()
+            else:
+                total.add_(part)
+    assert total is not None  # a replica group holds at least this rank
+    return total.div_(divide_by)
+
+
+def write_gradients(
+    layout: HeapLayout, unit: UnitSpec, params: list[ShardedParam], used: list[bool], divide: float
+) -> None:
+    """Add the minibatch's gradients of one unit to `.grad`, and run post-accumulate hooks.
+
+    Args:
+        params: of the unit, in its order.
+        used: for each whether any rank pushed to it in this minibatch.
+        divide: by what the sums are divided; FSDP2's default is the number of ranks.
+    """
+    wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
+    if not any(wanted):
+        return
+    total = reduced(layout, unit, divide)
+    dtypes = {param.gradient_dtype for param, yes in zip(params, wanted, strict=True) if yes}
+    by_dtype = {dtype: total.to(dtype) for dtype in dtypes}
+    for spec, param, yes in zip(unit.params, params, wanted, strict=True):
+        if yes:
+            param.add_gradient(by_dtype[param.gradient_dtype], spec.accumulator_offset)

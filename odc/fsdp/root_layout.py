@@ -1,0 +1,159 @@
+"""What a root consists of, read from its modules: the calls of `fully_shard`, settings, rank grid, units, heap.
+
+The calls are kept in weak references outside the modules: a module that is deleted takes its entry along, and nothing
+of odc shows up in a state dict, a pickle or `dir(model)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from odc.errors import OdcError, UnsupportedError
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp.group import OdcParamGroup
+from odc.memory import ShmHeap, SymmetricHeap
+from odc.runtime import RankGrid, Rendezvous, UnitSpec, accumulator_dtype
+from odc.settings import Settings
+
+_entries: weakref.WeakKeyDictionary[nn.Module, ShardCall] = weakref.WeakKeyDictionary()
+_calls: Counter[tuple[int, ...]] = Counter()
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """One call of `fully_shard`.
+
+    Args:
+        sequence: how many calls there were before on a mesh of these ranks; the same on all of them.
+        rank: this rank's global rank.
+        settings: as given, None to take the root's.
+    """
+
+    sequence: int
+    rank: int
+    settings: Settings | None
+
+
+def register(modules: list[nn.Module], ranks: tuple[int, ...], rank: int, settings: Settings | None) -> None:
+    """Note a call of `fully_shard` on `modules` over a mesh of `ranks`."""
+    entry = ShardCall(_calls[ranks], rank, settings)
+    _calls[ranks] += 1
+    for module in modules:
+        _entries[module] = entry
+
+
+def sharded_modules() -> list[nn.Module]:
+    """Every module that was sharded and still lives."""
+    return list(_entries)
+
+
+def registered(module: object) -> ShardCall:
+    """The call that sharded `module`."""
+    return _entries[module]  # type: ignore[index]
+
+
+def forget_calls() -> None:
+    """Count calls from 0 again, in a process that has left one job and joins another, whose ranks all begin at 0."""
+    _calls.clear()
+
+
+def calls_below(module: compat.FSDPModule) -> list[int]:
+    """Numbers of the calls of `fully_shard` that made the tree of `module`."""
+    sharded = [m for m in cast(nn.Module, module).modules() if isinstance(m, compat.FSDPModule)]
+    return sorted({registered(one).sequence for one in sharded})
+
+
+def agreed_settings(module: compat.FSDPModule, call: ShardCall) -> Settings:
+    """The settings of the root that `call` sharded; raises ValueError where a module below has others."""
+    settings = call.settings or Settings()
+    for name, below in cast(nn.Module, module).named_modules():
+        if not isinstance(below, compat.FSDPModule) or below is module:
+            continue
+        own = registered(below).settings
+        if own is not None and own != settings:
+            raise ValueError(f"settings of {name!r} conflict with those of the root: {own} against {settings}")
+    return settings
+
+
+def grid_of(groups: list[OdcParamGroup], rank: int) -> RankGrid:
+    """The mesh that all groups share; refuses groups on different meshes."""
+    if not groups:
+        raise UnsupportedError("a root without parameters has nothing to shard")
+    ranks, shards, has_shards = compat.mesh_of(groups[0])
+    for group in groups:
+        if not isinstance(group, OdcParamGroup):
+            raise UnsupportedError(f"unit {compat.unit_name(group)!r} was sharded by torch's fully_shard, not by odc's")
+        if compat.mesh_of(group) != (ranks, shards, has_shards):
+            raise UnsupportedError(
+                f"unit {compat.unit_name(group)!r} is on another mesh (ranks {compat.mesh_of(group)[0]}) than unit "
+                f"{compat.unit_name(groups[0])!r} (ranks {ranks}); units of one root must share a mesh"
+            )
+    if rank not in ranks:
+        raise OdcError(f"rank {rank} is not on the mesh of ranks {ranks} that it shards over")
+    return RankGrid(ranks, shards, ranks.index(rank))
+
+
+def unit_of(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
+    """The layout of one group."""
+    name = compat.unit_name(group)
+    for param in group.odc_params:
+        if param.has_extension:
+            raise UnsupportedError(f"unit {name!r}: {param.name} has all-gather extensions (float8?): not supported")
+    params = [(param.name, param.padded_numel, param.compute_dtype) for param in group.odc_params]
+    # A parameter that was trained when it was sharded counts, frozen or not: adapters are frozen to evaluate the base.
+    trained = [
+        param
+        for param, before in zip(group.odc_params, group.odc_trained, strict=True)
+        if before or param.parameter.requires_grad
+    ]
+    frozen = {name for name, _, _ in params} - {param.name for param in trained}
+    wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype, param.gradient_dtype) for param in trained)
+    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen)
+
+
+def identity_of(sequence: int, grid: RankGrid) -> str:
+    """Names the root's heap, the same on every rank, whichever root is run first."""
+    ranks = hashlib.sha256(json.dumps([grid.ranks, grid.shards]).encode()).hexdigest()[:8]
+    return f"{sequence}.{ranks}"
+
+
+def open_heap(
+    identity: str,
+    grid: RankGrid,
+    rendezvous: Rendezvous,
+    settings: Settings,
+    groups: Sequence[compat.FSDPParamGroup],
+    state: compat.FSDPState,
+) -> SymmetricHeap:
+    """An unsealed heap for a root.
+
+    Raises:
+        UnsupportedError: a mesh over which torch cannot map device memory, or units on several devices.
+    """
+    host = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, settings.timeout_s)
+    device = compat.device_of(groups[0])
+    for group in groups:
+        if compat.device_of(group) != device:
+            name = compat.unit_name(group)
+            raise UnsupportedError(f"unit {name!r} is on {compat.device_of(group)}, the first unit on {device}")
+    if device.type == "cpu":
+        return host
+    process_group = compat.process_group_of(groups[0])
+    if process_group is None:
+        raise UnsupportedError(
+            f"no process group has exactly the ranks {grid.ranks} of the mesh, in this order: on CUDA a mesh is "
+            "1-D, or 2-D over the whole world"
+        )
+    from odc.memory.cuda import CudaHeap, CudaLanes
+
+    lanes = CudaLanes(device, compat.lane_streams(state))
+    return CudaHeap(host, device, lanes, process_group, rendezvous.meet)

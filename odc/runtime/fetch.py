@@ -1,0 +1,60 @@
+"""publish and fetch: this rank's shards to where its peers can read them, and theirs into its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from odc.runtime.protocol import MemberProtocol
+from odc.runtime.units import UnitSpec
+from odc.runtime.words import Word
+
+
+class PublishedShards:
+    """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well."""
+
+    def __init__(self, protocol: MemberProtocol) -> None:
+        self._protocol, self._layout = protocol, protocol.layout
+        self.count = protocol.grid.shards  # shards of each parameter
+        self._owners = protocol.grid.shard_group_from_next()
+        self._sources = [(owner % self.count, self._layout.peer(owner)) for owner in self._owners]
+
+    @torch.no_grad()
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], dirty: Sequence[bool]) -> None:
+        """Open the next epoch: copy this rank's shards to where peers can read them, in compute dtype.
+
+        Args:
+            shards: for each unit and parameter this rank's padded shard, 1-D, in its own dtype.
+            dirty: for each unit whether its accumulator was added to since it was last zeroed.
+
+        Waits for nobody: the caller has made sure that no peer reads or pushes any more.
+        """
+        layout, mine = self._layout, self._layout.mine
+        epoch = self._protocol.begin_publishing()
+        for unit, tensors in zip(layout.units, shards, strict=True):
+            layout.mover.publish([mine.published(unit, i, epoch) for i in range(len(unit.params))], tensors)
+        for unit, used in zip(layout.units, dirty, strict=True):
+            for source in range(layout.sources if used else 0):
+                mine.accumulator(unit, source).zero_()
+        layout.heap.lanes.settle()
+        self._protocol.end_publishing()
+
+    def fetch(self, unit: UnitSpec, destinations: Sequence[torch.Tensor], *, lane: str = "main") -> int:
+        """Copy a whole unit out of its owners' heaps, one copy a shard; returns the bytes that came from peers.
+
+        Args:
+            unit: which.
+            destinations: for each parameter 1-D contiguous [shards * padded shard] in compute dtype.
+            lane: trace lane of the waiting thread.
+
+        Waits until every owner has published the current epoch, then copies, starting with the next shard.
+        """
+        protocol = self._protocol
+        protocol.await_published(self._owners, lane)
+        sources = [(shard, peer.published_bytes(unit, protocol.epoch)) for shard, peer in self._sources]
+        offsets = [spec.published_offset for spec in unit.params]
+        self._layout.mover.gather(destinations, offsets, self.count, sources)
+        fetched = (self.count - 1) * unit.published_bytes
+        protocol.count(Word.FETCHED, fetched)
+        return fetched

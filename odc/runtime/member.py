@@ -1,0 +1,200 @@
+"""One member of a job, built and closed: its heap, its protocol, its meeting with the peers, its daemon's service.
+
+A sharded model, a batch exchange and a reader outside the job all begin here. Building calls no collective and waits
+for nobody; peers are attached when they are first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from odc.errors import LayoutMismatchError, PeerLostError
+from odc.memory import ProcessHandle, SymmetricHeap, Words
+from odc.memory.mapping import Mapping as SharedMemory
+from odc.runtime.connect import Rendezvous, ask_member
+from odc.runtime.daemon import daemon
+from odc.runtime.fetch import PublishedShards
+from odc.runtime.layout import HeapLayout, RankGrid
+from odc.runtime.peers.local import REASON_BYTES
+from odc.runtime.protocol import MemberProtocol
+from odc.runtime.push import Pusher
+from odc.runtime.queue import Queue
+from odc.runtime.service import Service
+from odc.runtime.shutdown import Departure
+from odc.runtime.units import UnitSpec
+from odc.runtime.words import BOARD_WORDS, Outcome, Word
+from odc.settings import Settings
+
+
+class Endpoint:
+    """What one member does over a heap that is laid out: protocol, published shards, pushes, queue.
+
+    `notify` wakes the daemon of a member.
+
+    Attributes:
+        queue: None unless the heap was laid out with `Settings.queue_bytes`.
+    """
+
+    def __init__(self, layout: HeapLayout, notify: Callable[[int], None]) -> None:
+        self.layout, self.grid = layout, layout.grid
+        self.protocol = MemberProtocol(layout)
+        self.shards = PublishedShards(self.protocol)
+        self.pusher = Pusher(self.protocol, notify)
+        self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
+
+    def done(self, outcome: Outcome, reason: str = "") -> None:
+        """Close this rank's part of the epoch: neither fetch nor push follows, and everything pushed is posted.
+
+        `reason` is for the peers of a rank that abandons the epoch. Waits only for peers to begin the epoch, and only
+        where something was pushed in it.
+        """
+        lanes = self.layout.heap.lanes
+        with lanes.lane("fetch"):
+            lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
+        if outcome is Outcome.EVALUATED:
+            self.protocol.skip_collect()
+        elif self.pusher.epoch == self.protocol.epoch:
+            self.protocol.share_counts(self.pusher.counts)
+        if outcome is Outcome.ABANDONED:
+            self.pusher.post_all()
+            self.protocol.explain(reason)
+        self.protocol.close(outcome)
+
+
+class Member(Endpoint):
+    """A rank's membership in the job of one root: an `Endpoint` that peers can find, and a service of its daemon.
+
+    Args:
+        store: of the job.
+        identity: of the root's heap, the same on every rank.
+        grid: the members.
+        units: in the same order on every rank.
+        settings: of the root.
+        fingerprint: further text on which the layouts must agree.
+        open_heap: makes an unsealed heap whose peers are attached by the given rendezvous.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        identity: str,
+        grid: RankGrid,
+        units: Sequence[UnitSpec],
+        settings: Settings,
+        fingerprint: str,
+        open_heap: Callable[[Rendezvous], SymmetricHeap],
+    ) -> None:
+        self.identity, self._pid = identity, os.getpid()
+        self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s)
+        super().__init__(HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint), rendezvous.notify)
+        self._service = service = Service(identity, self.layout)
+        self._daemon = server = daemon(grid.rank)
+        rendezvous.check = self.protocol.waiter.check
+        rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
+        rendezvous.on_failure = service.abort
+        server.serve(service)
+
+    def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
+        """Let peers attach from now on; `settings` and `calls` as in `Rendezvous.announce`."""
+        layout = self.layout
+        self.rendezvous.announce(
+            self._daemon.address, self._service.token, layout.heap.digest, layout.units, settings, calls
+        )
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the member's (DataLoader worker)."""
+        return os.getpid() != self._pid
+
+    def shut_down(self, note: str = "") -> Callable[[], None] | None:
+        """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
+
+        Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once.
+
+        Args:
+            note: what a peer is told that waits for this rank in vain; empty if this rank did all it had to.
+
+        Returns:
+            A function that waits until the heap is closed, and raises WaitTimeoutError if a peer had to be given up.
+            None in a forked child, which only drops its copy: the heap is still the rank's.
+        """
+        if self.forked:
+            return None
+        self.protocol.leave(note)
+        dismiss = functools.partial(self._daemon.dismiss, self._service)
+        departure = Departure(self._service, self.rendezvous, dismiss)
+        self._daemon.departures.add(departure)
+        return departure.wait
+
+
+class ReadOnlyMember:
+    """A member's heap as a process outside the job sees it: mapped without the right to write. Close it.
+
+    Args:
+        rank: global rank of the member.
+        address: of its listener.
+        root, token: identity of its heap, and the token of readers.
+        nbytes, digest: of the heap.
+        board, reason: offsets of these regions in it.
+        timeout_s: seconds its listener may take to answer.
+
+    Raises:
+        PeerLostError: it is gone.
+        WaitTimeoutError: it does not answer.
+        LayoutMismatchError: its heap is another one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        *,
+        root: str,
+        token: str,
+        nbytes: int,
+        digest: str,
+        board: int,
+        reason: int,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self._reason = rank, reason
+        doing = f"reader, attaching to rank {rank}"
+        hint = "; the job has ended, or the weight handle belongs to another run"
+        request = {"op": "read", "root": root, "token": token}
+        answer = ask_member(address, request, timeout_s, "reader", rank, hint=hint)
+        with contextlib.ExitStack() as descriptors:
+            for fd in answer.fds:
+                descriptors.callback(os.close, fd)
+            if "error" in answer.reply:
+                raise PeerLostError(f"{doing}: {answer.reply['error']}", culprit=rank)
+            size = os.fstat(answer.fds[0]).st_size
+            if answer.reply["digest"] != digest or not answer.reply["nbytes"] == nbytes == size:
+                raise LayoutMismatchError(
+                    f"{doing}: its heap is not laid out as the weight handle says; ask the job for a new one",
+                    culprit=rank,
+                )
+            self.memory = SharedMemory(answer.fds[0], nbytes, writable=False)
+        self.memory.prefault(fresh=False)
+        self.board = Words(self.memory.address + board, BOARD_WORDS, self.memory)
+        self._process = ProcessHandle(answer.pid)
+
+    def refuse_if_gone(self, doing: str) -> None:
+        """Raise `PeerLostError` if the rank died, shut down or aborted."""
+        if self.board.load(Word.ABORT):
+            culprit = self.board.load(Word.ABORT) - 1
+            raw = ctypes.string_at(self.memory.address + self._reason, REASON_BYTES).split(b"\0", 1)[0]
+            said = raw.decode("utf-8", "replace")
+            raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
+        if self.board.load(Word.LEFT):
+            raise PeerLostError(f"reader, {doing}: rank {self.rank} has left the job", culprit=self.rank)
+        if not self._process.alive():
+            raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
+
+    def close(self) -> None:
+        """Let go of the member's memory; nobody notices."""
+        self._process.close()

@@ -1,0 +1,1 @@
+"""The members of a job as one rank reaches them: by mapped memory (`local`)."""

@@ -1,0 +1,172 @@
+"""A member whose heap is mapped into this process: its words, its shards and its staging slots.
+
+The rest of the runtime asks a peer for these and never touches a heap itself. A peer on another host would answer the
+same questions from a mirror of its words and from a transport.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.runtime.units import UnitSpec
+
+REASON_BYTES = 1024
+
+
+class LocalPeer:
+    """One member, this rank's own included. The first question about another member attaches to it, which may wait.
+
+    Questions may be asked from any thread; they raise as `SymmetricHeap.tensor` does. Tensors are views, not copies.
+
+    Args:
+        heap: in which the members' memory is mapped.
+        member: index of the member.
+        buffers: published versions that the heap holds side by side, 1 or 2.
+        parameters: parameters of all units together.
+    """
+
+    def __init__(self, heap: SymmetricHeap, member: int, buffers: int, parameters: int) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self._heap, self._buffers, self._parameters = heap, buffers, parameters
+        # Made once: a view of shared memory costs more than to copy a small parameter.
+        self._shards: dict[tuple[int, int], torch.Tensor] = {}
+        self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
+        self._mutexes: dict[int, RobustMutex] = {}
+
+    @property
+    def attached(self) -> bool:
+        """Whether every question can be answered without waiting."""
+        return self._heap.attached(self.member)
+
+    def attach(self) -> None:
+        """Reach the member, waiting for it to come up."""
+        self._heap.words(self.member, "board")
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._shards.clear()
+        self._accumulators.clear()
+        self._mutexes.clear()
+
+    # words -------------------------------------------------------------------------------------------------------
+
+    @property
+    def board(self) -> Words:
+        """The member's status board (see `Word`)."""
+        return self._heap.words(self.member, "board")
+
+    @property
+    def sent(self) -> Words:
+        """Blocks that each source has posted to the member, cumulative; word `source` is written by that source."""
+        return self._heap.words(self.member, "sent")
+
+    @property
+    def accumulated(self) -> Words:
+        """Blocks of each source that the member's daemon has added, cumulative."""
+        return self._heap.words(self.member, "accumulated")
+
+    @property
+    def claims(self) -> Words:
+        """Words of the queue (see `ClaimWord`)."""
+        return self._heap.words(self.member, "claimed")
+
+    def pushes(self, source: int) -> torch.Tensor:
+        """int64 [parameters]: cumulative pushes of each parameter by `source`, which writes them before its DONE."""
+        count = self._parameters
+        return self._heap.tensor(self.member, "pushes", torch.int64, offset=source * count, numel=count)
+
+    def all_pushes(self) -> torch.Tensor:
+        """int64 [members, parameters]: `pushes` of every source."""
+        members, count = len(self._heap.ranks), self._parameters
+        every = self._heap.tensor(self.member, "pushes", torch.int64, numel=members * count)
+        return every.view(members, count)
+
+    @property
+    def reason(self) -> str:
+        """Why the job was aborted, or what the member noted as it shut down; empty if it said nothing."""
+        return _read(self._heap.tensor(self.member, "reason", torch.uint8))
+
+    def set_reason(self, text: str) -> None:
+        """Write `reason`, before ABORT or LEFT; of a long text the first bytes are kept."""
+        _write(self._heap.tensor(self.member, "reason", torch.uint8), text)
+
+    def abandonment(self, epoch: int) -> str:
+        """Why the member abandoned `epoch`, of its newest two."""
+        return _read(self._abandonment(epoch))
+
+    def set_abandonment(self, epoch: int, text: str) -> None:
+        """Write `abandonment`, before the epoch's outcome; of a long text the first bytes are kept."""
+        _write(self._abandonment(epoch), text)
+
+    def _abandonment(self, epoch: int) -> torch.Tensor:
+        at = epoch % 2 * REASON_BYTES
+        return self._heap.tensor(self.member, "abandoned", torch.uint8, offset=at, numel=REASON_BYTES)
+
+    # shards ------------------------------------------------------------------------------------------------------
+
+    def published(self, unit: UnitSpec, param: int, epoch: int = 0) -> torch.Tensor:
+        """1-D [elements of a padded shard] in compute dtype; `epoch` matters only where there are two buffers."""
+        spec = unit.params[param]
+        at = (epoch % self._buffers * unit.published_bytes + spec.published_offset) // spec.dtype.itemsize
+        return self._heap.tensor(self.member, f"published/{unit.index}", spec.dtype, offset=at, numel=spec.numel)
+
+    def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
+        """uint8 [unit.published_bytes or more]: the published shard of `unit`, parameter after parameter."""
+        key = unit.index, epoch % self._buffers
+        view = self._shards.get(key)
+        if view is None:
+            at = key[1] * unit.published_bytes
+            view = self._heap.tensor(self.member, f"published/{unit.index}", torch.uint8, offset=at)
+            self._shards[key] = view
+        return view
+
+    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
+        """1-D [unit.numel] in the accumulator's dtype; `source` is a shard index, with per-source accumulators only."""
+        key = unit.index, source
+        view = self._accumulators.get(key)
+        if view is None:
+            name, dtype, count = f"accumulator/{unit.index}", unit.accumulator_dtype, unit.numel
+            view = self._heap.tensor(self.member, name, dtype, offset=source * count, numel=count)
+            self._accumulators[key] = view
+        return view
+
+    def mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards adds into the accumulator of `unit`."""
+        mutex = self._mutexes.get(unit.index)
+        if mutex is None:
+            address = self._heap.address(self.member, "mutexes") + unit.index * MUTEX_BYTES
+            what = f"the accumulator of unit {unit.name!r} on rank {self.rank}"
+            # The words keep the memory mapped.
+            mutex = RobustMutex(address, self._heap.words(self.member, "mutexes"), what)
+            self._mutexes[unit.index] = mutex
+        return mutex
+
+    # staging and queue -------------------------------------------------------------------------------------------
+
+    def staging_address(self, distance: int) -> int:
+        """Where the staging ring of the source `distance` shards before the member begins; valid until `close`."""
+        return self._heap.address(self.member, f"staging/{distance}")
+
+    def staging(self, distance: int) -> torch.Tensor:
+        """uint8 [slots * bytes of a slot]: the same ring."""
+        return self._heap.tensor(self.member, f"staging/{distance}", torch.uint8)
+
+    def headers(self, distance: int) -> torch.Tensor:
+        """int64 [slots * header words]: the headers of the same ring."""
+        return self._heap.tensor(self.member, f"headers/{distance}", torch.int64)
+
+    def offers(self) -> torch.Tensor:
+        """uint8 [queue_bytes, rounded up to 64]: the microbatches that the member offers, and their table."""
+        return self._heap.tensor(self.member, "queue", torch.uint8)
+
+
+def _write(region: torch.Tensor, text: str) -> None:
+    """Write text zero-terminated into a region of bytes; what does not fit is cut off."""
+    raw = text.encode("utf-8", "replace")[: region.numel() - 1]
+    region[: len(raw) + 1].copy_(torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8))
+
+
+def _read(region: torch.Tensor) -> str:
+    """The text that `_write` wrote into a region of bytes."""
+    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")

@@ -1,0 +1,299 @@
+"""The protocol of a minibatch: every store of a protocol word and every wait for one, in the order of the protocol.
+
+    begin     wait: all DONE the last epoch, replicas READ | PUBLISHING | publish, zero accumulators | PUBLISHED
+    fetch     wait: the owners' PUBLISHED | copy
+    push      wait: the owner's PUBLISHED, a free slot | copy | SENT        daemon: add | ACCUMULATED
+    offer     home: CLAIMED = 0 | table and inputs | OFFERED
+    claim     wait: all OFFERED | CLAIMED + 1 at home | copy
+    done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
+    collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
+
+No step is a collective, and none but the waits named here waits. A rank does all that its peers wait for before it
+waits itself, so each may run any number of microbatches, including zero. The order makes it sound:
+
+* A rank begins only after everybody is DONE with the last epoch, so nobody reads shards or adds to accumulators while
+  it writes them. A fetch or push of an epoch waits for the owner's PUBLISHED of that epoch, so it finds new shards and
+  zeroed accumulators. Any caller that keeps to the epochs is therefore safe.
+* SENT and ACCUMULATED are cumulative and never reset: a fast rank may be in the next epoch while a slow owner still
+  reads the counts of this one. The counts of pushes are cumulative too, and wait for the member to have begun this
+  epoch.
+* OUTCOME is stored before DONE, so all ranks read the same outcomes and agree whether gradients are written.
+
+`odc.runtime.wait` alone stores WAITING, which says for whom a rank waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from odc.errors import OdcError
+from odc.memory import Words
+from odc.runtime.layout import HeapLayout
+from odc.runtime.peers.local import LocalPeer
+from odc.runtime.wait import Waiter
+from odc.runtime.words import ClaimWord, Outcome, RootState, Word, decode_outcome, encode_outcome, outcome_word
+
+HOME = 0  # the member whose CLAIMED counts
+
+
+class RingWords:
+    """SENT and ACCUMULATED of one staging ring: its head, which the pusher moves, and its tail, which the daemon moves.
+
+    Both count blocks since the start; their difference is the number of slots in use.
+
+    Attributes:
+        posted: blocks that the source has posted; what they hold is visible.
+        post: store SENT, on the pusher; data and headers of that many blocks are in place.
+        added: blocks whose slots may be filled again.
+        give_back: store ACCUMULATED, on the owner's daemon; the sums of that many blocks are in the accumulator.
+    """
+
+    def __init__(self, owner: LocalPeer, source: int) -> None:
+        sent, accumulated = owner.sent, owner.accumulated
+        self.posted: Callable[[], int] = functools.partial(sent.load, source)
+        self.post: Callable[[int], None] = functools.partial(sent.store, source)
+        self.added: Callable[[], int] = functools.partial(accumulated.load, source)
+        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)
+
+
+class MemberProtocol:
+    """One member's side of the protocol.
+
+    `await_published`, `await_credit`, `count` and `abort` may be called from any thread of the rank, everything else
+    from its main thread. Every wait raises PeerLostError and WaitTimeoutError as `Waiter.until` does.
+    """
+
+    def __init__(self, layout: HeapLayout) -> None:
+        self.layout, self.grid = layout, layout.grid
+        self.board = layout.mine.board
+        self.waiter = Waiter(layout, functools.partial(abort, layout))
+        self.epoch = 0  # this rank's newest
+        self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
+        self._counting = threading.Lock()
+
+    def touch(self, doing: str) -> None:
+        """PROGRESS, for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
+        self.board.store(Word.PROGRESS, self.board.load(Word.PROGRESS) + 1)
+        self.waiter.check(doing)
+
+    # begin -------------------------------------------------------------------------------------------------------
+
+    def await_end_of_epoch(self) -> None:
+        """Wait until no member uses this rank's newest epoch any more: not its shards, nor its accumulators."""
+        if self.epoch:
+            self.await_done(self.epoch)
+            replicas = [member for member in self.grid.replica_group if member != self.grid.me]
+            self._await_word(Word.READ, replicas, self.epoch, "to read the accumulators of")
+
+    def begin_publishing(self) -> int:
+        """PUBLISHING; returns the epoch. Shards may be written after it."""
+        epoch = self.epoch + 1
+        self.board.store(Word.PUBLISHING, epoch)
+        self.board.fence()  # a reader outside the job that sees any byte of this version sees the word above
+        return epoch
+
+    def end_publishing(self) -> None:
+        """PUBLISHED: the next epoch is open, its shards written and its accumulators zeroed."""
+        self.epoch += 1
+        self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
+
+    def show_step(self, step: int) -> None:
+        """PUBLISHED of a member without shards, for messages: the newest step of its exchange."""
+        self.board.store(Word.PUBLISHED, max(step, self.board.load(Word.PUBLISHED)))
+
+    # fetch and push ----------------------------------------------------------------------------------------------
+
+    def await_published(self, members: Sequence[int], lane: str = "main") -> None:
+        """Wait until each of `members` has begun this rank's current epoch; `lane` is the thread's in the trace."""
+        epoch = self.board.load(Word.PUBLISHED)
+        known_epoch, known = self._known
+        for member in members:
+            if known_epoch == epoch and member in known:
+                continue
+            board = self.layout.peer(member).board
+            what = f"rank {self.grid.ranks[member]} to publish epoch {epoch}"
+            self.waiter.until(functools.partial(_reached, board, Word.PUBLISHED, epoch), member, what, lane=lane)
+            # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
+            known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
+
+    def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
+        """Wait until the ring to `owner` has a free slot; `credit()` counts them. On the sender's thread."""
+        if credit() <= 0:
+            rank = self.grid.ranks[owner]
+            what = f"a free staging slot of rank {rank} (its server has to add what was pushed)"
+            self.waiter.until(lambda: credit() > 0, owner, what, lane="push")
+
+    def ring(self, owner: int, source: int) -> RingWords:
+        """SENT and ACCUMULATED of the ring from `source` to `owner`."""
+        return RingWords(self.layout.peer(owner), source)
+
+    # the queue of microbatches -----------------------------------------------------------------------------------
+
+    def reset_claims(self) -> None:
+        """CLAIMED, at home, and this rank's own words beside it. Before `offer`, in the epoch that is open."""
+        claims = self.layout.mine.claims
+        if self.grid.me == HOME:
+            claims.store(ClaimWord.CLAIMED, 0)
+        claims.store(ClaimWord.MINE, 0)
+        claims.store(ClaimWord.TOTAL, 0)
+
+    def offer(self) -> None:
+        """OFFERED: this rank's table and inputs of the current epoch are in place."""
+        self.board.store(Word.OFFERED, self.epoch)  # release: counter, table and inputs are visible before it
+
+    def await_offers(self) -> bool:
+        """Wait until every member has offered; False if one has abandoned the minibatch instead.
+
+        Raises:
+            OdcError: a member closed this epoch without an offer.
+        """
+        epoch = self.epoch
+        for member in self.grid.members:
+            board, rank = self.layout.peer(member).board, self.grid.ranks[member]
+
+            def settled(board: Words = board) -> bool:
+                return board.load(Word.OFFERED) >= epoch or board.load(Word.DONE) >= epoch
+
+            self.waiter.until(settled, member, f"rank {rank} to offer its microbatches of epoch {epoch}")
+            if board.load(Word.OFFERED) < epoch:
+                if decode_outcome(board.load(outcome_word(epoch)), epoch) is Outcome.ABANDONED:
+                    return False
+                raise OdcError(
+                    f"rank {self.grid.rank} (epoch {epoch}) shares a queue, but rank {rank} ended that minibatch "
+                    "without an offer; every rank must call model.claim(), with an empty list if it has loaded nothing",
+                    culprit=rank,
+                )
+        return True
+
+    def note_total(self, total: int) -> None:
+        """TOTAL: what all members have offered."""
+        self.layout.mine.claims.store(ClaimWord.TOTAL, 1 + total)
+
+    def claim(self) -> int:
+        """CLAIMED: the number of the next microbatch, which may be over the queue's end. After `await_offers`."""
+        return self.layout.peer(HOME).claims.add(ClaimWord.CLAIMED, 1)
+
+    def note_claimed(self) -> None:
+        """MINE: this rank has copied one microbatch more."""
+        claims = self.layout.mine.claims
+        claims.store(ClaimWord.MINE, claims.load(ClaimWord.MINE) + 1)
+
+    # done --------------------------------------------------------------------------------------------------------
+
+    def skip_collect(self) -> None:
+        """COMPLETE and READ of an epoch without pushes, which is closed without meeting anybody. Before `close`."""
+        self.board.store(Word.COMPLETE, self.epoch)
+        self.board.store(Word.READ, self.epoch)
+
+    def share_counts(self, counts: torch.Tensor) -> None:
+        """Write how often this rank has pushed each parameter since the start to every member. Before `close`."""
+        for member in self.grid.members:
+            # An owner that has not opened this epoch may still read the counts of the last one.
+            self.await_published((member,))
+            self.layout.peer(member).pushes(self.grid.me).copy_(counts)
+
+    def explain(self, reason: str) -> None:
+        """Say why this rank abandons the current epoch; the first bytes are kept. Before `close`."""
+        self.layout.mine.set_abandonment(self.epoch, reason)
+
+    def close(self, outcome: Outcome) -> None:
+        """OUTCOME, then DONE: this rank neither fetches nor pushes in this epoch any more, and all is posted."""
+        self.board.store(outcome_word(self.epoch), encode_outcome(self.epoch, outcome))
+        self.board.store(Word.DONE, self.epoch)  # release: every push and count is visible before it
+
+    # collect -----------------------------------------------------------------------------------------------------
+
+    def await_done(self, epoch: int) -> None:
+        """Wait until every member is done with `epoch`: nobody reads this epoch's shards or pushes any more."""
+        self._await_word(Word.DONE, self.grid.others(), epoch, "to finish")
+
+    def await_accumulated(self) -> None:
+        """Wait until this rank's daemon has added every block that was posted to it."""
+        for source in self.grid.shard_group:
+            ring = self.ring(self.grid.me, source)
+
+            def added(ring: RingWords = ring) -> bool:
+                return ring.added() == ring.posted()
+
+            what = f"this rank's server to add what rank {self.grid.ranks[source]} pushed"
+            self.waiter.until(added, self.grid.me, what)
+
+    def closed_as(self, outcome: Outcome) -> list[int]:
+        """Members that have closed the current epoch with `outcome`; all that have, once `await_done` has returned."""
+        word, epoch = outcome_word(self.epoch), self.epoch
+        boards = [self.layout.peer(member).board for member in self.grid.members]
+        return [member for member, board in enumerate(boards) if decode_outcome(board.load(word), epoch) is outcome]
+
+    def abandonment(self, member: int) -> str:
+        """Why the member has abandoned the current epoch."""
+        return self.layout.peer(member).abandonment(self.epoch)
+
+    def complete(self) -> None:
+        """COMPLETE: this rank's accumulators hold every push. Then wait for those of all replicas."""
+        self.board.store(Word.COMPLETE, self.epoch)
+        if len(self.grid.replica_group) > 1:
+            self._await_word(Word.COMPLETE, self.grid.replica_group, self.epoch, "to complete the accumulators of")
+
+    def read_all(self) -> None:
+        """READ: this rank has read its replicas' accumulators, and its reads have settled."""
+        self.board.store(Word.READ, self.epoch)
+
+    def _await_word(self, word: Word, members: Sequence[int], epoch: int, what: str) -> None:
+        for member in members:
+            reached = functools.partial(_reached, self.layout.peer(member).board, word, epoch)
+            self.waiter.until(reached, member, f"rank {self.grid.ranks[member]} {what} epoch {epoch}")
+
+    # status, and the end -----------------------------------------------------------------------------------------
+
+    def set_state(self, state: RootState) -> None:
+        """STATE."""
+        self.board.store(Word.STATE, int(state))
+
+    def count_microbatch(self) -> None:
+        """MICROBATCH."""
+        self.board.store(Word.MICROBATCH, self.board.load(Word.MICROBATCH) + 1)
+
+    def reset_microbatches(self) -> None:
+        """MICROBATCH, at the beginning of an epoch."""
+        self.board.store(Word.MICROBATCH, 0)
+
+    def count(self, word: Word, nbytes: int) -> None:
+        """FETCHED or PUSHED."""
+        with self._counting:
+            self.board.store(word, self.board.load(word) + nbytes)
+
+    def abort(self, reason: str, culprit: int) -> None:
+        """End the job everywhere (see `abort`)."""
+        abort(self.layout, reason, culprit)
+
+    def leave(self, note: str) -> None:
+        """LEFT: this rank shuts down. `note` is told to a peer that waits for it in vain; empty if it did its part."""
+        if note and not self.board.load(Word.ABORT):
+            self.layout.mine.set_reason(note)
+        self.board.store(Word.LEFT, 1)
+
+
+def _reached(board: Words, word: Word, epoch: int) -> bool:
+    return board.load(word) >= epoch
+
+
+def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
+    """ABORT, with `reason`, on this rank's board and on those of the members it is attached to.
+
+    `culprit` is a global rank. The first reason on a board stays: ranks that fail later do so because of it. Never
+    raises, waits for nobody and never attaches, which may take long: other members learn of the end from this rank's
+    board, from their own daemon, or when they attach. May be called from any thread.
+    """
+    for member in layout.grid.members:
+        with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same
+            peer = layout.peer(member)
+            if member == layout.grid.me or peer.attached:
+                board = peer.board
+                if not board.load(Word.ABORT):
+                    peer.set_reason(reason)
+                    board.store(Word.ABORT, 1 + culprit)
