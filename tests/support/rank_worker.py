@@ -5,7 +5,8 @@ the import costs seconds, a fork milliseconds, and tests that kill ranks need ma
 does, threads joined and atexit handlers run, but for taking torch's modules apart, which costs a second and a half of
 processor time; tests of how a rank ends ask for that, too (`whole_end`).
 
-Run as a script by `support.ranks`: `python rank_worker.py <control fd> <pid of pytest>`.
+Run as a script by `support.ranks`: `python rank_worker.py <control fd> <pid of pytest> <module to import>...`; the
+modules are those that the collected tests need beside `_PRELOADED`.
 """
 
 from __future__ import annotations
@@ -221,8 +222,10 @@ def main() -> None:
     """Nurse until pytest is gone; in a forked rank, live."""
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with(int(sys.argv[2]))
-    for name in _PRELOADED:
+    gc.disable()  # imports leave next to no garbage
+    for name in (*_PRELOADED, *sys.argv[3:]):
         importlib.import_module(name)
+    gc.enable()
     gc.freeze()  # a collection in a rank neither looks at all this nor makes copies of its pages
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports: a fork would lose them"

@@ -35,6 +35,11 @@ _GRACE_S = 10.0  # for the other ranks' words once one has failed
 
 Environment = tuple[tuple[str, str], ...]  # variables and their values
 INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
+# What ranks import when the collected tests have imported the key: the nursery does it once for all of them.
+_ALSO_PRELOADED = {
+    "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2"),
+    "support.models": ("support.warm",),
+}
 
 
 class RanksFailed(AssertionError):
@@ -94,8 +99,10 @@ class Nursery:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = Path(__file__).with_name("rank_worker.py")
         settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        interpreted = ("odc.runtime.movers.triton",) if "TRITON_INTERPRET" in dict(environment) else ()
+        also = [name for key, names in _ALSO_PRELOADED.items() if key in sys.modules for name in names]
         self._process = subprocess.Popen(
-            [sys.executable, str(worker), str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, str(worker), str(theirs.fileno()), str(os.getpid()), *(interpreted or also)],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **settings, "PYTHONPATH": os.pathsep.join(sys.path), **dict(environment)},
         )
