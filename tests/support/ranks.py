@@ -38,7 +38,6 @@ INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
 # What ranks import when the collected tests have imported the key: the nursery does it once for all of them.
 _ALSO_PRELOADED = {
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2"),
-    "support.models": ("support.warm",),
 }
 
 
