@@ -4,48 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from support.ranks import spawn_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-def run_script(rank: int, world: int, script: str, port: int) -> None:
-    """As torchrun would: with no process group yet, and the place of the agent's store in the environment."""
-    dist.destroy_process_group()
-    told = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ |= {name: str(value) for name, value in {**told, **agent}.items()}
-    runpy.run_path(script, run_name="__main__")
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """The README's program, and a line that writes a file a rank: what two ranks print may interleave."""
+def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    script = tmp_path / "loop.py"
+    # A file a rank: what two ranks print may interleave.
     ending = f'open(f"{tmp_path}/rank-{{rank}}", "w").write(f"{{step}} {{loss.isfinite().item()}}")\n'
-    path = tmp_path / "loop.py"
-    path.write_text(program + ending, encoding="utf-8")
-    return path
-
-
-def test_program_of_the_readme_runs(script: Path, tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with spawn_ranks(2, run_script, str(script), store.port) as job:
-        for outcome in job.wait():
-            assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 True"]
-
-
-# Whole jobs under torch elastic, which torchrun is, run in the tests of `odc compare` and `odc train`.
-@pytest.mark.thorough
-def test_program_of_the_readme_runs_under_torchrun(script: Path, tmp_path: Path) -> None:
+    script.write_text(program + ending, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
