@@ -27,9 +27,10 @@ EXTRAS_integrations := transformers,verl
 EXTRAS_trl := trl
 EXTRAS_evaluation := lm-eval,lmms-eval
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
-ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
-# Tests of one file stay together: they share rank processes, and what those keep.
-SPREAD = -n $(JOBS) --dist loadfile
+# Tests start many processes: what one has compiled of odc, the others load, whatever the shell says.
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Tests of one file stay together: they share rank processes, and what those keep. Files begin in their own order.
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,14 +33,26 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("odc")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without garbage collections: a million objects come to stay, and none need be looked at later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from support.extent import left_out
+    from support.extent import left_out, longest_first
 
     out = left_out(items, config.getoption("--extent"))
     if out:
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
+    longest_first(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")

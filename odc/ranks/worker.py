@@ -252,9 +252,11 @@ def main(control: int, parent: int, preloaded: Sequence[str]) -> None:
         preloaded: modules to import first; those that are not installed are passed over.
     """
     die_with(parent)
+    gc.disable()  # imports leave next to no garbage
     for name in preloaded:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    gc.enable()
     gc.freeze()  # a collection in a rank neither looks at all this nor copies its pages
     birth = serve(socket.socket(fileno=control))
     if birth is not None:

@@ -1,4 +1,4 @@
-"""The command line as a user meets it; what starts ranks runs in a process of its own."""
+"""The command line as a user meets it; `odc train` runs in a process of its own, which loads all that it needs."""
 
 from __future__ import annotations
 
@@ -88,13 +88,21 @@ def test_train_goes_on_from_an_export_under_torchrun(
     assert done.stderr.count("step 2/2") == 1, "one rank shows progress"
 
 
-def test_compare_writes_one_table_and_what_it_names(job: list[str], tmp_path: Path) -> None:
+def test_compare_writes_one_table_and_what_it_names(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
     output = tmp_path / "out"
-    done = odc("compare", *job, "--arms", "fsdp2,odc-dynamic", "--slow", "1:1.5", "--output", str(output))
-    assert done.returncode == 0, done.stderr
+    arguments = ["compare", *job, "--arms", "fsdp2,odc-dynamic", "--slow", "1:1.5", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["odc", *arguments])
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.setenv(name, _ENV[name])
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said, progress = capfd.readouterr()
+    assert ended.value.code == 0, progress
     for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc-dynamic", "rank 1 slowed 1.5x"):
-        assert text in " ".join(done.stdout.split())  # the title may be broken into lines
-    named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", done.stdout, re.MULTILINE)
+        assert text in " ".join(said.split())  # the title may be broken into lines
+    named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", said, re.MULTILINE)
     assert [Path(path).name for path in named] == [
         "compare.json",
         "timeline.png",

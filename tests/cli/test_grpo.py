@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from odc.cli import main
+
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -35,10 +37,11 @@ def test_grpo_launches_its_ranks_and_a_rollout(tmp_path: Path) -> None:
     assert record["step"] == 1 and record["version"] == 2
 
 
-def test_what_cannot_be_is_said_before_ranks_start() -> None:
-    done = python("odc.cli", "grpo", "--group", "1")
-    assert done.returncode == 2
-    assert done.stderr == "odc: group must be a whole number, 2 or more, not 1\n"
+def test_what_cannot_be_is_said_before_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["grpo", "--group", "1"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "odc: group must be a whole number, 2 or more, not 1\n"
 
 
 @pytest.mark.thorough

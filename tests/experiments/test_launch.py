@@ -96,6 +96,8 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "from test_launch import _linger\n"
+        "from odc.experiments import launch as here\n"
+        "here._PRELOADED = ('torch.distributed.elastic.multiprocessing',)  # what ranks that only sleep load\n"
         "from odc.experiments.launch import launch\n"
         f"if __name__ == '__main__':\n    launch(_linger, {str(tmp_path)!r}, ranks=2)\n"
     )

@@ -30,7 +30,7 @@ from odc.runtime.push import Pusher
 Pools = Callable[[int], RankPool]
 
 RUNS = 20
-FEWER = 6
+FEWER = 6  # enough for fp32 bits to differ, as `test_the_delays_do_reorder_additions` shows
 COUNTS = (3, 1, 2, 2)
 
 
@@ -86,9 +86,10 @@ def bits_of_runs(
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_twenty_runs_under_random_delays_give_the_same_bits(ranks: Pools, accumulate: str, low_precision: bool) -> None:
+def test_runs_under_random_delays_give_the_same_bits(ranks: Pools, accumulate: str, low_precision: bool) -> None:
     chosen = Settings(reproducible=True, accumulate=accumulate)  # type: ignore[arg-type]
-    for found in ranks(4).run(bits_of_runs, chosen, RUNS, low_precision):
+    runs = max(FEWER, examples(RUNS))
+    for found in ranks(4).run(bits_of_runs, chosen, runs, low_precision):
         assert len(set(found)) == 1
 
 

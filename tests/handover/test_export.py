@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.handover_jobs import publish_without_pause
 from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
+from support.rank_worker import tell
 from support.ranks import RankPool, RankProcesses, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -183,37 +182,27 @@ def test_reading_while_the_job_publishes_without_pause(tmp_path: Path, second: b
         end(running, tmp_path)
 
 
-_LOOP = """
-import sys
-from odc.handover import Reader
-with Reader(sys.argv[1], tries=10**9) as source:
-    source.read()
-    print("reading", flush=True)
-    while True:
+def read_without_pause(rank: int, world: int, text: str) -> None:
+    """In a process outside the job, which starts as quickly as a rank does."""
+    with Reader(text, tries=10**9) as source:
         source.read()
-"""
+        tell("reading")
+        read_for_ever(source)
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSTOP])
 def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Signals) -> None:
     with job(tmp_path) as (running, text), Reader(text) as watch:
-        with subprocess.Popen([sys.executable, "-c", _LOOP, text], stdout=subprocess.PIPE, env=environment()) as loop:
-            try:
-                assert loop.stdout is not None and loop.stdout.readline() == b"reading\n"
-                loop.send_signal(how)
-                if how is signal.SIGKILL:
-                    loop.wait()
-                before, deadline = watch.version, time.monotonic() + 300
-                while watch.version < before + 50:
-                    assert time.monotonic() < deadline, f"version {watch.version} after {before}"
-                    time.sleep(0.01)
-            finally:
-                loop.kill()
+        with spawn_ranks(1, read_without_pause, text) as loop:
+            loop.until_told(1)
+            os.kill(loop.pids[0], how)
+            if how is signal.SIGKILL:
+                loop.wait()
+            before, deadline = watch.version, time.monotonic() + 300
+            while watch.version < before + 50:
+                assert time.monotonic() < deadline, f"version {watch.version} after {before}"
+                time.sleep(0.01)
         end(running, tmp_path)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def read_for_ever(source: Reader) -> None:

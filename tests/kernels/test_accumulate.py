@@ -14,8 +14,8 @@ from support.ranks import RankPool
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-SHARDS = [100, 1, 333]  # elements of a shard, by parameter
-OFFSETS = [0, 100, 104]
+SHARDS = [40, 1, 133]  # elements of a shard, by parameter
+OFFSETS = [0, 40, 44]
 ROUNDS = 10
 
 

@@ -6,6 +6,9 @@ scope that is lost makes an atomic add wrong between GPUs; neither fails anythin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from support.compiled import facts
 
@@ -17,9 +20,15 @@ ADDS = ("add-bf16", "add-fp64", "accumulate-bf16", "accumulate-fp32", "accumulat
 NUMBERS = ("fp64", "fp32", "fp16", "bf16")
 EVERY_TYPE = {
     *(f"publish {word}" for word in ("int8", "int16", "int32", "int64")),
+    *(f"publish {pair}" for pair in ("fp64 fp32", "fp32 fp16", "fp16 bf16", "bf16 fp64")),
+    *(f"{kernel} {pair}" for kernel in ("add", "accumulate") for pair in ("fp64 fp64", "fp32 fp32", "fp16 fp64")),
+    *(f"{kernel} bf16 fp32" for kernel in ("add", "accumulate")),
+}
+EVERY_PAIR = {
     *(f"publish {source} {to}" for source in NUMBERS for to in NUMBERS if source != to),
     *(f"{kernel} {source} {to}" for kernel in ("add", "accumulate") for source in NUMBERS for to in ("fp64", "fp32")),
 }
+LINKED = "get-nvshmem"
 CALLS = {
     "get-nvshmem": ["nvshmemx_getmem_block"],
     "gather-nvshmem": ["nvshmemx_getmem_block"],
@@ -33,19 +42,32 @@ def accesses(target: int, kernel: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_becomes_machine_code_without_local_memory(target: int) -> None:
-    built = {name: one for name, one in facts(target).items() if name != "no_library"}
-    linked = set() if "no_library" in facts(target) else CALLS.keys()
-    assert built.keys() == {*COPIES, *ADDS} | EVERY_TYPE | linked
+def becomes_good_machine_code(built: dict[str, dict[str, Any]]) -> None:
+    """Without local memory, and the same for any value of an argument."""
     assert all(one["cubin"] > 1000 for one in built.values())
     assert not [name for name, one in built.items() if one["local"] or one["stack"] or one["undefined"]]
+    assert not {name: one["specialized"] for name, one in built.items() if one["specialized"]}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_value_of_an_argument_compiles_a_kernel_anew(target: int) -> None:
+def test_every_kernel_becomes_machine_code_for_any_argument_without_local_memory(target: int) -> None:
     built = {name: one for name, one in facts(target).items() if name != "no_library"}
-    assert not {name: one["specialized"] for name, one in built.items() if one["specialized"]}
+    linked = set() if "no_library" in facts(target) else {LINKED}
+    assert built.keys() == {*COPIES, *ADDS} | EVERY_TYPE | linked
+    becomes_good_machine_code(built)
+
+
+# The test above compiles each type and links one kernel; test_gpu converts between all types in the interpreter, and
+# `test_nvshmem_is_called_for_peers_without_a_pointer` looks at every kernel that calls it.
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_all_others_become_machine_code_too(target: int) -> None:
+    built = {name: one for name, one in facts(target, "others").items() if name != "no_library"}
+    linked = set() if "no_library" in facts(target, "others") else CALLS.keys() - {LINKED}
+    assert built.keys() == EVERY_PAIR - EVERY_TYPE | linked
+    becomes_good_machine_code(built)
+    stays_with_its_thread(target, EVERY_PAIR - EVERY_TYPE, built)
+    assert {name for name, one in built.items() if one["linked"]} == linked
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -66,12 +88,15 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
 @pytest.mark.parametrize("target", TARGETS)
 def test_elements_stay_with_their_thread(target: int) -> None:
     """Through shared memory they would pass it twice, with barriers in between."""
-    found = facts(target)
-    built = {name for name in {*COPIES, *ADDS} | EVERY_TYPE if found[name]["shared"]} - {"put-signal"}
+    stays_with_its_thread(target, {*COPIES, *ADDS} - {"put-signal"} | EVERY_TYPE, facts(target))
+    assert facts(target)["put-signal"]["shared"] <= 16  # its count goes to all threads
+
+
+def stays_with_its_thread(target: int, names: Iterable[str], found: dict[str, dict[str, Any]]) -> None:
+    built = {name for name in names if found[name]["shared"]}
     if target < 90:  # fp32 is added one by one there, and triton 3.9 gives neighbours to neighbouring threads for it
         built = {name for name in built if not name.startswith("accumulate")}
     assert not built
-    assert facts(target)["put-signal"]["shared"] <= 16  # its count goes to all threads
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -97,12 +122,19 @@ def test_words_are_released_for_the_whole_system(target: int) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nvshmem_is_called_and_linked_for_peers_without_a_pointer(target: int) -> None:
+def test_nvshmem_is_linked_for_peers_without_a_pointer_alone(target: int) -> None:
     found = facts(target)
     if "no_library" in found:
         pytest.skip(found["no_library"]["no_library"])
-    assert {name: one["calls"] for name, one in found.items() if one["calls"]} == CALLS
-    assert {name for name, one in found.items() if one["linked"]} == CALLS.keys()
+    assert {name for name, one in found.items() if one["linked"]} == {LINKED}
+    assert {name: one["calls"] for name, one in found.items() if one["calls"]} == {LINKED: CALLS[LINKED]}
+
+
+def test_nvshmem_is_called_for_peers_without_a_pointer() -> None:
+    found = facts(90, "calls")  # before the target makes a difference
+    if "no_library" in found:
+        pytest.skip(found["no_library"]["no_library"])
+    assert {name: one["calls"] for name, one in found.items()} == CALLS
     # What a whole program calls together; anything else would be done once by each of its threads.
     together = {"nvshmemx_getmem_block", "nvshmemx_putmem_block", "nvshmemx_putmem_signal_block", "nvshmem_quiet"}
     assert {name for one in found.values() for name in one["by_every_thread"]} == together

@@ -16,7 +16,7 @@ Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 #: Shape of each parameter's shard and its sharded dimension: matrices, a bias, one element, dimensions in the middle.
-SHARDS = [((16, 33), 0), ((7,), 0), ((1,), 0), ((5, 8), 1), ((2, 3, 9), 1), ((4, 0), 0)]
+SHARDS = [((4, 33), 0), ((7,), 0), ((1,), 0), ((5, 8), 1), ((2, 3, 9), 1), ((4, 0), 0)]
 
 
 def unit(world: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:

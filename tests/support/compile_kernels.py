@@ -1,7 +1,10 @@
 """Compiles every kernel, for every GPU generation, without a GPU; prints what the tests want to know as JSON.
 
 Run as a script by `test_compile`, in a process where nothing is interpreted:
-`python compile_kernels.py <compute capability>...`; one line a kernel.
+`python compile_kernels.py <compute capability> first|others|calls`; one line a kernel. "first" is what a launcher may
+launch, without the conversions that are left when each type has occurred and with one kernel that is linked with
+NVSHMEM's library, as each takes seconds; "others" are those. "calls" looks at the kernels that call NVSHMEM before
+anything is linked.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice, product
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from odc.errors import UnsupportedError
@@ -42,19 +46,31 @@ TYPES = {
 }
 
 
-def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(name, kernel, constants) of everything that a launcher may launch."""
+NUMBERS = (tl.float64, tl.float32, tl.float16, tl.bfloat16)
+SUMS = (tl.float64, tl.float32)
+Variant = tuple[str, Any, dict[str, Any]]
+
+
+def movers(far: bool) -> Iterator[Variant]:
+    """(name, kernel, constants) of copies and words, for peers with a pointer or far ones, by NVSHMEM."""
+    copy = {"TO": tl.int16, "FROM": tl.int16, "BLOCK": TILE_BYTES // 2}
+    words = {"WORD": tl.int16, "BLOCK": TILE_BYTES // 2}
+    end = "-nvshmem" if far else ""
+    yield f"get{end}", get_kernel, {**copy, "NVSHMEM": far}
+    yield f"gather{end}", gather_kernel, {**copy, "NVSHMEM": far}
+    yield f"put-signal{end}", put_kernel, {**words, "SIGNAL": True, "ONE": far, "NVSHMEM": far}
+    yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
+
+
+def first(library: str | None) -> Iterator[Variant]:
+    """Kernels for peers with a pointer, one that is linked, and conversions in which every type occurs."""
+    yield from movers(far=False)
+    if library:
+        yield from islice(movers(far=True), 1)
     halves, singles = TILE_BYTES // 2, TILE_BYTES // 4
     copy = {"TO": tl.int16, "FROM": tl.int16, "BLOCK": halves}
     cast = {"TO": tl.bfloat16, "FROM": tl.float32, "BLOCK": singles}
     widen = {"TO": tl.float32, "FROM": tl.bfloat16, "BLOCK": singles}
-    words = {"WORD": tl.int16, "BLOCK": halves}
-    for far in (False, True) if library else (False,):
-        end = "-nvshmem" if far else ""
-        yield f"get{end}", get_kernel, {**copy, "NVSHMEM": far}
-        yield f"gather{end}", gather_kernel, {**copy, "NVSHMEM": far}
-        yield f"put-signal{end}", put_kernel, {**words, "SIGNAL": True, "ONE": far, "NVSHMEM": far}
-        yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
     yield "get-cast", get_kernel, {**cast, "NVSHMEM": False}
     yield "gather-cast", gather_kernel, {**cast, "NVSHMEM": False}
     yield "publish-cast", publish_kernel, cast
@@ -66,12 +82,24 @@ def variants(library: str | None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "accumulate-fp64", accumulate_kernel, {**widen, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
     for word in (tl.int8, tl.int16, tl.int32, tl.int64):
         yield f"publish {word}", publish_kernel, tile(word, word)
-    for to, source in product((tl.float64, tl.float32, tl.float16, tl.bfloat16), repeat=2):
-        if to != source:
-            yield f"publish {source} {to}", publish_kernel, tile(to, source)
-        if to in (tl.float64, tl.float32):
-            yield f"add {source} {to}", add_kernel, tile(to, source)
-            yield f"accumulate {source} {to}", accumulate_kernel, tile(to, source)
+    yield from conversions(zip(NUMBERS, (*NUMBERS[1:], NUMBERS[0]), strict=True), zip(NUMBERS, cycle(SUMS)))
+
+
+def others(library: str | None) -> Iterator[Variant]:
+    """All that `first` leaves out."""
+    before = {name for name, _, _ in first(library)}
+    every = conversions(((a, b) for a, b in product(NUMBERS, repeat=2) if a != b), product(NUMBERS, SUMS))
+    far = movers(far=True) if library else ()
+    return (variant for variant in chain(every, far) if variant[0] not in before)
+
+
+def conversions(published: Iterable[tuple[Any, Any]], summed: Iterable[tuple[Any, Any]]) -> Iterator[Variant]:
+    """Kernels for these (source, target) types."""
+    for source, to in published:
+        yield f"publish {source} {to}", publish_kernel, tile(to, source)
+    for source, to in summed:
+        yield f"add {source} {to}", add_kernel, tile(to, source)
+        yield f"accumulate {source} {to}", accumulate_kernel, tile(to, source)
 
 
 def tile(to: Any, source: Any) -> dict[str, Any]:
@@ -81,13 +109,11 @@ def tile(to: Any, source: Any) -> dict[str, Any]:
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: str | None) -> dict[str, Any]:
     """What there is to know about one kernel on one target."""
-    names = list(inspect.signature(kernel.fn).parameters)
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i64") for name in names}
     options = dict(OPTIONS)
     if constants.get("NVSHMEM"):
         options["extern_libs"] = {LIBRARY: library}
     begin = time.perf_counter()
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    source, signature = source_of(kernel, constants)
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = found.asm["ptx"]
     accesses = Counter(re.findall(r"\b((?:ld|st|atom|red)(?:\.\w+)*\.global[.\w:]*)", ptx))
@@ -98,13 +124,43 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: s
         "stack": stack(found.asm["cubin"]),
         "shared": found.metadata.shared,
         "specialized": [p.name for p in kernel.params if not (p.is_constexpr or unspecialized(p, signature[p.name]))],
-        "by_every_thread": calls_of_every_thread(found.asm["ttir"]),
         "cubin": len(found.asm["cubin"]),
-        "calls": sorted(set(re.findall(r'symbol = "(nvshmem\w+)"', found.asm["ttir"]))),
+        **calls(found.asm["ttir"]),
         "linked": "nvshmemi_device_state_d" in ptx,
         "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
         "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
     }
+
+
+def source_of(kernel: Any, constants: dict[str, Any]) -> tuple[ASTSource, dict[str, str]]:
+    """What triton compiles, and the types of its arguments by name."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i64") for name in names}
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants), signature
+
+
+class Stopped(Exception):
+    """Its text is a kernel in Triton's first representation, after which the compiler does not go on."""
+
+
+def before_linking(kernel: Any, constants: dict[str, Any], capability: int) -> dict[str, Any]:
+    """What a kernel calls; it is not compiled any further."""
+
+    def stop(module: object, *_: object) -> None:
+        raise Stopped(str(module))
+
+    CUDABackend.make_ttgir = staticmethod(stop)
+    try:
+        triton.compile(source_of(kernel, constants)[0], target=GPUTarget("cuda", capability, 32), options=dict(OPTIONS))
+    except Stopped as stopped:
+        return calls(str(stopped))
+    raise AssertionError("triton's compiler has no such step any more")
+
+
+def calls(ttir: str) -> dict[str, Any]:
+    """Functions of NVSHMEM that are called, and those of them that more than the first thread calls."""
+    called = sorted(set(re.findall(r'symbol = "(nvshmem\w+)"', ttir)))
+    return {"calls": called, "by_every_thread": calls_of_every_thread(ttir)}
 
 
 def unspecialized(parameter: Any, kind: str) -> bool:
@@ -140,16 +196,20 @@ def calls_of_every_thread(ttir: str) -> list[str]:
 
 
 def main() -> None:
-    """Print one line for each kernel and target."""
+    """Print one line for each kernel."""
     try:
         library = str(device_library())
     except UnsupportedError as error:
         library = None
         print(json.dumps({"no_library": str(error)}))
-    for capability in map(int, sys.argv[1:]):
-        for name, kernel, constants in variants(library):
+    capability, which = int(sys.argv[1]), sys.argv[2]
+    chosen = {"first": first, "others": others, "calls": lambda linked: movers(far=True) if linked else ()}
+    for name, kernel, constants in chosen[which](library):
+        if which == "calls":
+            facts = before_linking(kernel, constants, capability)
+        else:
             facts = compiled(kernel, constants, capability, library)
-            print(json.dumps({"kernel": name, "target": capability, **facts}), flush=True)
+        print(json.dumps({"kernel": name, "target": capability, **facts}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every kernel compiled for a target, in a process where nothing is interpreted."""
+"""Kernels compiled for a target, in a process where nothing is interpreted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Facts = dict[str, dict[str, Any]]
 
 
 @functools.cache
-def facts(target: int) -> Facts:
-    """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it, once."""
+def facts(target: int, which: Literal["first", "others", "calls"] = "first") -> Facts:
+    """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it, once.
+
+    `which` is explained in `support.compile_kernels`.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(target)],
+            [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(target), which],
             env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,

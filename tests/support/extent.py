@@ -9,12 +9,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 ALL_EXAMPLES, QUICK_EXAMPLES = 100, 20  # of a property that does not set its own number
 Value = tuple[tuple[str, ...], tuple[str, ...]]  # names of parameters that go together, and what they are set to
+
+# Files with long tests, which begin first: at the end no process of several has one to run while the others are done.
+LONGEST = (
+    "kernels/test_compile.py",
+    "cli/test_cli.py",
+    "kernels/test_dropin.py",
+    "bench/test_suite.py",
+    "experiments/multimodal/test_train_mm.py",
+    "experiments/multimodal/test_arms.py",
+    "experiments/text/test_rank.py",
+    "test_readme.py",
+    "torch_suite/test_runner.py",
+    "experiments/test_launch.py",
+)
+
+
+def longest_first(items: list[pytest.Item], folder: Path) -> None:
+    """Move the tests of `LONGEST`, which lie in `folder`, to the front; all others keep their order."""
+    places = {folder / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def left_out(items: Iterable[pytest.Item], extent: str) -> set[pytest.Item]:

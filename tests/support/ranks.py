@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,13 +41,22 @@ _PRELOADED = (
 )
 
 
+def _also_preloaded(environment: Environment) -> tuple[str, ...]:
+    """What ranks import beside that, as far as the tests collected here need it; the fork server does it once."""
+    if "TRITON_INTERPRET" in dict(environment):
+        return ("odc.runtime.movers.triton",)
+    if "transformers" in sys.modules:
+        return ("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2")
+    return ()
+
+
 class RankProcesses(processes.RankProcesses):
     """Ranks in a process group of their own whose output is kept; with variables of `environment` set."""
 
     def __init__(self, world: int, *, once: bool, whole_end: bool = False, environment: Environment = ()) -> None:
         self.world = world
         self._outputs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115 (closed by close)
-        server = fork_server(_ONE_THREAD + environment, _PRELOADED)
+        server = fork_server(_ONE_THREAD + environment, (*_PRELOADED, *_also_preloaded(environment)))
         group = server.new_group(world, "cpu", PATIENCE_S)
         files = [output.fileno() for output in self._outputs]
         super().__init__(server, range(world), group=group, outputs=files, once=once, whole_end=whole_end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.tiny_multimodal import CONFIG
@@ -11,10 +13,16 @@ from odc.experiments.multimodal.model import build_towers, load_config
 from odc.experiments.multimodal.plan import phase_costs
 
 COSTS = phase_costs(CONFIG)
-TOWERS = build_towers(CONFIG, seed=0)
-for module in (module for tower in TOWERS.values() for module in tower.modules()):
-    if hasattr(getattr(module, "config", None), "_attn_implementation"):
-        module.config._attn_implementation = "eager"  # torch does not count its attention kernel for CPUs
+
+
+@pytest.fixture(scope="module")
+def towers() -> dict[str, Any]:
+    """Built when the tests run: to collect them no process has to load transformers' models."""
+    built = build_towers(CONFIG, seed=0)
+    for module in (module for tower in built.values() for module in tower.modules()):
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config._attn_implementation = "eager"  # torch does not count its attention kernel for CPUs
+    return built
 
 
 def counted(run: object) -> int:
@@ -23,13 +31,13 @@ def counted(run: object) -> int:
     return counter.get_total_flops()
 
 
-def test_image() -> None:
-    flops = counted(lambda: TOWERS["image"](torch.randn(48, 48), torch.tensor([[6, 8]])))
+def test_image(towers: dict[str, Any]) -> None:
+    flops = counted(lambda: towers["image"](torch.randn(48, 48), torch.tensor([[6, 8]])))
     assert COSTS["image"](48) / 3 == pytest.approx(flops, rel=1e-6)
 
 
-def test_audio() -> None:
-    flops = counted(lambda: TOWERS["audio"](torch.randn(1, 80, 8), [80]))
+def test_audio(towers: dict[str, Any]) -> None:
+    flops = counted(lambda: towers["audio"](torch.randn(1, 80, 8), [80]))
     assert COSTS["audio"](40) / 3 == pytest.approx(flops, rel=1e-6)
 
 

@@ -1,10 +1,8 @@
-"""`odc train-mm` as a user meets it, in a process of its own."""
+"""`odc train-mm` as a user meets it; its ranks are processes of their own."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,11 @@ from odc.experiments.multimodal.workload import MultimodalWorkload
 pytest.importorskip("typer", reason="needs the cli extra")
 
 
-def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
+def test_one_table_of_all_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     job, output = tiny_job(tmp_path).job, tmp_path / "out"
+    wanted = ["fsdp2/none", "odc/none", "odc/full", "fsdp2/all-gather"]
     options = [
         "--model",
         job.model,
@@ -33,28 +34,20 @@ def test_one_table_of_all_that_was_asked_for(tmp_path: Path) -> None:
         "6",
         "--output",
         str(output),
+        "--arms",
+        ",".join(wanted),
     ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "odc.cli",
-            "train-mm",
-            *options,
-            "--arms",
-            "fsdp2/none,odc/none,odc/full,fsdp2/all-gather",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("fsdp2/", "odc/"))]
-    arms = ["fsdp2/none", "odc/none", "odc/full", "fsdp2/all-gather"]
-    assert [row[0] for row in rows] == arms and {len(row) for row in rows} == {14}
-    assert "…" not in done.stdout, "a cell was cut to fit the terminal"
+    monkeypatch.setattr(sys, "argv", ["odc", "train-mm", *options])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["train-mm", *options])
+    table, progress = capfd.readouterr()
+    assert ended.value.code == 0, progress
+    assert "Traceback" not in progress and "Warning" not in progress
+    rows = [line.split() for line in table.splitlines() if line.startswith(("fsdp2/", "odc/"))]
+    assert [row[0] for row in rows] == wanted and {len(row) for row in rows} == {14}
+    assert "…" not in table, "a cell was cut to fit the terminal"
     figures = json.loads((output / "train-mm.json").read_text())
     assert figures["command"][:2] == ["odc", "train-mm"]
     assert figures["load_1min"].keys() == {"begin", "end"} and {"commit", "date"} <= figures.keys()
