@@ -37,9 +37,7 @@ def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
     """
     for rank, rows in enumerate(lengths):
         if len(rows) % group_size:
-            raise PlanError(
-                f"data-parallel rank {rank} has {len(rows)} samples, which do not divide into groups of {group_size}"
-            )
+            raise PlanError(f"data-parallel rank {rank} has {len(rows)} samples, not a multiple of {group_size}")
         for at in range(0, len(rows), group_size):
             if (tokens := sum(rows[at : at + group_size])) > max_tokens:
                 raise PlanError(
