@@ -172,6 +172,8 @@ class ForkServer:
         note: dict[str, int] = json.loads(message)
         if "exited" in note:
             self.exits[note["exited"]] = note["code"]
+        else:
+            self.exits.pop(note["forked"], None)  # of an earlier process with this number
         return note
 
 
