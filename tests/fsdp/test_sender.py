@@ -166,7 +166,7 @@ def test_flush_forgets_what_it_raised() -> None:
 def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
     with Crew([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as crew:
         crew.publish_all()
-        sender = Sender(crew.members[0], overlap)
+        sender = Sender(crew.members[0].pusher, overlap)
         recorder().clear()
         sender.send(crew.units[0], [Gradient(0, torch.arange(8.0))])
         sender.flush()

@@ -109,7 +109,7 @@ def read_replicas(rank: int, world: int) -> list[int]:
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     with Reader(weight_handle(model)) as source:
         tensors = source.read().tensors
-        read_from = [one.owner.rank for one in source._sources]
+        read_from = [one.rank for one in source._sources]
     assert all(torch.equal(tensors[name], value) for name, value in whole.items())
     dist.barrier()
     return read_from

@@ -23,7 +23,7 @@ from support.members import BF16, F32
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, StaleVersionError, WaitTimeoutError
 from odc.handover import Reader, reader
 from odc.handover.handle import WeightHandle
-from odc.runtime import Word
+from odc.runtime import Word, member
 from odc.runtime.listener import ask
 from odc.runtime.protocol import abort
 from odc.settings import Settings
@@ -157,7 +157,7 @@ def interleave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, list[int]], No
     def start(job: Job, schedule: list[int]) -> None:
         steps = Interleaved(job, schedule)
         monkeypatch.setattr(reader, "ctypes", steps)
-        monkeypatch.setattr(reader.time, "sleep", steps.sleep)
+        monkeypatch.setattr(time, "sleep", steps.sleep)
 
     return start
 
@@ -358,16 +358,16 @@ def test_a_wrong_token(job: Job) -> None:
 
 def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """To map it would end the reader with a bus error at its first look."""
-    ask = reader._ask
+    ask_member = member.ask_member
 
-    def exchanged(*args: Any) -> Any:
-        answer = ask(*args)
+    def exchanged(*args: Any, **options: Any) -> Any:
+        answer = ask_member(*args, **options)
         for fd in answer.fds:
             os.close(fd)
         answer.fds[:] = [os.memfd_create("empty")]
         return answer
 
-    monkeypatch.setattr(reader, "_ask", exchanged)
+    monkeypatch.setattr(member, "ask_member", exchanged)
     with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
         Reader(job.handle)
 
