@@ -1,9 +1,8 @@
-"""Paragraphs and tables of docs/ about evaluation, the server, reinforcement learning and other runs."""
+"""Paragraphs and tables of docs/ about evaluation, reinforcement learning and other runs."""
 
 from __future__ import annotations
 
-from bench.quoted import below, find, load, note, prose, span
-from odc.bench.report import table
+from bench.quoted import below, find, load, note, prose, span, table
 
 
 def evaluation() -> str:
@@ -41,28 +40,6 @@ def gather() -> str:
     return table(lines) + below(result, 4)
 
 
-def server_homes() -> str:
-    """docs/server.md: thread or process."""
-    result = load("server_homes")
-    lines = [
-        {
-            "owner's main thread": row["owner's main thread"],
-            "thread in the rank": f"{row['thread_GBps']:.2f}",
-            "process beside it": f"{row['process_GBps']:.2f}",
-        }
-        for row in result["rows"]
-    ]
-    computes = find(result, **{"owner's main thread": "multiplies matrices"})
-    (process,) = [cost for cost in result["costs"] if cost["home"] == "process"]
-    said = (
-        f"While pushes come in without pause, a thread slows the owner's own matrix products to "
-        f"{computes['thread_owner_pace']:.0%} of their pace, a process to "
-        f"{computes['process_owner_pace']:.0%}. The process took {process['start_s']:.1f} s to start and "
-        f"{process['private_MiB']:.0f} MiB of memory of its own.{note(result, 2)}"
-    )
-    return f"{table(lines)}\n\n{prose(said)}"
-
-
 def handover() -> str:
     """docs/rl.md: a reader outside the job."""
     rates, steps = load("handover"), load("handover_steps")
@@ -71,12 +48,12 @@ def handover() -> str:
     one, two = (find(steps, buffers=n) for n in (1, 2))
     extra = [(r["read_s"] - r["alone_s"]) * 1e3 for r in (one, two)]
     return prose(
-        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores), from {span(sizes, '.0f')} "
-        f"MiB: a full fetch runs at {span(kept)} of memcpy's rate into memory that is there, and at {span(fresh)} into "
-        f"new memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads in a loop "
-        f"without pause ({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with "
-        f"one buffer and {two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms a step, which it takes from "
-        f"cores and memory; here three processes shared two cores.{note(rates, 3)}"
+        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores, {span(sizes, '.0f')} MiB): a "
+        f"full fetch runs at {span(kept)} of memcpy's rate into memory that is there, at {span(fresh)} into new "
+        f"memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads without pause "
+        f"({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with one buffer and "
+        f"{two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms, which it takes from the two cores and "
+        f"memory.{note(rates, 3)}"
     )
 
 
@@ -100,11 +77,11 @@ def inputs() -> str:
     result = load("inputs")
     eager, one = find(result, prefetch="all (eager)"), find(result, prefetch="1")
     return prose(
-        f"With a rollout server and a trainer that are *emulated* (slept), 32 microbatches of 4 MiB "
-        f'(`make bench ARGS="-k inputs"`, rows in `bench/results/inputs.md`), one prepared ahead takes '
-        f"{one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f} and uses samples {one['mean_age_ms']:.0f} ms "
-        f"after they were made instead of {eager['mean_age_ms']:.0f}. The step takes {one['step_s']:.2f} s instead of "
-        f"{eager['step_s']:.2f}, because making samples overlaps training on them.{note(result, 2)}"
+        "With rollout server and trainer *emulated* (slept), 32 microbatches of 4 MiB (`make bench "
+        'ARGS="-k inputs"`), one '
+        f"prepared ahead takes {one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f}, uses samples "
+        f"{one['mean_age_ms']:.0f} ms after they were made instead of {eager['mean_age_ms']:.0f}, and the step takes "
+        f"{one['step_s']:.2f} s instead of {eager['step_s']:.2f}.{note(result, 2)}"
     )
 
 
@@ -130,8 +107,8 @@ def train_mm() -> str:
     ranks = result["job"]["ranks"]
     head = (
         f"{ranks} ranks on {result['machine']['cores']} cores, {result['job']['minibatch_size']} examples a step, "
-        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (`{' '.join(result['command'])}`; "
-        f"all figures in `bench/results/train_mm.json`).{note(result, ranks)}"
+        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (command in "
+        f"`bench/results/train_mm.json`).{note(result, ranks)}"
     )
     return f"{prose(head)}\n\n{table(lines)}\n\n{_gains(result)}"
 
@@ -144,7 +121,7 @@ def _gains(result: dict[str, object]) -> str:
         return f"{speed[fast] / speed[slow]:.2f} ({step[slow] / step[fast]:.2f})"
 
     return prose(
-        "By tokens/s, which counts all steps (in brackets by the median step), balancing every phase is worth "
+        "By tokens/s over all steps (in brackets by the median step), balancing every phase is worth "
         f"{times('fsdp2/none', 'fsdp2/full')} under FSDP2 and {times('odc/none', 'odc/full')} under odc; both together "
         f"{times('fsdp2/none', 'odc/full')}."
     )
@@ -168,9 +145,9 @@ def order() -> str:
 
     added = find(result, what="add alone, fp64")["times_default"]
     return prose(
-        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, all "
-        f"ways in one interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
+        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, one "
+        f"interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
         f"{times('reproducible')} times as long with `reproducible=True` as by default, and {times('per source')} "
-        "times as long with `per_source`, where the pusher adds and no daemon is in the way. Adding fp32 to fp64 alone "
-        f"takes {added:.1f} times as long as to fp32.{note(result, 2)}"
+        f"with `per_source`, without a daemon in the way. Adding fp32 to fp64 alone takes {added:.1f} times as long as "
+        f"to fp32.{note(result, 2)}"
     )

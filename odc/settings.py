@@ -37,7 +37,7 @@ class Settings:
         stale_check: before each root forward in an open minibatch compare the own shards with what was published.
         trace: record spans (see `odc.trace`); False turns the recorder of the whole process off.
         kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, on CPU
-            memory in triton's interpreter alone (for tests; see docs/kernels.md).
+            memory in triton's interpreter alone (for tests; see docs/gpu.md).
     """
 
     reproducible: bool = False

@@ -47,6 +47,14 @@ def test_figures_of_the_readme_are_the_stored_ones() -> None:
 
 
 @pytest.mark.usefixtures("bench_folder")
+def test_the_diagram_is_what_its_script_draws() -> None:
+    from bench.diagram import DIAGRAM, svg
+
+    assert DIAGRAM.read_text(encoding="utf-8") == svg(), "run `python -m bench.diagram`"
+    assert f"](docs/{DIAGRAM.name})" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("bench_folder")
 def test_figures_of_the_pages_are_the_stored_ones() -> None:
     from bench.pages import BLOCKS, quoted, replaced
 
