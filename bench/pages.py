@@ -1,4 +1,4 @@
-"""The paragraphs and tables of docs/ that quote stored results, made from those results.
+"""The paragraphs and tables of docs/ and bench/results/README.md that quote stored results, made from those results.
 
 A page holds each of them between `<!-- figures:NAME -->` and `<!-- figures:end -->`. `python -m bench.readme` writes
 them anew, and a test compares the pages with what is stored, so that no figure can drift. What the figures mean is text
@@ -15,7 +15,8 @@ from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "results" / "README.md")
 _BLOCK = re.compile(r"(<!-- figures:(?!end)([a-z_]+) -->\n)(?:.*?\n)??(<!-- figures:end -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from odc.bench import report
-
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
 _ENDS = {"begin": "beginning", "end": "end"}
@@ -58,12 +56,6 @@ def note(result: Result, ranks: int) -> str:
 def prose(text: str) -> str:
     """A paragraph, wrapped as the pages are."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same keys as a markdown table."""
-    head, _, *cells = report.table(rows).splitlines()
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *cells])
 
 
 def below(result: Result, ranks: int) -> str:

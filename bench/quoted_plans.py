@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 
-from bench.quoted import Result, below, busy, find, load, note, prose, span, table
+from bench.quoted import Result, below, busy, find, load, note, prose, span
+from odc.bench.report import table
 
 
 def _e4(text: str) -> str:
@@ -17,7 +18,7 @@ def _ms(text: str) -> str:
 
 
 def planners() -> str:
-    """docs/balance.md: milliseconds, and how far the fullest part lies above the mean."""
+    """bench/results/README.md: milliseconds, and how far the fullest part lies above the mean."""
     result = load("planners")
     columns = {"odc": "odc", "LPT": "LPT", "verl 0.9.1's Karmarkar-Karp": "verl_KK"}
     lines = []
@@ -35,7 +36,7 @@ def planners() -> str:
 
 
 def policies() -> str:
-    """docs/balance.md: first calls and whole policies."""
+    """bench/results/README.md: first calls and whole policies."""
     result = load("planners")
 
     def seconds(**wanted: object) -> str:
@@ -53,7 +54,7 @@ def policies() -> str:
 
 
 def post_balancing() -> str:
-    """docs/dispatch.md: planning one phase."""
+    """bench/results/README.md: planning one phase."""
     result = load("dispatch")
     names = {
         "1 packed": ("algorithm 1", ""),
@@ -78,7 +79,7 @@ def post_balancing() -> str:
 
 
 def node_wise() -> str:
-    """docs/dispatch.md: exchanges, against bounds and against the optimum."""
+    """bench/results/README.md: exchanges, against bounds and against the optimum."""
     result = load("dispatch")
     rows = [find(result, what="node-wise, exchanges", instances=n) for n in (64, 128, 2560)]
     lines = [
@@ -91,7 +92,7 @@ def node_wise() -> str:
 
 
 def node_exact() -> str:
-    """docs/dispatch.md: why the exact method is not the default."""
+    """bench/results/README.md: why the exact method is not the default."""
     groups: dict[int, list[Result]] = {}
     for row in load("node_exact")["rows"]:
         groups.setdefault(row["instances"], []).append(row)
@@ -108,7 +109,7 @@ def node_exact() -> str:
 
 
 def overhead() -> str:
-    """docs/dispatch.md: three phases, beside the paper's row."""
+    """bench/results/README.md: three phases, beside the paper's row."""
     rows = [r for r in load("dispatch")["rows"] if r["what"].startswith("three phases")]
     lines: list[dict[str, object]] = [
         {"instances": name} for name in ("paper, ms", "balancing three phases, ms", "placing them node-wise, ms")
@@ -122,7 +123,7 @@ def overhead() -> str:
 
 
 def volume() -> str:
-    """docs/dispatch.md: what crosses nodes."""
+    """bench/results/README.md: what crosses nodes."""
     result = load("dispatch")
     titles = {
         "node-wise": "node-wise (algorithm 3)",
@@ -142,7 +143,7 @@ def volume() -> str:
 
 
 def exchange() -> str:
-    """docs/dispatch.md: the exchanges, and planning ahead."""
+    """bench/results/README.md: the exchanges, and planning ahead."""
     result = load("dispatch")
 
     def times(mib: int, kind: str) -> str:
@@ -198,7 +199,8 @@ def trust() -> str:
             + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
         )
     emulated = (
-        "In [emulated runs](bench.md#measured) on 8 ranks the bound that no plan can beat is, for `odc`, "
+        "In [emulated runs](../bench/results/README.md#eight-emulated-ranks) on 8 ranks the bound that no plan can "
+        "beat is, for `odc`, "
         f"{' and '.join(said)}."
     )
     return "\n".join(textwrap.indent(prose(one), "  ").replace("  ", "* ", 1) for one in (simulated, emulated))

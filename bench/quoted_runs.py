@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bench.quoted import below, find, load, note, prose, span, table
+from bench.quoted import below, find, load, note, prose, span
+from odc.bench.report import table
 
 
 def evaluation() -> str:
-    """docs/evaluation.md: forwards and time of four ways."""
+    """bench/results/README.md: forwards and time of four ways."""
     result = load("evaluation")
     lines = [
         {
@@ -22,7 +23,7 @@ def evaluation() -> str:
 
 
 def gather() -> str:
-    """docs/evaluation.md: bringing results together."""
+    """bench/results/README.md: bringing results together."""
     result = load("gather")
     names = {
         "dist.gather_object": "`dist.gather_object` (rank by rank)",
@@ -41,7 +42,7 @@ def gather() -> str:
 
 
 def handover() -> str:
-    """docs/rl.md: a reader outside the job."""
+    """bench/results/README.md: a reader outside the job."""
     rates, steps = load("handover"), load("handover_steps")
     kept, fresh = ([r["ratio"] for r in rates["rows"] if r["pages"] == pages] for pages in ("kept", "fresh"))
     sizes = [r["MiB"] for r in rates["rows"]]
@@ -58,7 +59,7 @@ def handover() -> str:
 
 
 def grpo() -> str:
-    """docs/rl.md: verl's equal counts against the arms."""
+    """bench/results/README.md: verl's equal counts against the arms."""
     result = load("grpo")
     lines = [
         {
@@ -73,7 +74,7 @@ def grpo() -> str:
 
 
 def inputs() -> str:
-    """docs/microbatch.md: prepared ahead against all at once."""
+    """bench/results/README.md: prepared ahead against all at once."""
     result = load("inputs")
     eager, one = find(result, prefetch="all (eager)"), find(result, prefetch="1")
     return prose(
@@ -86,7 +87,7 @@ def inputs() -> str:
 
 
 def train_mm() -> str:
-    """docs/multimodal.md: the demo's arms."""
+    """bench/results/README.md: the demo's arms."""
     result = load("train_mm")
     arms = result["arms"]
     fastest = max(arms, key=lambda name: arms[name]["tokens_per_s"])
@@ -136,7 +137,7 @@ def _median_step(arm: dict[str, object]) -> float:
 
 
 def order() -> str:
-    """docs/protocol.md: what it costs that the order of arrival does not matter."""
+    """bench/results/README.md: what it costs that the order of arrival does not matter."""
     result = load("order")
 
     def times(what: str) -> str:

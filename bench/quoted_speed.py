@@ -1,16 +1,17 @@
-"""Paragraphs and tables of docs/bench.md: eight emulated ranks, fetch and push, overlap."""
+"""Paragraphs and tables of bench/results/README.md: eight emulated ranks, fetch and push, overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.quoted import Result, below, find, load, note, prose, table
+from bench.quoted import Result, below, find, load, note, prose
+from odc.bench.report import table
 
 REGIMES = {"longalign": "LongAlign-like", "swe_smith": "SWE-Smith-like"}
 
 
 def emulated() -> str:
-    """docs/bench.md: eight ranks, compute slept."""
+    """bench/results/README.md: eight ranks, compute slept."""
     results = {lengths: load(f"emulated_{name}") for name, lengths in REGIMES.items()}
     columns: dict[str, Callable[[Result], str]] = {
         f"step, s ({' / '.join(results)})": lambda row: f"{row['step_s']:.1f}",
@@ -42,7 +43,7 @@ def resident(results: dict[str, Result]) -> list[str]:
 
 
 def verbs() -> str:
-    """docs/bench.md: fetch and push."""
+    """bench/results/README.md: fetch and push."""
     fetch, push = load("fetch"), load("push")
     sizes = (1, 4, 16, 64)
 
@@ -70,7 +71,7 @@ def verbs() -> str:
 
 
 def overlap() -> str:
-    """docs/bench.md: fetching ahead and pushing behind backward."""
+    """bench/results/README.md: fetching ahead and pushing behind backward."""
     result = load("overlap")
 
     def gain(compute: str, prefetch: int, push_overlap: bool) -> str:

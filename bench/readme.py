@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import pages
-from bench.quoted import RESULTS, load, note, prose, table
+from bench.quoted import RESULTS, load, note, prose
 from bench.quoted_speed import REGIMES, resident
+from odc.bench.report import table
 from odc.experiments.table import between_passes
 
 README = Path(__file__).parent.parent / "README.md"
@@ -64,12 +65,12 @@ def _emulated(results: Path) -> str:
         said.append(f"{rows['odc, LB-Mini']:.2f} times as fast on {lengths} lengths")
     return prose(
         f"With *emulated* compute on eight ranks, `odc` is {' and '.join(said)} as FSDP2 with LB-Micro: "
-        "[docs/bench.md](docs/bench.md#measured)."
+        "[figures](bench/results/README.md)."
     )
 
 
 if __name__ == "__main__":
     README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
-    for page in sorted(pages.DOCS.glob("*.md")):
+    for page in pages.PAGES:
         page.write_text(pages.replaced(page.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote the figures of {RESULTS.name} into {README.name} and {pages.DOCS.name}/")
+    print(f"wrote the figures of {RESULTS.name} into {README.name} and {len(pages.PAGES)} pages")

@@ -15,7 +15,8 @@ from odc.fsdp import OdcModule
 from odc.runtime import Word
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = [ROOT / "bench" / "results" / name for name in ("README.md", "reproduction.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS]
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -71,7 +72,7 @@ def test_every_word_of_the_board_is_listed() -> None:
     assert listed == {word.name for word in Word}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:

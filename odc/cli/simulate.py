@@ -70,7 +70,7 @@ def simulate(
     picture: Annotated[str | None, Option(help="Where the sweeps are drawn.", rich_help_panel=_OUTPUT)] = None,
     json: Annotated[str | None, Option(help="Where figures are written.", rich_help_panel=_OUTPUT)] = None,
     reproduce: Annotated[
-        str | None, Option(help="Write docs/reproduction.md there: published ratios beside simulated ones.",
+        str | None, Option(help="Write published ratios beside simulated ones there, as a page.",
                            rich_help_panel=_OUTPUT),
     ] = None,
 ) -> None:  # fmt: skip

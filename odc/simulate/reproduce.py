@@ -1,8 +1,8 @@
-"""docs/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
+"""bench/results/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
 
 Chose one rule for all rows, fixed before the first run: a speed-up agrees within 0.05, a bubble within 5 percentage
 points, a statement if it holds. Assumptions are not tuned to make rows agree. The command: `odc simulate --reproduce
-docs/reproduction.md`.
+bench/results/reproduction.md`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def page(rows: list[Row], minibatches: int, seed: int) -> str:
         "# Published ratios and ours",
         "",
         "```",
-        f"odc simulate --reproduce docs/reproduction.md --minibatches {minibatches} --seed {seed}  # writes this page",
+        f"odc simulate --reproduce bench/results/reproduction.md --minibatches {minibatches} --seed {seed}",
         "```",
         "",
         "Everything under *simulated* is simulated; nothing was run. One rule for all rows, fixed before the first",
@@ -149,12 +149,12 @@ def _cells(*cells: str) -> str:
 
 _LENGTHS = "the lengths decide: the published figure lies within what we get when the assumed ones vary"
 _NOTES = (
-    "* Lengths are drawn from the distributions of [simulate.md](simulate.md#lengths): published means and cuts,",
-    "  assumed widths (and the cut of AIME). AMD does not name its data; LongAlign is taken. *Other lengths*: the",
-    "  least and the most with widths of 0.5 and 1.1, and with samples cut at half the length.",
+    "* Lengths are drawn from the distributions of [simulate.md](../../docs/simulate.md#lengths): published means and",
+    "  cuts, assumed widths (and the cut of AIME). AMD does not name its data; LongAlign is taken. *Other lengths*:",
+    "  the least and the most with widths of 0.5 and 1.1, and with samples cut at half the length.",
     "* Numbers of GPUs are assumed where the source is silent. mb4 means 4 samples a rank in a minibatch; AMD's global",
     "  batch sizes are divided by its GPUs.",
-    "* [Arms](compare.md#the-arms) by their published names: `fsdp2-equal-samples` is Collective LB-Micro,",
+    "* [Arms](../../docs/compare.md#the-arms) by their published names: `fsdp2-equal-samples` is Collective LB-Micro,",
     "  `odc-equal-samples` ODC LB-Micro, `odc` ODC LB-Mini, `fsdp2-padded` AMD's NCCL_pad.",
     "* The paper's bubbles are its packer's estimates, without communication; ours are of free links.",
     "* Sources: the paper (text and figures), its tables and appendix as *reviews* quote them, AMD's table and the",

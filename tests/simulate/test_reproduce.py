@@ -12,7 +12,7 @@ from odc.simulate.reproduce import Studies, letter, page, reproduce
 from odc.simulate.statements import STATEMENTS
 from odc.simulate.study import Study, study
 
-PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
+PAGE = Path(__file__).parents[2] / "bench" / "results" / "reproduction.md"
 
 
 def test_each_figure_is_one_that_its_cell_simulates() -> None:
@@ -63,7 +63,7 @@ def test_studies_are_simulated_once() -> None:
     assert len(said) == 1
 
 
-def test_the_page_in_docs_has_every_row() -> None:
+def test_the_stored_page_has_every_row() -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| .* \| (?:yes|\*\*no\*\*, [a-z]) \|$", text, re.MULTILINE)
     assert len(rows) == len(FIGURES) + len(STATEMENTS)
