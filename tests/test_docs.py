@@ -16,7 +16,7 @@ from odc.runtime import Word
 
 ROOT = Path(__file__).parent.parent
 RESULTS = [ROOT / "bench" / "results" / name for name in ("README.md", "reproduction.md")]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS, ROOT / "tests" / "gpu" / "README.md"]
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
