@@ -84,3 +84,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
             assert anchor in slugs, target
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("odc", "triton_kernels", "bench", "tests", "examples")
+    files = [ROOT / "Makefile", *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for path in files
+        for page in re.findall(r"\b(?:docs|bench/results)/\w+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not [one for one in sorted(named) if not (ROOT / one[1]).exists()]

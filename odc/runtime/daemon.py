@@ -1,6 +1,6 @@
 """The server daemon of a rank: one loop that accumulates, watches peers, and answers at the door.
 
-Chose a thread of the rank over a process beside it (figures in docs/server.md): both add alike while the rank waits or
+Chose a thread of the rank over a process beside it (figures in docs/decisions.md): both add alike while the rank waits or
 computes in kernels, and the thread needs no second interpreter and cannot outlive its rank. The price is the GIL: a
 rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly.
 
