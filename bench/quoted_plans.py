@@ -44,8 +44,8 @@ def policies() -> str:
         return f"{took / 1e3:.2g} s" if took >= 200 else f"{took:.2g} ms"
 
     return prose(
-        f"The first call takes {seconds(sizes='first call, filled cache')}, the very first on a machine "
-        f"{seconds(sizes='first call, empty cache')} to compile. Whole policies: `lb_mini` "
+        f"The first call takes {seconds(sizes='first call, filled cache')} with numba's cache filled, and "
+        f"{seconds(sizes='first call, empty cache')} on an empty one, which is filled once. Whole policies: `lb_mini` "
         f"{seconds(sizes='lb_mini', samples=64)} for 64 samples on 8 ranks, {seconds(sizes='lb_mini', samples=512)} "
         f"for 512 on 64, {seconds(sizes='lb_mini', samples=153600)} for 153,600 on 2560; `lb_micro` "
         f"{seconds(sizes='lb_micro', samples=64)}, {seconds(sizes='lb_micro', samples=512)}, and "
