@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from bench.quoted import below, busy, find, load, note, prose, span
+from bench.quoted import Result, below, busy, find, load, note, prose, span
 from odc.bench.report import table
 
 
@@ -18,7 +18,7 @@ def _ms(text: str) -> str:
 
 
 def planners() -> str:
-    """docs/balance.md: milliseconds, and how far the fullest part lies above the mean."""
+    """bench/results/README.md: milliseconds, and how far the fullest part lies above the mean."""
     result = load("planners")
     columns = {"odc": "odc", "LPT": "LPT", "verl 0.9.1's Karmarkar-Karp": "verl_KK"}
     lines = []
@@ -36,7 +36,7 @@ def planners() -> str:
 
 
 def policies() -> str:
-    """docs/balance.md: first calls and whole policies."""
+    """bench/results/README.md: first calls and whole policies."""
     result = load("planners")
 
     def seconds(**wanted: object) -> str:
@@ -44,21 +44,21 @@ def policies() -> str:
         return f"{took / 1e3:.2g} s" if took >= 200 else f"{took:.2g} ms"
 
     return prose(
-        f"The first call took {seconds(sizes='first call, filled cache')} with numba's cache filled, and "
-        f"{seconds(sizes='first call, empty cache')} on an empty one, which is filled once. Whole policies, plans and "
-        f"their checks included: `lb_mini` {seconds(sizes='lb_mini', samples=64)} for 64 samples on 8 ranks, "
-        f"{seconds(sizes='lb_mini', samples=512)} for 512 on 64, {seconds(sizes='lb_mini', samples=153600)} for "
-        f"153,600 on 2560; `lb_micro` {seconds(sizes='lb_micro', samples=64)}, "
-        f"{seconds(sizes='lb_micro', samples=512)}, and {seconds(sizes='lb_micro', samples=4096)} for 4096 on 64."
+        f"The first call takes {seconds(sizes='first call, filled cache')} with numba's cache filled, and "
+        f"{seconds(sizes='first call, empty cache')} on an empty one, which is filled once. Whole policies: `lb_mini` "
+        f"{seconds(sizes='lb_mini', samples=64)} for 64 samples on 8 ranks, {seconds(sizes='lb_mini', samples=512)} "
+        f"for 512 on 64, {seconds(sizes='lb_mini', samples=153600)} for 153,600 on 2560; `lb_micro` "
+        f"{seconds(sizes='lb_micro', samples=64)}, {seconds(sizes='lb_micro', samples=512)}, and "
+        f"{seconds(sizes='lb_micro', samples=4096)} for 4096 on 64."
     )
 
 
 def post_balancing() -> str:
-    """docs/dispatch.md: planning one phase."""
+    """bench/results/README.md: planning one phase."""
     result = load("dispatch")
     names = {
         "1 packed": ("algorithm 1", ""),
-        "2 padded": ("algorithm 2", " (exact: the bound knows nothing of padding)"),
+        "2 padded": ("algorithm 2", " (exact; the bound ignores padding)"),
         "4 packed, quadratic": ("algorithm 4, by cost", ""),
         "4 with tolerance": ("algorithm 4, with tolerance", ""),
         "5 attention padded": ("algorithm 5", " (as above)"),
@@ -79,7 +79,7 @@ def post_balancing() -> str:
 
 
 def node_wise() -> str:
-    """docs/dispatch.md: exchanges, against bounds and against the optimum."""
+    """bench/results/README.md: exchanges, against bounds and against the optimum."""
     result = load("dispatch")
     rows = [find(result, what="node-wise, exchanges", instances=n) for n in (64, 128, 2560)]
     lines = [
@@ -87,31 +87,29 @@ def node_wise() -> str:
         {"node-wise, exchanges": "above a lower bound", **{str(r["instances"]): r["above_bound"] for r in rows}},
     ]
     exact = [r for r in result["rows"] if "HiGHS" in r["what"]]
-    said = "; ".join(f"{r['instances']} instances: {r['above_bound']}, {r['ms'] / 1e3:.2g} s" for r in exact)
-    against = (
-        f"Against HiGHS's optimum (exchanges above the optimum, the optimum above the linear "
-        f"relaxation, and the time HiGHS took, one seed each): {said}."
-    )
-    return f"{table(lines)}\n\n{prose(against)}"
+    said = "; ".join(f"{r['instances']} instances {r['above_bound']}, {r['ms'] / 1e3:.2g} s" for r in exact)
+    return f"{table(lines)}\n\n{prose(f'Above the optimum, and the time HiGHS took for it, one seed each: {said}.')}"
 
 
 def node_exact() -> str:
-    """docs/dispatch.md: why the exact method is not the default."""
-    result = load("node_exact")
-    lines = [
-        {
-            "instances (of a node)": f"{row['instances']} ({row['per_node']})",
-            "HiGHS, ms": f"{row['exact_ms']:.0f} to {row['exact_most_ms']:.0f}",
-            "exchanges, ms": f"up to {row['exchange_most_ms']:.1f}",
-            "exchanges above the optimum": f"up to {row['gap']}",
-        }
-        for row in result["rows"]
+    """bench/results/README.md: why the exact method is not the default."""
+    groups: dict[int, list[Result]] = {}
+    for row in load("node_exact")["rows"]:
+        groups.setdefault(row["instances"], []).append(row)
+    lines: list[dict[str, object]] = [
+        {"instances": name} for name in ("HiGHS, ms", "exchanges, ms, at most", "exchanges above the optimum, at most")
     ]
+    for instances, rows in groups.items():
+        least, most = min(row["exact_ms"] for row in rows), max(row["exact_most_ms"] for row in rows)
+        exchanges = f"{max(row['exchange_most_ms'] for row in rows):.1f}"
+        above = max((row["gap"] for row in rows), key=lambda gap: float(gap.rstrip("%")))
+        for line, cell in zip(lines, (f"{least:.0f}-{most:.0f}", exchanges, above), strict=True):
+            line[str(instances)] = cell
     return table(lines)
 
 
 def overhead() -> str:
-    """docs/dispatch.md: three phases, beside the paper's row."""
+    """bench/results/README.md: three phases, beside the paper's row."""
     rows = [r for r in load("dispatch")["rows"] if r["what"].startswith("three phases")]
     lines: list[dict[str, object]] = [
         {"instances": name} for name in ("paper, ms", "balancing three phases, ms", "placing them node-wise, ms")
@@ -125,7 +123,7 @@ def overhead() -> str:
 
 
 def volume() -> str:
-    """docs/dispatch.md: what crosses nodes."""
+    """bench/results/README.md: what crosses nodes."""
     result = load("dispatch")
     titles = {
         "node-wise": "node-wise (algorithm 3)",
@@ -145,25 +143,25 @@ def volume() -> str:
 
 
 def exchange() -> str:
-    """docs/dispatch.md: the exchanges, and planning ahead."""
+    """bench/results/README.md: the exchanges, and planning ahead."""
     result = load("dispatch")
 
     def times(mib: int, kind: str) -> str:
         found = [r for r in result["rows"] if r["what"] == f"exchange of {mib} MiB a rank, fp32: {kind}"]
-        return " and ".join(f"{float(r['above_bound'].split()[0]):.1f} ({r['instances']} ranks)" for r in found)
+        return " and ".join(f"{float(r['above_bound'].split()[0]):.1f}" for r in found)
 
     (ahead,) = [r for r in result["rows"] if r["what"].startswith("planning a step")]
     between = find(result, what="the same, planned between steps")["ms"]
     planned, waited = re.findall(r"[\d.]+", ahead["ms"])
     moving = (
-        "**Exchange** of 16 MiB a rank, fp32, times as fast as the all-gather strawman in the same run: the all-to-all "
-        f"{times(16, 'all-to-all')}, on demand {times(16, 'on demand')}; of 1 MiB the all-to-all "
-        f"{times(1, 'all-to-all')}, on demand {times(1, 'on demand')}. Four ranks shared two cores."
+        "Exchange on 2 and 4 ranks (of two cores), fp32, times as fast as the all-gather in the same run: 16 MiB a "
+        f"rank by the all-to-all {times(16, 'all-to-all')}, on demand {times(16, 'on demand')}; 1 MiB "
+        f"{times(1, 'all-to-all')}, on demand {times(1, 'on demand')}."
     )
     planning = (
-        "**Planning ahead** (`PlannedLoader.overlap`), 2 ranks on demand, 60 examples of three modalities, compute "
-        f"*emulated* by 50 ms of sleep, so that a core is free: {planned} ms a step of gathering and planning, of "
-        f"which the loop waited {waited}; the same between steps took {between}."
+        "Planning ahead (`PlannedLoader.overlap`), 2 ranks on demand, 60 examples of three modalities, compute "
+        f"*emulated* by 50 ms of sleep: {planned} ms a step of gathering and planning, of which the loop waited "
+        f"{waited}; between steps it took {between}."
     )
     return f"{prose(moving)}\n\n{prose(planning)}"
 
@@ -172,12 +170,11 @@ def simulator() -> str:
     """docs/simulate.md: how fast the two simulators are."""
     rows = load("simulate")["rows"]
     return prose(
-        "Two simulators run this model. `simulate_events` knows everything and takes "
+        "`simulate_events` takes "
         f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
-        "numpy over all ranks, agrees with it to rounding, and is what runs unless `--owner-skew` is above 1. One step "
+        "numpy over all ranks, agrees with it to rounding, and is what runs unless `--owner-skew` is above 1: one step "
         f"of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
-        f"{span([r['seconds'] for r in rows], '.1f')} s, by transport (`bench/results/simulate.md`). Planning is "
-        "separate: it takes what `odc.balance` takes."
+        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning (`bench/results/simulate.md`)."
     )
 
 
@@ -187,26 +184,23 @@ def trust() -> str:
     ratios = [row["simulated/emulated"] for row in beside["rows"]]
     ranks = sorted({row["ranks"] for row in beside["rows"]})
     simulated = (
-        f"Against the real runtime with emulated compute on {', '.join(map(str, ranks))} ranks, also with one rank "
-        f"slowed 1.5 times (`{beside['command'].partition(' --results')[0]}`, rows in `bench/results`), simulated step "
-        f"times are {span(ratios)} of the emulated ones.{note(beside, max(ranks))}"
+        f"Against the real runtime with *emulated* compute on {', '.join(map(str, ranks))} ranks, also with one rank "
+        f"slowed 1.5 times (`{beside['command'].partition(' --results')[0]}`), simulated step times are "
+        f"{span(ratios)} of the emulated ones.{note(beside, max(ranks))}"
     )
     if "commit" not in beside:
-        simulated += (
-            " They were taken when `fsdp2-resident` still reduced in the backward of its last microbatch, simulated "
-            "and emulated."
-        )
+        simulated += " Both were taken when `fsdp2-resident` still reduced in the backward of its last microbatch."
     said = []
     for name, lengths in (("longalign", "LongAlign-like"), ("swe_smith", "SWE-Smith-like")):
         result = load(f"emulated_{name}")
         best = max(result["rows"], key=lambda row: row["speed-up"])
         said.append(
-            f"for {lengths} lengths the bound is {best['bound / step']:.3f} of its step, and it is "
-            f"{best['speed-up']:.2f} times as fast as the first row"
+            f"{best['bound / step']:.3f} of its step for {lengths} lengths"
             + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
         )
     emulated = (
-        "In emulated runs on 8 ranks (`python -m bench.emulated`) `odc` comes near the bound that no plan can beat: "
-        f"{'; '.join(said)}. The first row is collectives with equal sample counts."
+        "In [emulated runs](../bench/results/README.md#eight-emulated-ranks) on 8 ranks the bound that no plan can "
+        "beat is, for `odc`, "
+        f"{' and '.join(said)}."
     )
     return "\n".join(textwrap.indent(prose(one), "  ").replace("  ", "* ", 1) for one in (simulated, emulated))

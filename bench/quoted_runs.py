@@ -1,4 +1,4 @@
-"""Paragraphs and tables of docs/ about evaluation, the server, reinforcement learning and other runs."""
+"""Paragraphs and tables of docs/ about evaluation, reinforcement learning and other runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from odc.bench.report import table
 
 
 def evaluation() -> str:
-    """docs/evaluation.md: forwards and time of four ways."""
+    """bench/results/README.md: forwards and time of four ways."""
     result = load("evaluation")
     lines = [
         {
@@ -23,7 +23,7 @@ def evaluation() -> str:
 
 
 def gather() -> str:
-    """docs/evaluation.md: bringing results together."""
+    """bench/results/README.md: bringing results together."""
     result = load("gather")
     names = {
         "dist.gather_object": "`dist.gather_object` (rank by rank)",
@@ -42,24 +42,24 @@ def gather() -> str:
 
 
 def handover() -> str:
-    """docs/rl.md: a reader outside the job."""
+    """bench/results/README.md: a reader outside the job."""
     rates, steps = load("handover"), load("handover_steps")
     kept, fresh = ([r["ratio"] for r in rates["rows"] if r["pages"] == pages] for pages in ("kept", "fresh"))
     sizes = [r["MiB"] for r in rates["rows"]]
     one, two = (find(steps, buffers=n) for n in (1, 2))
     extra = [(r["read_s"] - r["alone_s"]) * 1e3 for r in (one, two)]
     return prose(
-        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores), from {span(sizes, '.0f')} "
-        f"MiB: a full fetch runs at {span(kept)} of memcpy's rate into memory that is there, and at {span(fresh)} into "
-        f"new memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads in a loop "
-        f"without pause ({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with "
-        f"one buffer and {two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms a step, which it takes from "
-        f"cores and memory; here three processes shared two cores.{note(rates, 3)}"
+        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores, {span(sizes, '.0f')} MiB): a "
+        f"full fetch runs at {span(kept)} of memcpy's rate into memory that is there, at {span(fresh)} into new "
+        f"memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads without pause "
+        f"({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with one buffer and "
+        f"{two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms, which it takes from the two cores and "
+        f"memory.{note(rates, 3)}"
     )
 
 
 def grpo() -> str:
-    """docs/rl.md: verl's equal counts against the arms."""
+    """bench/results/README.md: verl's equal counts against the arms."""
     result = load("grpo")
     lines = [
         {
@@ -74,20 +74,20 @@ def grpo() -> str:
 
 
 def inputs() -> str:
-    """docs/microbatch.md: prepared ahead against all at once."""
+    """bench/results/README.md: prepared ahead against all at once."""
     result = load("inputs")
     eager, one = find(result, prefetch="all (eager)"), find(result, prefetch="1")
     return prose(
-        f"With a rollout server and a trainer that are *emulated* (slept), 32 microbatches of 4 MiB "
-        f'(`make bench ARGS="-k inputs"`, rows in `bench/results/inputs.md`), one prepared ahead takes '
-        f"{one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f} and uses samples {one['mean_age_ms']:.0f} ms "
-        f"after they were made instead of {eager['mean_age_ms']:.0f}. The step takes {one['step_s']:.2f} s instead of "
-        f"{eager['step_s']:.2f}, because making samples overlaps training on them.{note(result, 2)}"
+        "With rollout server and trainer *emulated* (slept), 32 microbatches of 4 MiB (`make bench "
+        'ARGS="-k inputs"`), one '
+        f"prepared ahead takes {one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f}, uses samples "
+        f"{one['mean_age_ms']:.0f} ms after they were made instead of {eager['mean_age_ms']:.0f}, and the step takes "
+        f"{one['step_s']:.2f} s instead of {eager['step_s']:.2f}.{note(result, 2)}"
     )
 
 
 def train_mm() -> str:
-    """docs/multimodal.md: the demo's arms."""
+    """bench/results/README.md: the demo's arms."""
     result = load("train_mm")
     arms = result["arms"]
     fastest = max(arms, key=lambda name: arms[name]["tokens_per_s"])
@@ -108,8 +108,8 @@ def train_mm() -> str:
     ranks = result["job"]["ranks"]
     head = (
         f"{ranks} ranks on {result['machine']['cores']} cores, {result['job']['minibatch_size']} examples a step, "
-        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (`{' '.join(result['command'])}`; "
-        f"all figures in `bench/results/train_mm.json`).{note(result, ranks)}"
+        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (command in "
+        f"`bench/results/train_mm.json`).{note(result, ranks)}"
     )
     return f"{prose(head)}\n\n{table(lines)}\n\n{_gains(result)}"
 
@@ -122,7 +122,7 @@ def _gains(result: dict[str, object]) -> str:
         return f"{speed[fast] / speed[slow]:.2f} ({step[slow] / step[fast]:.2f})"
 
     return prose(
-        "By tokens/s, which counts all steps (in brackets by the median step), balancing every phase is worth "
+        "By tokens/s over all steps (in brackets by the median step), balancing every phase is worth "
         f"{times('fsdp2/none', 'fsdp2/full')} under FSDP2 and {times('odc/none', 'odc/full')} under odc; both together "
         f"{times('fsdp2/none', 'odc/full')}."
     )
@@ -137,7 +137,7 @@ def _median_step(arm: dict[str, object]) -> float:
 
 
 def order() -> str:
-    """docs/protocol.md: what it costs that the order of arrival does not matter."""
+    """bench/results/README.md: what it costs that the order of arrival does not matter."""
     result = load("order")
 
     def times(what: str) -> str:
@@ -146,9 +146,9 @@ def order() -> str:
 
     added = find(result, what="add alone, fp64")["times_default"]
     return prose(
-        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, all "
-        f"ways in one interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
+        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, one "
+        f"interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
         f"{times('reproducible')} times as long with `reproducible=True` as by default, and {times('per source')} "
-        "times as long with `per_source`, where the pusher adds and no daemon is in the way. Adding fp32 to fp64 alone "
-        f"takes {added:.1f} times as long as to fp32.{note(result, 2)}"
+        f"with `per_source`, without a daemon in the way. Adding fp32 to fp64 alone takes {added:.1f} times as long as "
+        f"to fp32.{note(result, 2)}"
     )

@@ -33,7 +33,7 @@ class Settings:
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, which run on
-            CPU memory only in triton's interpreter (for tests; see docs/kernels.md).
+            CPU memory only in triton's interpreter (for tests; see docs/gpu.md).
     """
 
     reproducible: bool = False

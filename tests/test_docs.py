@@ -15,7 +15,8 @@ from odc.fsdp import OdcModule
 from odc.runtime import Word
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = [ROOT / "bench" / "results" / name for name in ("README.md", "reproduction.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS, ROOT / "tests" / "gpu" / "README.md"]
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -71,7 +72,7 @@ def test_every_word_of_the_board_is_listed() -> None:
     assert listed == {word.name for word in Word}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
@@ -83,3 +84,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
             assert anchor in slugs, target
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("odc", "triton_kernels", "bench", "tests", "examples")
+    files = [ROOT / "Makefile", *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for path in files
+        for page in re.findall(r"\b(?:docs|bench/results)/\w+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not [one for one in sorted(named) if not (ROOT / one[1]).exists()]

@@ -47,10 +47,24 @@ def test_figures_of_the_readme_are_the_stored_ones() -> None:
 
 
 @pytest.mark.usefixtures("bench_folder")
-def test_figures_of_the_pages_are_the_stored_ones() -> None:
-    from bench.pages import BLOCKS, quoted, replaced
+def test_the_diagram_is_what_its_script_draws() -> None:
+    from bench.diagram import DIAGRAM, svg
 
-    pages = {path.name: path.read_text(encoding="utf-8") for path in (README.parent / "docs").glob("*.md")}
+    assert DIAGRAM.read_text(encoding="utf-8") == svg(), "run `python -m bench.diagram`"
+    assert f"](docs/{DIAGRAM.name})" in README.read_text(encoding="utf-8")
+
+
+def test_the_documentation_stays_short() -> None:
+    pages = [README, *(README.parent / "docs").glob("*.md")]
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 18_000
+
+
+@pytest.mark.usefixtures("bench_folder")
+def test_figures_of_the_pages_are_the_stored_ones() -> None:
+    from bench.pages import BLOCKS, PAGES, quoted, replaced
+
+    pages = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
     stale = [name for name, text in pages.items() if replaced(text) != text]
     assert not stale, "run `python -m bench.readme`"
     places = [block for text in pages.values() for block in quoted(text)]

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from odc.errors import UnsupportedError
 from odc.kernels.tile import move_tile
 
-TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/kernels.md)
+TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/gpu.md)
 #: Of compiled kernels. Nothing is multiplied, so nothing can be fused; triton 3.9 warns unless it is told.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _LARGEST_INTERPRETED = 1 << 16  # elements; an interpreted program costs about the same whatever its share

@@ -38,9 +38,7 @@ def simulate(
     json: Annotated[str | None, Option(help="Where figures are written.", rich_help_panel=_OUTPUT)] = None,
     reproduce: Annotated[
         str | None,
-        Option(
-            help="Write docs/reproduction.md there: published ratios beside simulated ones.", rich_help_panel=_OUTPUT
-        ),
+        Option(help="Write published ratios beside simulated ones there, as a page.", rich_help_panel=_OUTPUT),
     ] = None,
 ) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""

@@ -63,23 +63,22 @@ class Figure:
     why: str = ""
 
 
-_TABLES = "paper, tables, by reviews"
+_TABLES = "reviews"
 _PLANNER = (
-    "neither another width nor another cut of our lognormal gives it, and `fsdp2-equal-samples` plans under the "
-    "published constraint: the real lengths must differ in shape, or the reviews count minibatches otherwise than "
-    "samples a rank"
+    "neither another width nor another cut of our lognormal gives it: the real lengths must differ in shape, or the "
+    "reviews count minibatches otherwise than samples a rank"
 )
 _ACROSS = (
     "with two samples a rank there is little to gain, and costs decide that we do not simulate: real transfers across "
     "nodes compute on the same GPU, and they are hidden less well than ours"
 )
 _FIXED = (
-    "with one or two samples a rank both arms run one microbatch here, so that ours are equal; the port's loss is its "
-    "own cost: host work, transfers that are not overlapped, write visibility for each layer"
+    "with one or two samples a rank both arms run one microbatch here and are equal; the port's loss is its own cost: "
+    "host work, transfers that are not overlapped, write visibility for each layer"
 )
 _DUMMIES = (
-    "AMD does not say which lengths and which cap it ran. With a cap of 64K two samples of 16.5K fit into one "
-    "microbatch and nothing is left to decouple; its gain at two a rank, falling from there, speaks for a smaller cap"
+    "AMD names neither lengths nor cap. With 64K two samples of 16.5K fit into one microbatch and nothing is left to "
+    "decouple; its gain at two a rank, falling from there, speaks for a smaller cap"
 )
 
 FIGURES: tuple[Figure, ...] = (
@@ -96,14 +95,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure(_TABLES, "14B AIME", 2, "speedup", "odc", 0.96, why=_ACROSS),
     Figure(_TABLES, "14B AIME", 2, "bubble", "fsdp2-equal-samples", 0.2835, free=True, why=_PLANNER),
     Figure(_TABLES, "14B AIME", 2, "bubble", "odc-equal-samples", 0.2289, free=True, why=_PLANNER),
-    Figure("AMD, table", "AMD 1.5B", 1, "speedup", "odc", 0.911, base="fsdp2-padded", why=_FIXED),
-    Figure("AMD, table", "AMD 1.5B", 2, "speedup", "odc", 1.201, base="fsdp2-padded", why=_DUMMIES),
-    Figure("AMD, table", "AMD 1.5B", 4, "speedup", "odc", 1.142, base="fsdp2-padded", why=_DUMMIES),
-    Figure("AMD, table", "AMD 1.5B", 8, "speedup", "odc", 1.083, base="fsdp2-padded", why=_DUMMIES),
-    Figure("AMD, table", "AMD 1.5B", 16, "speedup", "odc", 1.051, base="fsdp2-padded", why=_DUMMIES),
-    Figure("AMD, README re-run", "AMD 1.5B", 2, "speedup", "odc", 1.19, base="fsdp2-padded", high=1.21, why=_DUMMIES),
-    Figure("AMD, table", "AMD 14B", 1, "speedup", "odc", 0.796, base="fsdp2-padded", why=_FIXED),
-    Figure("AMD, table", "AMD 14B", 2, "speedup", "odc", 0.892, base="fsdp2-padded", why=_FIXED),
-    Figure("AMD, table", "AMD 14B", 4, "speedup", "odc", 1.120, base="fsdp2-padded", why=_DUMMIES),
-    Figure("AMD, table", "AMD 14B", 8, "speedup", "odc", 1.154, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD", "AMD 1.5B", 1, "speedup", "odc", 0.911, base="fsdp2-padded", why=_FIXED),
+    Figure("AMD", "AMD 1.5B", 2, "speedup", "odc", 1.201, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD", "AMD 1.5B", 4, "speedup", "odc", 1.142, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD", "AMD 1.5B", 8, "speedup", "odc", 1.083, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD", "AMD 1.5B", 16, "speedup", "odc", 1.051, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD re-run", "AMD 1.5B", 2, "speedup", "odc", 1.19, base="fsdp2-padded", high=1.21, why=_DUMMIES),
+    Figure("AMD", "AMD 14B", 1, "speedup", "odc", 0.796, base="fsdp2-padded", why=_FIXED),
+    Figure("AMD", "AMD 14B", 2, "speedup", "odc", 0.892, base="fsdp2-padded", why=_FIXED),
+    Figure("AMD", "AMD 14B", 4, "speedup", "odc", 1.120, base="fsdp2-padded", why=_DUMMIES),
+    Figure("AMD", "AMD 14B", 8, "speedup", "odc", 1.154, base="fsdp2-padded", why=_DUMMIES),
 )

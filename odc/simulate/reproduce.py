@@ -1,7 +1,8 @@
-"""docs/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
+"""bench/results/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
 
 One rule for all rows, fixed before the first run: a speed-up agrees within 0.05, a bubble within 5 percentage points, a
-statement if it holds. Made by `odc simulate --reproduce docs/reproduction.md`.
+statement if it holds. Assumptions are not tuned to make rows agree. Made by `odc simulate --reproduce
+bench/results/reproduction.md`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _row(figure: Figure, studies: Studies) -> Row:
     inside = min(values) - near <= high and figure.low <= max(values) + near
     why = _LENGTHS if inside else figure.why
     published = show.format(figure.low) + (f" to {show.format(high)}" if figure.high is not None else "")
-    spread = f"{show.format(min(values))} to {show.format(max(values))}"
+    spread = f"{show.format(min(values))}-{show.format(max(values))}"
     return Row(figure.source, _what(figure), published, show.format(value), spread, agrees, why)
 
 
@@ -91,72 +92,77 @@ def _value(figure: Figure, studies: Studies, **varied: object) -> float:
 
 def _what(figure: Figure) -> str:
     if figure.kind == "bubble":
-        what = f"bubble of {figure.arm}" + (", compute and waiting only" if figure.free else "")
+        what = f"bubble of {figure.arm}"
     else:
         what = f"{figure.arm} over {figure.base}"
-    return f"{figure.cell}, {figure.samples} a rank: {what}"
+    return f"{figure.cell} mb{figure.samples}: {what}"
 
 
 def page(rows: list[Row], minibatches: int, seed: int) -> str:
-    """The page as markdown."""
+    """The page as markdown; the reason for a row that does not agree stands below the table, by its letter."""
     good, near = sum(row.agrees for row in rows), sum(not row.agrees and row.why == _LENGTHS for row in rows)
+    (other,) = {
+        f"{cell.efficiency:.0%} of peak FLOPs, recomputation {'on' if cell.checkpointing else 'off'}, packing ratio "
+        f"{cell.packing_ratio:g}"
+        for cell in CELLS.values()
+    }
     lines = [
         "# Published ratios and ours",
         "",
-        f"Made by `odc simulate --reproduce docs/reproduction.md --minibatches {minibatches} --seed {seed}`; do not",
-        "edit. Everything under *simulated* is simulated, nothing was run. One rule for all rows, fixed before the",
-        f"first run: a speed-up agrees within {NEAR_SPEEDUP:.2f}, a bubble within {100 * NEAR_BUBBLE:.0f} percentage",
-        "points, a statement if it holds.",
+        "```",
+        f"odc simulate --reproduce bench/results/reproduction.md --minibatches {minibatches} --seed {seed}",
+        "```",
         "",
-        f"**{good} of {len(rows)} agree**; {near} more lie within what other lengths give. The reasons that we see for",
-        "all that do not agree stand below. No assumption was changed to make a row agree.",
+        "Everything under *simulated* is simulated; nothing was run. One rule for all rows, fixed before the first",
+        f"run: a speed-up agrees within {NEAR_SPEEDUP:.2f}, a bubble within {100 * NEAR_BUBBLE:.0f} percentage points,",
+        "a statement if it holds.",
+        "",
+        f"**{good} of {len(rows)} agree**; {near} more lie within what other lengths give. No assumption was changed",
+        "to make a row agree.",
         "",
         "## Assumptions",
         "",
-        "| cell | model | machine | lengths | other |",
-        "|---|---|---|---|---|",
+        "| cell | model | machine | lengths |",
+        "|---|---|---|---|",
     ]
     for name, cell in CELLS.items():
-        other = f"{cell.efficiency:.0%} of peak FLOPs, recomputation {'on' if cell.checkpointing else 'off'}, "
-        other += f"packing ratio {cell.packing_ratio:g}"
-        lines.append(f"| {name} | {cell.model} | {cell.ranks} x {cell.machine} | {cell.lengths} | {other} |")
-    lines += ["", *_NOTES, "", "## Rows", ""]
+        lines.append(_cells(name, cell.model, f"{cell.ranks} x {cell.machine}", cell.lengths))
+    lines += ["", f"* In all cells {other}.", *_NOTES, "", "## Rows", ""]
     lines += ["| source | what | published | simulated | other lengths | agrees |", "|---|---|---|---|---|---|"]
+    reasons = list(dict.fromkeys(row.why for row in rows if not row.agrees))
     for row in rows:
-        lines.append(_cells(row.source, row.what, row.published, row.ours, row.spread, _YES if row.agrees else _NO))
+        agrees = "yes" if row.agrees else f"**no**, {letter(reasons.index(row.why))}"
+        lines.append(_cells(row.source, row.what, row.published, row.ours, row.spread, agrees))
     lines += ["", "## Why not, as far as we can tell", ""]
-    reasons: dict[str, list[Row]] = {}
-    for row in rows:
-        if not row.agrees:
-            reasons.setdefault(row.why, []).append(row)
-    for why, own in reasons.items():
-        lines.append(f"* {why[0].upper()}{why[1:]}.")
-        lines += [f"  * {row.what}: {row.published}, simulated {row.ours}" for row in own]
+    lines += [f"* {letter(number)}: {why}." for number, why in enumerate(reasons)]
     return "\n".join([*lines, "", *_NOT_REPRODUCED, ""])
+
+
+def letter(number: int) -> str:
+    """How the page names a reason: a, b, c and so on."""
+    return chr(ord("a") + number)
 
 
 def _cells(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-_YES, _NO = "yes", "**no**"
 _LENGTHS = "the lengths decide: the published figure lies within what we get when the assumed ones vary"
 _NOTES = (
-    "* Lengths are drawn from the named distributions of `odc.simulate.lengths`. Means and cuts are published; widths",
-    "  (and the cut of AIME) are assumed. AMD does not name its data; LongAlign is taken. *Other lengths* is the least",
-    "  and the most that we get with widths of 0.5 and 1.1, and with samples cut at half the length.",
-    "* Numbers of GPUs for each model are assumed where the source does not say: 8 for 1.5B and 7B, 16 for 14B, 32 for",
-    "  32B. Minibatch n (mb n) means n samples a rank; AMD's global batch sizes are divided by its GPUs.",
-    "* Arms are those of docs/compare.md. By their published names, `fsdp2-equal-samples` is Collective LB-Micro,",
-    "  `odc-equal-samples` ODC LB-Micro, `odc` ODC LB-Mini, and `fsdp2-padded` is AMD's NCCL_pad. Of the published",
-    "  LB-Micro only the constraint of equal sample counts is known; the planner under it is ours.",
-    "* Bubbles of the paper are estimates of its packer, without communication; they are set beside a machine whose",
-    "  links cost nothing.",
+    "* Lengths are drawn from the distributions of [simulate.md](../../docs/simulate.md#lengths): published means and",
+    "  cuts, assumed widths (and the cut of AIME). AMD does not name its data; LongAlign is taken. *Other lengths*:",
+    "  the least and the most with widths of 0.5 and 1.1, and with samples cut at half the length.",
+    "* Numbers of GPUs are assumed where the source is silent. mb4 means 4 samples a rank in a minibatch; AMD's global",
+    "  batch sizes are divided by its GPUs.",
+    "* [Arms](../../docs/compare.md#the-arms) by their published names: `fsdp2-equal-samples` is Collective LB-Micro,",
+    "  `odc-equal-samples` ODC LB-Micro, `odc` ODC LB-Mini, `fsdp2-padded` AMD's NCCL_pad.",
+    "* The paper's bubbles are its packer's estimates, without communication; ours are of free links.",
+    "* Sources: the paper (text and figures), its tables and appendix as *reviews* quote them, AMD's table and the",
+    "  re-run in its README.",
 )
 _NOT_REPRODUCED = (
     "## Not set beside anything",
     "",
-    "* Absolute throughput: reviews quote a unit in which the figures cannot be right. Memory (figure 13): not",
-    "  simulated. Convergence: odc's tests compare losses of real runs instead.",
-    "* AMD's communicator set-up (6%), prefetch overhead, gradient spikes: properties of one implementation.",
+    "Absolute throughput (reviews quote a unit in which the figures cannot be right), memory (figure 13), convergence",
+    "(tests compare losses of real runs), AMD's communicator set-up (6%), prefetch overhead and gradient spikes.",
 )

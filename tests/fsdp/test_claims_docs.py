@@ -1,4 +1,4 @@
-"""The program of docs/dynamic.md runs as it stands there."""
+"""The program of docs/balance.md runs as it stands there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.thorough
 def test_program_of_the_page_runs(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "dynamic.md").read_text("utf-8"), re.DOTALL)
+    page = (ROOT / "docs" / "balance.md").read_text("utf-8")
+    marked = r"<!-- tests/fsdp/test_claims_docs.py runs this program -->\n```python\n(.*?)```"
+    (program,) = re.findall(marked, page, re.DOTALL)
     script = tmp_path / "loop.py"
     # A file a rank: what two ranks print may interleave.
     ending = f'open(f"{tmp_path}/rank-{{rank}}", "w").write(f"{{step}} {{int(total)}}")\n'

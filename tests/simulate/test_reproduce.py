@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from odc.simulate.published import CELLS, FIGURES
-from odc.simulate.reproduce import Studies, page, reproduce
+from odc.simulate.reproduce import Studies, letter, page, reproduce
 from odc.simulate.statements import STATEMENTS
 from odc.simulate.study import Study, study
 
-PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
+PAGE = Path(__file__).parents[2] / "bench" / "results" / "reproduction.md"
 
 
 def test_each_figure_is_one_that_its_cell_simulates() -> None:
@@ -32,11 +32,12 @@ def test_rows_follow_one_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         off = max(figure.low - ours, ours - (figure.high or figure.low))
         if abs(off - 0.05) > 0.006:  # beyond what two digits can tell
             assert row.agrees == (off < 0.05)
-        least, most = (float(end.rstrip("x%")) for end in row.spread.split(" to "))
+        least, most = (float(end.rstrip("x%")) for end in row.spread.split("-"))
         assert least <= float(row.ours.rstrip("x%")) <= most
     text = page(rows, 1, 0)
     assert f"**{sum(row.agrees for row in rows)} of {len(rows)} agree**" in text
     assert text.count("\n| ") >= len(rows) + len(CELLS)
+    assert all(f"\n* {letter(i)}: {why}.\n" in text for i, why in enumerate({r.why: 0 for r in rows if not r.agrees}))
 
 
 def test_statements_look_at_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +63,9 @@ def test_studies_are_simulated_once() -> None:
     assert len(said) == 1
 
 
-def test_the_page_in_docs_has_every_row() -> None:
+def test_the_stored_page_has_every_row() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .* \| (?:yes|\*\*no\*\*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| .* \| (?:yes|\*\*no\*\*, [a-z]) \|$", text, re.MULTILINE)
     assert len(rows) == len(FIGURES) + len(STATEMENTS)
     agree = sum(row.endswith("| yes |") for row in rows)
     assert f"**{agree} of {len(rows)} agree**" in text
@@ -85,8 +86,11 @@ def test_figures_on_the_page_are_those_that_simulating_again_gives(monkeypatch: 
     quick = tuple(statement for statement in STATEMENTS if statement.what.startswith("fetch of a 7B layer"))
     monkeypatch.setattr("odc.simulate.reproduce.FIGURES", chosen)
     monkeypatch.setattr("odc.simulate.reproduce.STATEMENTS", quick)
-    on_page = {cells_of(line)[:3]: cells_of(line)[3:] for line in text.splitlines() if line.startswith("| paper")}
+    on_page = {cells_of(line)[:3]: cells_of(line)[3:] for line in text.splitlines() if line.startswith("| ")}
+    reasons = dict(re.findall(r"^\* ([a-z]): (.*)\.$", text, re.MULTILINE))
     rows = reproduce(int(made[1]), int(made[2]), lambda said: None)
-    assert {row.what.split(":")[0] for row in rows} >= {"14B AIME, 2 a rank", "1.5B LongAlign, 4 a rank"}
+    assert {row.what.split(":")[0] for row in rows} >= {"14B AIME mb2", "1.5B LongAlign mb4"}
     for row in rows:
-        assert on_page[row.source, row.what, row.published] == (row.ours, row.spread, "yes" if row.agrees else "no")
+        ours, spread, agrees = on_page[row.source, row.what, row.published]
+        assert (ours, spread) == (row.ours, row.spread)
+        assert agrees == "yes" if row.agrees else reasons[agrees.removeprefix("no**, ")] == row.why

@@ -1,0 +1,86 @@
+"""Paragraphs and tables of bench/results/README.md: eight emulated ranks, fetch and push, overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.quoted import Result, below, find, load, note, prose
+from odc.bench.report import table
+
+REGIMES = {"longalign": "LongAlign-like", "swe_smith": "SWE-Smith-like"}
+
+
+def emulated() -> str:
+    """bench/results/README.md: eight ranks, compute slept."""
+    results = {lengths: load(f"emulated_{name}") for name, lengths in REGIMES.items()}
+    columns: dict[str, Callable[[Result], str]] = {
+        f"step, s ({' / '.join(results)})": lambda row: f"{row['step_s']:.1f}",
+        "speed-up": lambda row: f"{row['speed-up']:.2f}",
+        "bubble": lambda row: f"{row['bubble']:.0%}",
+        "bound / step": lambda row: f"{row['bound / step']:.2f}",
+    }
+    lines = [
+        {"arm": rows[0]["arm"], **{name: " / ".join(map(cell, rows)) for name, cell in columns.items()}}
+        for rows in zip(*(result["rows"] for result in results.values()), strict=True)
+    ]
+    return "\n\n".join([table(lines), *(_emulated(*item) for item in results.items()), *resident(results)])
+
+
+def _emulated(lengths: str, result: Result) -> str:
+    return prose(
+        f"{lengths}: {result['lengths']} (`{result['command'].partition(' --results')[0]}`). On a control with nothing "
+        f"to balance, `fsdp2` takes {result['control'][-1]['fsdp2/odc']:.2f} times as long as `odc`.{note(result, 8)}"
+    )
+
+
+def resident(results: dict[str, Result]) -> list[str]:
+    """A remark on results that were taken before the resident arm was improved, and before commits were stored."""
+    old = [name for name, result in results.items() if "commit" not in result]
+    if not old:
+        return []
+    said = f"In the runs of {' and '.join(old)}, `fsdp2-resident` still met the other ranks at every unit of its first"
+    return [prose(f"{said} forward and last backward; since then it meets them twice a minibatch.")]
+
+
+def verbs() -> str:
+    """bench/results/README.md: fetch and push."""
+    fetch, push = load("fetch"), load("push")
+    sizes = (1, 4, 16, 64)
+
+    def fetched(figure: Callable[[Result], float], pages: str) -> list[str]:
+        wanted = {"dtype": "float32", "parameters": 9, "pages": pages}
+        return [f"{figure(find(fetch, unit_MiB=size, **wanted)):.2f}" for size in sizes]
+
+    def pushed(mode: str) -> list[str]:
+        return [f"{find(push, accumulate=mode, chunk_MiB=s, dtype='float32')['ratio']:.2f}" for s in sizes]
+
+    cells = [
+        ("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
+        ("the same into fresh pages", *fetched(lambda r: r["ratio"], "fresh")),
+        ("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
+        ("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
+        ("push until the daemon has added it, share of a local `add_`", *pushed("server")),
+        ('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
+    ]
+    lines = [dict(zip(("", *(f"{size} MiB" for size in sizes)), row, strict=True)) for row in cells]
+    small = find(fetch, dtype="float32", parameters=9, pages="kept", unit_MiB=1)
+    lost = small["bookkeeping_ms"] / (small["fetch_ms"] - small["memcpy_ms"])
+    return f"{table(lines)}{below(fetch, 2) or below(push, 2)}\n\n" + prose(
+        f"Of what a fetch of 1 MiB loses to memcpy, {lost:.0%} is bookkeeping for each parameter."
+    )
+
+
+def overlap() -> str:
+    """bench/results/README.md: fetching ahead and pushing behind backward."""
+    result = load("overlap")
+
+    def gain(compute: str, prefetch: int, push_overlap: bool) -> str:
+        row = find(result, compute=compute, prefetch=prefetch, push_overlap=push_overlap)
+        return f"{row['ratio'] - 1:+.0%}"
+
+    both, ahead, behind = gain("emulated", 1, True), gain("emulated", 1, False), gain("emulated", 0, True)
+    return prose(
+        f"Where cores are free (compute *emulated*), both together change the speed by {both}, fetching ahead alone by "
+        f"{ahead}, pushing behind backward alone by {behind}. Where training keeps every core busy (*measured*) it is "
+        f"{gain('real', 1, True)}.{note(result, 2)}"
+    )
