@@ -1,7 +1,7 @@
 """The server daemon of a rank: one loop that accumulates, watches peers, and answers connections.
 
-The daemon is a thread of the rank, so it cannot outlive it (docs/decisions.md compares it with a process). It shares the
-GIL: a rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly. The
+The daemon is a thread of the rank, so it cannot outlive it (docs/decisions.md compares it with a process). It shares
+the GIL: a rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly. The
 loop polls nothing: it sleeps in epoll until a pusher rings the doorbell (an eventfd), a peer dies (its pidfd becomes
 readable) or somebody connects to its listener (a unix socket).
 """
