@@ -137,6 +137,38 @@ def test_every_module_opens_with_a_docstring() -> None:
     assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
 
 
+def test_class_names_are_unique() -> None:
+    found: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_no_module_argues_for_itself() -> None:
+    """Decisions that matter are in docs/decisions.md."""
+    formula = re.compile(r"\bChose\b")
+    assert not [
+        f"{name}: {line.strip()}" for name, text in TEXTS.items() for line in text.splitlines() if formula.search(line)
+    ]
+
+
+#: Private vocabulary that the field has words for, in prose and in identifiers; "doorbell" is one of those words.
+WORDS = ("door", "knock", "bell", "parcel", "crew", "nursery")
+RETIRED = re.compile(
+    rf"(?<![A-Za-z])(?:{'|'.join(f'{word}|{word.capitalize()}|{word.upper()}' for word in WORDS)})"
+    r"(?:s|S|ed|ing)?(?![a-z])"
+)
+
+
+def test_no_retired_words() -> None:
+    found = [name for name in FILES if RETIRED.search(name)]
+    for name, text in TEXTS.items():
+        found += [f"{name}: {line.strip()}" for line in text.splitlines() if RETIRED.search(line)]
+    assert not found
+
+
 SEAMS = ("odc.fsdp._torch_compat:", "odc.memory._torch_symmetric:")
 
 
