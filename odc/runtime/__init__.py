@@ -16,7 +16,7 @@ from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
 from odc.runtime.service import Service, reading_token
 from odc.runtime.store import JobStore, KeyValueStore, announce_failure, announce_process
-from odc.runtime.units import ParamSpec, Piece, UnitSpec
+from odc.runtime.units import Piece, UnitSpec
 from odc.runtime.wait import Backoff, Deadline, Waiter, last_in_chain
 from odc.runtime.words import Outcome, RootState, Word
 
@@ -37,7 +37,6 @@ __all__ = [
     "MemberProtocol",
     "Outbox",
     "Outcome",
-    "ParamSpec",
     "Piece",
     "PublishedShards",
     "Pusher",

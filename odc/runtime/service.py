@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from odc.errors import OdcError
 from odc.runtime.accumulate import Adder
 from odc.runtime.layout import HeapLayout
 from odc.runtime.protocol import abort
@@ -119,10 +118,3 @@ class Service:
             "heap_bytes": self.layout.heap.nbytes,
             "queue": progress(self.layout),
         }
-
-    def unreachable(self) -> bool:
-        """True once the root has shut down; its heap may be closed."""
-        try:
-            return bool(self._board.load(Word.LEFT))
-        except (OdcError, ValueError):
-            return True
