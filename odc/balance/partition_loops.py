@@ -12,7 +12,6 @@ from typing import Any
 from odc.balance.state import Assignment, Rules
 
 _ROUNDS = 24
-_FIRST_GAP = 29524  # of the sort; a third of each gap, rounded down, is the next: ..., 40, 13, 4, 1
 _STALE = 3  # rounds that leave the latest part as late as it was
 _TRADES = 256  # at least so many may follow the rounds
 
@@ -26,7 +25,7 @@ def solve(state: Assignment, rules: Rules) -> None:
     best, stale = -1.0, 0
     many = len(state.costs) > len(state.chosen) * len(state.loads)  # swaps find something near to every ideal
     for _ in range(_ROUNDS):
-        _sort_by_time(state, _FIRST_GAP)
+        _by_time(state)
         low, high = 0, len(state.loads) - 1
         latest = _time(state, state.order[high])
         stale = stale + 1 if 0 <= best <= latest else 0
@@ -44,7 +43,7 @@ def solve(state: Assignment, rules: Rules) -> None:
     if rules.everywhere:
         trades = max(trades, 4 * len(state.loads))
     while trades > 0 and active > 0:
-        _sort_by_time(state, 1)
+        _again_by_time(state)
         if _time(state, state.order[active]) <= rules.goal:
             break
         if _shorten(state, active, rules):
@@ -79,17 +78,33 @@ def _shorten(state: Assignment, active: int, rules: Rules) -> bool:
     return at < partners
 
 
-def _sort_by_time(state: Assignment, gap: int) -> None:
-    """Shell sort of `order` by rising time, equals by part. Gap 1 is insertion sort, for an order nearly right."""
+def _by_time(state: Assignment) -> None:
+    """Merge sort of `order` by rising time, equals by part."""
+    order, spare = state.order, state.spare
+    k, width = len(order), 1
+    while width < k:
+        for low in range(0, k, 2 * width):
+            left, right, end = low, min(low + width, k), min(low + 2 * width, k)
+            middle = right
+            for to in range(low, end):
+                if right == end or (left < middle and not _before(state, order[right], order[left])):
+                    spare[to], left = order[left], left + 1
+                else:
+                    spare[to], right = order[right], right + 1
+        for at in range(k):
+            order[at] = spare[at]
+        width *= 2
+
+
+def _again_by_time(state: Assignment) -> None:
+    """The same by insertion, for an order that is nearly right."""
     order = state.order
-    while gap > 0:
-        for at in range(gap, len(order)):
-            part, to = order[at], at
-            while to >= gap and _before(state, part, order[to - gap]):
-                order[to] = order[to - gap]
-                to -= gap
-            order[to] = part
-        gap //= 3
+    for at in range(1, len(order)):
+        part, to = order[at], at
+        while to > 0 and _before(state, part, order[to - 1]):
+            order[to] = order[to - 1]
+            to -= 1
+        order[to] = part
 
 
 def _before(state: Assignment, one: int, other: int) -> bool:
@@ -144,7 +159,7 @@ def deal(state: Assignment) -> None:
     """As many samples as there are parts at a time, costliest first, the costliest to the part that ends first."""
     n, k = len(state.costs), len(state.loads)
     for start in range(0, n, k):
-        _sort_by_time(state, _FIRST_GAP)
+        _by_time(state)
         for at in range(min(k, n - start)):
             place(state, start + at, state.order[at])
 

@@ -37,6 +37,7 @@ class Assignment(NamedTuple):
     links: Any  # [n] the next costlier sample of the same part, or -1
     order: Any  # [k] parts by rising time, when last sorted
     heap: Any  # [k] scratch
+    spare: Any  # [k] scratch
     # Scratch: samples of the two parts at hand with their costs, and subset sums of two halves of a few samples.
     mine: Any  # [n + 1]
     theirs: Any  # [n + 1]
@@ -89,7 +90,7 @@ def new_assignment(
     kinds = np.array([0, *(np.flatnonzero(new_kind) + 1), k], np.int64)
     samples = np.empty((5, n + 1), np.int64)
     halves = np.empty((3, 4 * _HALF), np.int64)
-    parts = np.zeros((5, k), np.int64)
+    parts = np.zeros((6, k), np.int64)
     parts[2] = -1
     parts[3] = np.arange(k)
     fields = (costs, needs, sizes, slowness, limits, rooms, kinds, *parts[:3], samples[0, :n], *parts[3:])
