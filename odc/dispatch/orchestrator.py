@@ -1,25 +1,19 @@
-"""The global orchestrator (OrchMLLM, section 6): what a multimodal training step calls.
+"""The global orchestrator (OrchMLLM, section 6): gathers the records of all ranks and plans a multimodal step.
 
-    plan = orchestrator.plan(records)                            # `PlannedLoader` does it ahead
-    images = orchestrator.to_encoder(plan, "vision", {"pixels": pixels})
-    encoded = orchestrator.to_llm(plan, "vision", vision(images["pixels"]))
-    text = orchestrator.text(plan, {"ids": ids, "labels": labels})
-    tokens = orchestrator.assemble(plan, embed(text["ids"]), {"vision": encoded})
-
-The loop stays the user's, so any encoder, connector and LLM fit. Backward of `to_llm` must run on every rank.
+The training loop moves the data by the plan's routes and `Exchange.move`: raw data to the encoders, encoded rows to the
+LLM (and their gradients back, by the inverse route), text to the LLM.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-import torch
 
-from odc.dispatch.exchange import BACK, Exchange, move
+from odc.dispatch.exchange import BACK, Exchange
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.records import Records
 from odc.dispatch.route import Route
@@ -43,7 +37,6 @@ class OwnPlan:
         step: number, the same on all ranks.
         whole: the plan of all ranks.
         me: this instance.
-        inbound: by encoder: route of one row a token of the raw data; `Orchestrator.to_encoder` makes others.
         outbound: by encoder: route of the encoder's output.
         text: route of text tokens.
         interleaving: int64 [tokens here] see `StepPlan.interleaving`.
@@ -53,7 +46,6 @@ class OwnPlan:
     step: int
     whole: StepPlan
     me: int
-    inbound: dict[str, Route]
     outbound: dict[str, Route]
     text: Route
     interleaving: Ints
@@ -68,13 +60,9 @@ class OwnPlan:
         """Lengths of the subsequences to encode here, in order."""
         return self.whole.encoders[name].lengths_at(self.me)
 
-    def encoder_tokens(self, name: str) -> Ints:
-        """Tokens for the LLM that each of them has to become."""
-        return self.whole.encoders[name].tokens_at(self.me)
-
 
 class Orchestrator:
-    """Plans steps and moves their data; one a rank. `plan` may run on a thread of its own.
+    """Plans the steps of one rank with all others; `plan` may run on a thread of its own.
 
     Args:
         encoders: phases, in the order in which records number them; the same on every rank.
@@ -152,79 +140,12 @@ class Orchestrator:
 
     def _own(self, whole: StepPlan) -> OwnPlan:
         me = self.exchange.me
-        inbound = {name: Route.of(e.inbound, {"rows": e.lengths}, me) for name, e in whole.encoders.items()}
         outbound = {
             name: Route.of(e.outbound, {"rows": e.inbound.take(e.tokens)}, me) for name, e in whole.encoders.items()
         }
         text = Route.of(whole.llm, {"rows": whole.text}, me)
-        return OwnPlan(self._step, whole, me, inbound, outbound, text, whole.interleaving(me), 0.0)
-
-    def to_encoder(
-        self,
-        plan: OwnPlan,
-        name: str,
-        fields: Mapping[str, torch.Tensor],
-        rows: Mapping[str, Ints] | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Move raw data of one modality to where it is encoded; no gradient.
-
-        Args:
-            plan: of this step.
-            name: of the encoder.
-            fields: by name [rows, features...]: what this rank drew, subsequence after subsequence.
-            rows: by field, where it is not one row a token: int64 [subsequences of ALL ranks] rows of each, by flat
-                source place; `np.ones_like(plan.whole.encoders[name].lengths)` for one row a subsequence.
-
-        Returns the same fields of the subsequences to be encoded here, in order. Waits as `Exchange.move`.
-        """
-        whole = plan.whole.encoders[name]
-        listed = rows or {}
-        if any(field in listed for field in fields):
-            route = Route.of(whole.inbound, {field: listed.get(field, whole.lengths) for field in fields}, plan.me)
-        else:
-            route = _named(plan.inbound[name], fields)
-        return self.exchange.move(plan.step, f"{name}.in", route, fields)
-
-    def to_llm(self, plan: OwnPlan, name: str, encoded: torch.Tensor) -> torch.Tensor:
-        """Move encoded rows straight to the LLM's instances, Pi_M o Pi_Ek^-1; differentiable, backward on every rank.
-
-        Args:
-            plan: of this step.
-            name: of the encoder.
-            encoded: [tokens encoded here, features], subsequence after subsequence, as many rows each as its tokens.
-
-        Returns [tokens for the examples here, features], as `assemble` takes them.
-        """
-        route = _named(plan.outbound[name], {"rows": encoded})
-        return move(self.exchange, plan.step, f"{name}.out", route, {"rows": encoded})["rows"]
-
-    def text(self, plan: OwnPlan, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Move text fields (token ids, labels), [text tokens drawn here, ...], straight to the LLM; no gradient."""
-        return self.exchange.move(plan.step, TEXT_CHANNEL, _named(plan.text, fields), fields)
-
-    def assemble(self, plan: OwnPlan, text: torch.Tensor, encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Interleave text and encoded rows to the packed sequences here, [sum of lengths, features].
-
-        Differentiable; `plan.lengths` are the sequences' lengths. No communication.
-        """
-        rows = torch.cat([text, *(encoded[encoder.name] for encoder in self.encoders)])
-        return rows.index_select(0, torch.from_numpy(plan.interleaving).to(rows.device))
-
-    def assemble_text(self, plan: OwnPlan, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """A text field alone (labels) in the packed sequences, with `fill` where other modalities stand."""
-        place = torch.from_numpy(plan.interleaving).to(values.device)
-        whole = torch.full((len(place), *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
-        is_text = place < values.shape[0]
-        whole[is_text] = values.index_select(0, place[is_text])
-        return whole
+        return OwnPlan(self._step, whole, me, outbound, text, whole.interleaving(me), 0.0)
 
 
 def _refusal(reason: str) -> Ints:
     return np.concatenate([[-1], np.frombuffer(reason.encode(), np.uint8).astype(np.int64)])
-
-
-def _named(route: Route, fields: Mapping[str, torch.Tensor]) -> Route:
-    """The route of one field for each of several that have the same rows."""
-    one = route.fields["rows"]
-    mark = hashlib.sha256(repr(sorted(fields)).encode() + route.digest).digest()
-    return Route(route.me, dict.fromkeys(fields, one), mark)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from odc.dispatch import TEXT, BalancePolicy, Phase, Records
-from odc.dispatch.orchestrator import Orchestrator, OwnPlan
+from odc.dispatch.exchange import BACK
+from odc.dispatch.orchestrator import TEXT_CHANNEL, Orchestrator, OwnPlan
+from odc.dispatch.route import Route
 
 ENCODERS = ("vision", "audio")
 WIDTH, PIXELS, VOCABULARY = 8, 6, 11
@@ -154,35 +156,46 @@ def step_as_drawn(model: Forward, batch: Batch, each: bool, into: Into) -> list[
     return losses
 
 
+def moved(orchestrator: Orchestrator, plan: OwnPlan, channel: str, route: Route, rows: Tensor) -> Tensor:
+    return orchestrator.exchange.move(plan.step, channel, route, {"rows": rows})["rows"]
+
+
 def step_rearranged(
     model: Forward, orchestrator: Orchestrator, plan: OwnPlan, batch: Batch, each: bool, into: Into
 ) -> list[float]:
     """Losses of the examples that the LLM sees here."""
-    encoded, runs = {}, []
+    outputs, leaves, runs = {}, {}, []
     for name in ENCODERS:
-        given = orchestrator.to_encoder(plan, name, {"rows": batch.rows(name)})["rows"]
+        whole = plan.whole.encoders[name]
+        inbound = Route.of(whole.inbound, {"rows": whole.lengths}, plan.me)
+        given = moved(orchestrator, plan, f"{name}.in", inbound, batch.rows(name))
         lengths = plan.encoder_lengths(name).tolist()
         pieces = given.split(lengths) if lengths else ()
         groups = [[piece] for piece in pieces] if each else [list(pieces)] if lengths else []
         outs = [model(name, torch.cat(group), [len(piece) for piece in group]) for group in groups]
         cut = [out.detach().requires_grad_() for out in outs]
         runs.append((outs, cut))
-        encoded[name] = orchestrator.to_llm(plan, name, torch.cat(cut) if cut else torch.zeros(0, WIDTH))
-    leaves = {name: rows.detach().requires_grad_() for name, rows in encoded.items()}
-    text = orchestrator.text(plan, {"ids": batch.rows(TEXT), "labels": batch.rows(TEXT)})
-    labels = orchestrator.assemble_text(plan, text["labels"], -100)
+        output = torch.cat(cut) if cut else torch.zeros(0, WIDTH)
+        arrived = moved(orchestrator, plan, f"{name}.out", plan.outbound[name], output.detach())
+        outputs[name], leaves[name] = output, arrived.requires_grad_()
+    text = moved(orchestrator, plan, TEXT_CHANNEL, plan.text, batch.rows(TEXT))
+    order = torch.from_numpy(plan.interleaving)
+    labels = torch.cat([text, *(torch.full((len(leaf),), -100) for leaf in leaves.values())])[order]
     lengths = plan.lengths.tolist()
     losses: list[float] = []
     for i in range(len(lengths)) if each else range(min(1, len(lengths))):
         chosen = slice(sum(lengths[:i]), sum(lengths[: i + 1])) if each else slice(None)
         # Embeddings of all text here, of which an example takes its own: the rest gets no gradient from it.
-        whole = orchestrator.assemble(plan, model("embed", text["ids"]), leaves)
-        loss = model("llm", whole[chosen], labels[chosen], lengths[i : i + 1] if each else lengths)
+        rows = torch.cat([model("embed", text), *leaves.values()])[order]
+        loss = model("llm", rows[chosen], labels[chosen], lengths[i : i + 1] if each else lengths)
         losses += loss.tolist()
         backward(loss.sum(), None, into)
     for name in reversed(ENCODERS):
-        rows = leaves[name]
-        encoded[name].backward(torch.zeros_like(rows) if rows.grad is None else rows.grad)
+        leaf = leaves[name]
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradient = moved(orchestrator, plan, f"{name}.out{BACK}", plan.outbound[name].inverse, gradient)
+        if outputs[name].requires_grad:
+            outputs[name].backward(gradient)
     for outs, cut in runs:
         for out, leaf in zip(outs, cut, strict=True):
             backward(out, leaf.grad, into)

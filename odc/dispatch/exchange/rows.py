@@ -16,6 +16,8 @@ from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route
 from odc.errors import PlanError, UnsupportedError
 
+BACK = ".back"  # added to the channel of a move by the move of its gradients
+
 
 class Exchange(Protocol):
     """Moves tensors between the instances of one group.
@@ -43,7 +45,7 @@ class Exchange(Protocol):
     def move(
         self, step: int, channel: str, route: Route, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Send local rows and return the rows for this rank, by field; not differentiable. On the main thread.
+        """Send local rows and return the rows for this rank, by field; on the main thread, without gradients.
 
         Args:
             step: at most one move of each channel in a step; steps rise.
