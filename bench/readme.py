@@ -61,7 +61,9 @@ def _emulated(results: Path) -> str:
     """The gain of the last row of `bench.emulated`, `odc`, over the first, by lengths."""
     said = []
     for name, lengths in REGIMES.items():
-        said.append(f"{load(f'emulated_{name}', results)['rows'][-1]['speed-up']:.2f} times as fast on {lengths} lengths")
+        said.append(
+            f"{load(f'emulated_{name}', results)['rows'][-1]['speed-up']:.2f} times as fast on {lengths} lengths"
+        )
     return prose(
         f"With *emulated* compute on eight ranks, `odc` is {' and '.join(said)} as FSDP2 with LB-Micro: "
         "[figures](bench/results/README.md)."

@@ -14,7 +14,7 @@ from typer import Option
 from odc.arms import ARM_NAMES
 from odc.cli.options import options_from
 from odc.errors import ConfigError
-from odc.experiments.config import DEFAULT_ARMS
+from odc.experiments.config import DEFAULT_ARMS, JobConfig
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -27,21 +27,23 @@ _DEMO: dict[str, Any] = {
     "lr": 2e-3,
     "warmup": 2,
 }
-_COMPARISON = ("arms", "repeats", "skip")  # fields of the comparison; the others are the job's
+Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
+Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
 
 
 @options_from(
-    "odc.experiments.compare:CompareConfig",
     "odc.experiments.config:JobConfig",
     without=("arm", "save_every", "resume", "export"),
     optional=("model", "data"),
-    helps={"arms": f"Which of {', '.join(ARM_NAMES)}, with commas; default: {', '.join(DEFAULT_ARMS)}."},
 )
 def compare(
     given: dict[str, Any],
     demo: Annotated[
         bool, Option("--demo", help="A tiny Qwen2 on the sources of Python's standard library, in a few minutes.")
     ] = False,
+    arms: Annotated[str, Option(help=f"Which of {', '.join(ARM_NAMES)}, with commas.")] = ",".join(DEFAULT_ARMS),
+    repeats: Repeats = 1,
+    skip: Skip = 1,
     output: Annotated[
         str | None, Option(help="Folder for figures, pictures and traces. (default: runs/compare-DATE)")
     ] = None,
@@ -49,22 +51,20 @@ def compare(
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
     say = progress("compare")
-    comparison = {name: given.pop(name) for name in _COMPARISON if name in given}
     job = (_DEMO if demo else {}) | given
     for name in ("model", "data"):
         if name not in job:
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
     folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    say(f"figures and pictures go to {folder}")
+    config = JobConfig(**job, output=folder)
+    names = tuple(name.strip() for name in arms.split(","))
+    say(f"{len(names)} arms, {config.ranks} ranks, {config.steps} steps; figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
-    from odc.experiments.config import JobConfig
     from odc.experiments.table import tables
     from odc.experiments.text.workload import TextWorkload
 
-    config = CompareConfig(TextWorkload(JobConfig(**job, output=folder)), **comparison)
-    wanted = config.workload.job
-    say(f"{len(config.arms)} arms, {wanted.ranks} ranks, {wanted.steps} steps")
-    carry_out(config, Path(json) if json else config.output / "compare.json", say, tables)
+    comparison = CompareConfig(TextWorkload(config), names, repeats, skip)
+    carry_out(comparison, Path(json or Path(folder) / "compare.json"), say, tables)
 
 
 def carry_out(

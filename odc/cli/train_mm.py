@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from odc.cli.compare import carry_out, progress
+from odc.cli.compare import Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 
@@ -18,7 +18,6 @@ _TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "ca
 
 
 @options_from(
-    "odc.experiments.compare:CompareConfig",
     "odc.experiments.config:JobConfig",
     without=("arm", "save_every", "resume", "export", *_TEXT_ONLY),
     optional=("data",),
@@ -41,13 +40,14 @@ def train_mm(
         ),
     ] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
+    repeats: Repeats = 1,
+    skip: Skip = 1,
     output: Annotated[
         str | None, Option(help="Folder for figures, pictures and traces. (default: runs/train-mm-DATE)")
     ] = None,
     json: Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/train-mm.json)")] = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model under every balance and transport; print a table."""
-    comparison: dict[str, Any] = {name: given.pop(name) for name in ("repeats", "skip") if name in given}
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     if "data" not in fields and not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")
@@ -64,10 +64,8 @@ def train_mm(
         say("making a corpus")
         fields["data"] = str(write_corpus(Path(folder) / "corpus", CorpusConfig(seed=fields.get("seed", 0))))
     job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
-    if arms is not None:
-        comparison["arms"] = tuple(arm.strip() for arm in arms.split(","))
-    config = CompareConfig(MultimodalWorkload(job), **comparison)
+    chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
+    config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen)
     from odc.experiments.multimodal.figures import table
 
-    path = Path(json) if json else config.output / "train-mm.json"
-    carry_out(config, path, say, lambda figures, _: [table(figures)])
+    carry_out(config, Path(json or Path(folder) / "train-mm.json"), say, lambda figures, _: [table(figures)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,9 @@ class CompareConfig:
     """
 
     workload: Workload[Any]
-    arms: tuple[str, ...] = field(
-        default=DEFAULT, metadata={"help": "Which of the workload's arms, with commas (default: its own choice)."}
-    )
-    repeats: int = field(default=1, metadata={"help": "Runs of each arm, interleaved."})
-    skip: int = field(default=1, metadata={"help": "First steps of every run that are not counted."})
+    arms: tuple[str, ...] = DEFAULT
+    repeats: int = 1
+    skip: int = 1
 
     def __post_init__(self) -> None:
         workload = self.workload

@@ -17,36 +17,12 @@ Lengths = Literal["model", "drawn"]
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One GRPO job.
+    """One GRPO job. The fields that are command-line options are described by their help text.
 
     Args:
-        model: a Hugging Face config (JSON), a folder with a config and perhaps weights, or a shipped config's name.
-        arm: how ranks communicate and how work is balanced, see `odc.arms`.
-        balance: "arm": the arm's own planner. "verl": what verl 0.9 does: equal sample counts on all ranks, and as many
-            microbatches on each as the fullest needs.
-        ranks: training processes on this machine; one more process generates.
-        steps: rollouts, each followed by its updates.
-        prompts: of one step, over all ranks.
-        group: responses to each prompt, which GRPO compares with each other; 2 or more.
-        prompt_tokens, response_tokens: of a toy prompt; most of a response.
-        lengths: "model": a response ends with a stop token or at `response_tokens`. "drawn": it is cut at a length from
-            a clipped lognormal, for measurements on skewed lengths that do not change as the model learns.
-        minibatches: optimizer steps a rollout; prompts are dealt to them.
-        max_tokens: most tokens of one microbatch.
-        lag: 0: rollouts come from the weights that are then trained. 1: they come from the step before and are made
-            while the job trains.
         clip_low, clip_high, clip_dual: ratios at which the objective is clipped: 1 - low, 1 + high, and the dual clip.
-        kl: weight of the KL divergence to the initial model in the loss; 0 leaves it out, and its forward.
-        objective: whose formulae: "verl", "odc" (the same, see `odc.experiments.grpo.objective`), or "auto":
-            verl's if installed.
-        lr, weight_decay, clip: AdamW, and the largest gradient norm (0 does not clip).
-        seed: of weights, prompts and sampling.
-        reproducible, second_buffer, timeout_s: see `odc.Settings`; `timeout_s` bounds the wait for a rollout too.
+        weight_decay: of AdamW.
         spans: folder that gets each rank's recorded spans; None stores none.
-        output: new file that gets one line of JSON a step; None writes none.
-        folder: folder for checkpoints, new or that of the run which is resumed; None saves none.
-        save_every: steps between checkpoints, 0 for none but the last one when there is a folder.
-        resume: a checkpoint, or the folder of a job (its latest is taken).
         show: print a line a step on standard error.
     """
 
@@ -55,28 +31,44 @@ class GrpoConfig:
         metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."},
     )
     arm: GrpoArm = field(default="odc", metadata={"help": "odc, odc-equal, fsdp2 or fsdp2-resident."})
-    balance: Balance = field(default="arm", metadata={"help": "arm (the arm's own planner) or verl (equal counts)."})
-    ranks: int = field(default=2, metadata={"help": "Training processes on this machine.", "panel": "Work"})
+    balance: Balance = field(
+        default="arm", metadata={"help": "arm (the arm's own planner) or verl (equal counts on all ranks)."}
+    )
+    ranks: int = field(
+        default=2, metadata={"help": "Training processes on this machine; one more process generates.", "panel": "Work"}
+    )
     steps: int = field(default=20, metadata={"help": "Rollouts, each followed by its updates."})
-    prompts: int = field(default=8, metadata={"help": "Prompts of a step.", "panel": "Rollout"})
-    group: int = field(default=4, metadata={"help": "Responses to each prompt.", "panel": "Rollout"})
+    prompts: int = field(default=8, metadata={"help": "Prompts of a step, over all ranks.", "panel": "Rollout"})
+    group: int = field(
+        default=4,
+        metadata={"help": "Responses to each prompt, which GRPO compares with each other.", "panel": "Rollout"},
+    )
     prompt_tokens: int = field(default=6, metadata={"help": "Tokens of a prompt.", "panel": "Rollout"})
     response_tokens: int = field(default=32, metadata={"help": "Most tokens of a response.", "panel": "Rollout"})
     lengths: Lengths = field(
         default="model",
         metadata={"help": "model, or drawn: cut at skewed lengths, for measurements.", "panel": "Rollout"},
     )
-    minibatches: int = field(default=1, metadata={"help": "Optimizer steps a rollout.", "panel": "Objective"})
+    minibatches: int = field(
+        default=1, metadata={"help": "Optimizer steps a rollout; prompts are dealt to them.", "panel": "Objective"}
+    )
     max_tokens: int = field(default=256, metadata={"help": "Most tokens of one microbatch."})
     lag: Literal[0, 1] = field(
-        default=0, metadata={"help": "1: generate one step ahead, while training.", "panel": "Rollout"}
+        default=0, metadata={"help": "1: rollouts are made one step ahead, while training.", "panel": "Rollout"}
     )
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 3.0
-    kl: float = field(default=0.0, metadata={"help": "Weight of the KL to the initial model.", "panel": "Objective"})
+    kl: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the KL divergence to the initial model; 0 leaves its forward out.",
+            "panel": "Objective",
+        },
+    )
     objective: ObjectiveName = field(
-        default="auto", metadata={"help": "auto, verl or odc: whose functions.", "panel": "Objective"}
+        default="auto",
+        metadata={"help": "Whose formulae: verl, odc (the same) or auto: verl's if installed.", "panel": "Objective"},
     )
     lr: float = field(default=5e-3, metadata={"help": "Learning rate.", "panel": "Objective"})
     weight_decay: float = 0.0
@@ -90,14 +82,20 @@ class GrpoConfig:
     )
     timeout_s: float = field(
         default=600.0,
-        metadata={"help": "Seconds to wait for a rank without progress.", "panel": "Runtime", "flag": "--timeout"},
+        metadata={
+            "help": "Seconds to wait for a rank or a rollout without progress.",
+            "panel": "Runtime",
+            "flag": "--timeout",
+        },
     )
     spans: str | None = None
     output: str | None = field(default=None, metadata={"help": "New file that gets one line of JSON a step."})
     folder: str | None = field(
         default=None, metadata={"help": "Folder for checkpoints, new or the resumed run's.", "panel": "Checkpoints"}
     )
-    save_every: int = field(default=0, metadata={"help": "Steps between checkpoints.", "panel": "Checkpoints"})
+    save_every: int = field(
+        default=0, metadata={"help": "Steps between checkpoints; 0: only at the end.", "panel": "Checkpoints"}
+    )
     resume: str | None = field(
         default=None, metadata={"help": "Checkpoint, or a run's folder (its latest).", "panel": "Checkpoints"}
     )
