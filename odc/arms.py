@@ -1,7 +1,6 @@
 """The table of arms: how a minibatch is planned, how its ranks communicate, and over which ranks the model is sharded.
 
-`odc compare`, `odc train`, `odc simulate` and the benchmarks all read this table, so that a name means one thing
-everywhere. docs/compare.md describes every arm. Importing this module does not load torch.
+docs/compare.md describes every arm. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -42,16 +41,11 @@ _POLICIES: dict[Balance, Callable[..., Plan]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a minibatch.
+    """One way to run a minibatch. "lb_micro_equal_samples" is LB-Micro restricted to equal sample counts.
 
-    Args:
-        name: as in tables and JSON.
-        balance: the planner. "lb_micro_equal_samples" is LB-Micro restricted to equal sample counts.
-        transport: "collectives" in every unit of every microbatch; "resident": one gather of all parameters before
-            the first microbatch and one reduction of all gradients after the last; "on demand"; or "dynamic", which is
-            on demand with one queue of microbatches for all ranks.
-        within_node: parameters and gradients are sharded over the ranks of one node and replicated across nodes.
-        about: one line for tables.
+    The transport "resident" gathers all parameters before the first microbatch and reduces all gradients after the
+    last; "dynamic" is on demand with one queue of microbatches for all ranks. `within_node` shards parameters and
+    gradients over the ranks of one node and replicates them across nodes.
     """
 
     name: ArmName
@@ -67,21 +61,15 @@ class Arm:
 
     @property
     def on_demand(self) -> bool:
-        """Whether odc moves parameters and gradients, and not torch's collectives."""
         return self.transport in ("on demand", "dynamic")
 
     def plan(self, lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost, seed: int) -> Plan:
-        """The plan of one minibatch, which every rank computes alike without communication.
-
-        Raises PlanError for bad input.
-        """
+        """The plan of one minibatch, the same on every rank without communication. Raises PlanError for bad input."""
         return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
 
     def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
-        """(sample indices, predicted cost) of each microbatch that a rank builds.
-
-        The rank also computes them, unless the arm is dynamic: then microbatches are dealt out in turn, as a data
-        loader deals out samples.
+        """(sample indices, predicted cost) of each microbatch that a rank builds, and also computes unless it is
+        dynamic.
         """
         if self.dynamic:
             return queue_of(plan)[rank :: len(plan.ranks)]
@@ -98,9 +86,8 @@ class Arm:
 
 
 def counts_with_dummies(transport: Transport, own: Sequence[int]) -> list[int]:
-    """Microbatches that each rank runs when the plan gives it `own` of them.
-
-    Collectives pad every rank to the maximum. A resident arm adds one dummy, whose backward reduces the gradients.
+    """Microbatches that each rank runs when the plan gives it `own`: collectives pad every rank to the maximum, and a
+    resident arm adds one dummy, whose backward reduces the gradients.
     """
     if transport == "collectives":
         return [max(own)] * len(own)

@@ -1,8 +1,7 @@
 """How an arm's model is sharded and its microbatches are run, by torch's FSDP2 or by odc.
 
-`fsdp2` reduces gradients after every microbatch, as torchtitan and verl do. `fsdp2-resident` defers that and meets
-other ranks twice in a minibatch: all units are gathered before the first microbatch, and reduced in the backward of a
-dummy after the last one. In the backward of the last real microbatch the ranks would wait for each other at every unit.
+`fsdp2-resident` meets other ranks twice in a minibatch: before the first microbatch, and in the backward of a dummy
+after the last. In the last real backward the ranks would wait for each other at every unit.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ def shard_model(
 ) -> None:
     """Shards each block and then the model, in place. Every rank calls it; making the mesh may communicate.
 
-    Args:
-        arm: decides between torch's `fully_shard` and odc's, and whether the mesh is the world or nodes by ranks.
-        model: on `device`.
-        blocks: of the model, in order.
-        settings: of odc, for arms that communicate on demand.
-        device: type of the mesh's devices. Torch's own default is a GPU wherever there is one.
-        per_node: ranks of one node, for arms that shard within nodes; divides the number of ranks.
-        options: for `fully_shard`.
+    `settings` are odc's and `options` those of `fully_shard`; `per_node` divides the number of ranks.
     """
     options["mesh"] = _mesh(arm, device, per_node)
     if arm.on_demand:

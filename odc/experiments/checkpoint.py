@@ -1,10 +1,8 @@
-"""Checkpoints of a sharded job: every rank writes its shards, and a folder appears under its name only when complete.
+"""Checkpoints of a sharded job: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}`.
 
 torch's distributed checkpoint holds parameters and optimizer state, so a job may resume on another number of ranks;
-`job.json` holds what is not a tensor. A checkpoint is written to a folder ending in `.partial`, renamed, and then named
-by the file `latest`: a job killed at any point leaves the previous one whole. Nothing removes old checkpoints.
-
-Layout: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}` and `<output>/checkpoints/latest`.
+`job.json` holds what is not a tensor. A folder ends in `.partial` until it is complete and is then named by the file
+`checkpoints/latest`: a job killed at any point leaves the previous checkpoint whole. Nothing removes old checkpoints.
 """
 
 from __future__ import annotations
@@ -79,8 +77,8 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
 def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Fills model, optimizer and this rank's random state from `checkpoint`; returns `read_job`'s result.
 
-    Every rank calls it with an already sharded model, outside a minibatch; it meets the other ranks. If the number of
-    ranks differs from the saved one, the random state is left as it is.
+    Every rank calls it with a sharded model, outside a minibatch; it meets the other ranks. On another number of ranks
+    than the saved one the random state is left as it is.
     """
     job = read_job(checkpoint)
     state = _state(model, optimizer)

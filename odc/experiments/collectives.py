@@ -1,7 +1,7 @@
 """FSDP2's collectives, recorded as spans through torch's public hooks, so that its arms are measured like the others.
 
-Only the collective is recorded: FSDP2's copies into and out of its buffers count as compute. Where torch asks for an
-asynchronous gather (not on CPU) the span holds only its start.
+FSDP2's copies into and out of its buffers count as compute. Of an asynchronous gather (not on CPU) the span holds only
+the start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class RecordedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gathers `input_tensor` of all ranks into `output_tensor`; all ranks of `group` meet."""
         start = recorder().now()
         work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
         recorder().add(FETCH, start, unit=self._unit, peer=COLLECTIVE, nbytes=output_tensor.nbytes)
@@ -51,14 +50,8 @@ class RecordedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Reduces `input_tensor` of all ranks by `op`; all ranks of `group` meet."""
         start = recorder().now()
         work = _reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         recorder().add(PUSH, start, unit=self._unit, peer=COLLECTIVE, nbytes=input_tensor.nbytes)
@@ -71,7 +64,7 @@ class RecordedReduceScatter:
 
 
 def record_collectives(model: nn.Module, *, replicated: bool = False) -> None:
-    """Records the collectives of every unit of a model that torch's `fully_shard` sharded, under the unit's name.
+    """Records the collectives of every unit that torch's `fully_shard` sharded, under the unit's name.
 
     `replicated`: the mesh has two dimensions, so that gradients are all-reduced as well.
     """

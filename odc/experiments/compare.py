@@ -1,8 +1,6 @@
 """Runs the arms of a workload one after the other on identical data and measures where each rank's time went.
 
-Each run has fresh processes, so no arm inherits memory, threads or caches. Repeats are interleaved (a b, a b), so that
-a slower machine affects all arms alike. The samples of every minibatch, the initial weights and the optimizer are
-identical; the plan, and who communicates when, differ.
+Each run has fresh processes. Repeats are interleaved (a b, a b), so that a slower machine affects all arms alike.
 """
 
 from __future__ import annotations
@@ -29,14 +27,10 @@ DEFAULT = ("default",)
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What to compare.
+    """What to compare. `workload` is the job that every arm runs and needs an output folder; this sets its arm and
+    spans.
 
-    Args:
-        workload: the job that every arm runs; its arm, label and spans are set here. Needs an output folder.
-        arms: in table order, without repetition, by default the workload's own; losses are compared with `REFERENCE`
-            if it is among them, else with the first.
-        repeats: runs of each arm.
-        skip: leading steps of every run that no figure counts (warm-up).
+    Losses are compared with the arm `REFERENCE` if it is among `arms`, else with the first.
     """
 
     workload: Workload[Any]
@@ -68,12 +62,10 @@ class CompareConfig:
 
     @property
     def reference(self) -> str:
-        """The arm whose losses the others are compared with."""
         return REFERENCE if REFERENCE in self.arms else self.arms[0]
 
     @property
     def output(self) -> Path:
-        """Folder of everything that is written."""
         assert self.workload.folder is not None
         return self.workload.folder
 
@@ -122,7 +114,7 @@ def _measured_run(
 
 
 def refuse_skipped(arm: str, results: Sequence[JobResult[Any]]) -> None:
-    """Raises `OdcError` unless the arm has run every step: another arm's steps would be compared with none."""
+    """Raises `OdcError` unless the arm has run every step."""
     for skipped in results[0].skipped:
         raise OdcError(
             f"arm {arm} skipped step {skipped.step} ({skipped.reason}); take a smaller --max-tokens, so that all arms "
@@ -131,10 +123,7 @@ def refuse_skipped(arm: str, results: Sequence[JobResult[Any]]) -> None:
 
 
 def measure(spans_by_rank: dict[int, list[Span]], skip: int, steps: int) -> Breakdown:
-    """The breakdown of one run of `steps` windows, with waiting and transfer inside FSDP2's collectives told apart.
-
-    Raises `TraceError` unless every step was recorded whole on every rank.
-    """
+    """The breakdown of one run of `steps` windows; raises `TraceError` unless every rank recorded every step whole."""
     measured = breakdown(split_waits(spans_by_rank).spans_by_rank, skip=skip)
     lacking = steps - len(measured.steps) - len(measured.skipped)
     if lacking:
@@ -163,7 +152,7 @@ def write_pictures(config: CompareConfig) -> dict[str, Path]:
     """The timeline of the last repeat, one panel an arm, and its trace files; returns their paths by kind.
 
     Arms whose spans say nothing (`CompareConfig.can_time`) are left out. Without matplotlib, or without any arm, there
-    is no timeline, and `"timeline"` is not among the keys.
+    is no `"timeline"`.
     """
     written: dict[str, Path] = {}
     panels = []

@@ -1,6 +1,4 @@
-"""The options of one training job, in one frozen dataclass that checks them when it is made.
-
-`odc.experiments.preflight` has the checks that need the disk.
+"""The options of one training job, checked when they are made; `odc.experiments.preflight` checks what needs the disk.
 """
 
 from __future__ import annotations
@@ -26,13 +24,7 @@ DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "od
 
 @dataclass(frozen=True)
 class JobConfig:
-    """One job of supervised fine-tuning. The fields that are command-line options are described by their help text.
-
-    Args:
-        betas, eps: of AdamW.
-        spans: folder that gets each rank's recorded spans; None stores none.
-        label: name shown before the progress.
-    """
+    """One job of supervised fine-tuning; help texts describe its fields. `spans` is a folder for each rank's spans."""
 
     model: str = field(metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."})
     data: str = field(
@@ -136,7 +128,6 @@ class JobConfig:
         self._check_nodes()
 
     def _check_nodes(self) -> None:
-        """An arm that shards within nodes needs at least two nodes of two ranks."""
         if not arm_named(self.arm).within_node:
             return
         if self.ranks < 2 * self.per_node or self.ranks % self.per_node:
@@ -172,16 +163,13 @@ class JobConfig:
         return found
 
     def with_(self, **changes: Any) -> JobConfig:
-        """A checked copy with some fields changed."""
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON types."""
         return asdict(self) | {"betas": list(self.betas)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> JobConfig:
-        """The inverse of `to_dict`."""
         return cls(**(fields | {"betas": tuple(fields["betas"])}))
 
 
@@ -213,11 +201,7 @@ def check_fields(
 ) -> None:
     """Raises `ConfigError` naming the first field of `config` with a bad value.
 
-    Args:
-        config: whose fields are checked.
-        choices: values that a field may have.
-        whole: the least value of a field that is a whole number.
-        numbers: fields that are finite numbers, 0 or more.
+    `choices` are a field's allowed values, `whole` the least value of a whole number, `numbers` finite and 0 or more.
     """
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:

@@ -26,9 +26,8 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 def check_device(config: JobConfig, arm: ArmName) -> None:
     """Checks, before ranks start, that `arm` can run where `config.device` says on this machine.
 
-    Raises:
-        UnsupportedError: there is no CUDA device.
-        ConfigError: the arm's collectives, or those of an export, need a device a rank, and there are fewer.
+    Raises UnsupportedError without a CUDA device, and ConfigError if the arm's collectives, or those of an export, need
+    a device a rank and there are fewer.
     """
     if config.device == "cpu":
         return
@@ -77,10 +76,8 @@ def settle(device: torch.device) -> None:
 
 
 def can_time(device: str, arm: Arm) -> bool:
-    """Whether spans tell where an arm's time went.
-
-    Spans are measured on the processor, which waits for the device at the end of each microbatch. NCCL's ranks wait for
-    each other on the device, inside a microbatch, where no span sees it.
+    """Whether spans tell where an arm's time went: the processor measures them and waits for the device only at the end
+    of each microbatch, while NCCL's ranks wait for each other on the device.
     """
     return device == "cpu" or arm.on_demand
 
@@ -104,7 +101,9 @@ def trim() -> None:
 
 
 def held_bytes(device: torch.device = _CPU) -> int:
-    """Bytes held now."""
+    """Bytes held now: on the host resident pages as Linux counts them, shared ones divided among the processes that map
+    them; on a device torch's tensors and odc's heaps, without CUDA's own memory.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) + _heaps()
     return _field(_ROLLUP, "Pss")
@@ -126,7 +125,6 @@ def peak_bytes(device: torch.device = _CPU) -> int:
 
 
 def _heaps() -> int:
-    """Bytes on the device of this process's heaps; torch's allocator does not count them."""
     from odc.fsdp import live_roots
 
     return sum(root.layout.heap.layout.nbytes for root in live_roots())

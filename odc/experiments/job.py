@@ -1,7 +1,4 @@
-"""A job of any workload: how it is started, and what every rank runs around its steps.
-
-A rank runs the same function whether `odc`, `torchrun` or a test started it.
-"""
+"""A job of any workload: how it is started, and what every rank runs around its steps."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ def _launched_rank(workload: Workload[Any]) -> Any:
 def run_rank(workload: Workload[Any]) -> Any:
     """Runs the job as one rank, in a process that has the environment of `torchrun`. Every rank calls it.
 
-    Makes the process group and takes it down again. Raises on the rank where something fails; the others learn of it
-    from their launcher or from odc.
+    Makes the process group and takes it down again. Raises only on the rank where something fails.
     """
     workload.check()  # before the ranks meet, so before any has written
     job = workload.job
@@ -86,13 +82,7 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[
 class RankJob:
     """One rank's part of a job inside a process group that is already there, on the rank's training thread.
 
-    All ranks build theirs together. Each step is measured as it ends and its spans are dropped unless the job stores
-    them, so memory stays bounded over a long job.
-
-    Args:
-        workload: the same on every rank.
-        progress: shown on one rank.
-        device: this rank's.
+    All ranks build theirs together. A step's spans are dropped once measured, unless the job stores them.
     """
 
     def __init__(self, workload: Workload[Any], progress: Progress, device: torch.device = _CPU) -> None:
@@ -110,7 +100,6 @@ class RankJob:
         self.trainer.build()
 
     def run(self) -> Any:
-        """All steps that are left, with their checkpoints."""
         try:
             return self._run()
         finally:
@@ -171,7 +160,7 @@ class RankJob:
         self.held = devices.held_bytes(self.device)
 
     def _bubble(self) -> float | None:
-        """The step's bubble over all ranks, as `odc.trace.breakdown` defines it; meets the other ranks.
+        """The step's bubble over all ranks (`odc.trace.breakdown`); meets the other ranks.
 
         None if a rank's recorder could not hold the whole step, or if spans do not tell (`can_time`).
         """

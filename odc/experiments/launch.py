@@ -1,8 +1,7 @@
 """Starts the ranks of a job on this machine and says which rank was to blame when it failed.
 
-A rank has the environment that `torchrun` gives its workers, so the same code runs under both. Ranks are forked from a
-process that has loaded what they need (`odc.ranks`): a second launch starts in a second. They end with this process,
-however it ends.
+A rank has the environment that `torchrun` gives its workers. Ranks are forked from a process that has loaded what they
+need (`odc.ranks`): a second launch starts in a second. They end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ class JobFailedError(OdcError):
 def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `entry(*args)` in `ranks` new processes and returns what each returned, in rank order.
 
-    `entry` must be a module-level function and `args` and results must pickle. In the ranks the environment holds
-    what `torch.distributed.init_process_group` reads. Blocks until all ranks have ended; on return or raise none lives.
-    Raises `JobFailedError` when a rank raises or dies; KeyboardInterrupt when this process is interrupted.
+    `entry` must be a module-level function; `args` and results must pickle. Blocks until all ranks have ended; on
+    return or raise none lives. Raises `JobFailedError` when a rank raises or dies.
     """
     server, store = start_server(), host_store()
     processes = RankProcesses(
@@ -61,7 +59,6 @@ def start_server() -> ForkServer:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What `torchrun` sets for a worker on one machine; this process hosts the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

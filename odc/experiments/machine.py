@@ -24,8 +24,7 @@ def machine() -> dict[str, str | int]:
 def processor_times() -> tuple[int, int] | None:
     """(stolen, all) ticks of all cores since boot; None where the kernel does not say.
 
-    Stolen is what the host of a virtual machine gave to others while this one wanted to run: the noise that no care on
-    this side can take out of a timing.
+    Stolen is what the host of a virtual machine gave to others while this one wanted to run.
     """
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()

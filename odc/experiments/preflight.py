@@ -1,7 +1,4 @@
-"""What can only be checked where the job runs: that its model and data exist and its folders can be written.
-
-The launching process makes these checks before any rank starts, and reports what it finds in one line.
-"""
+"""What can only be checked where the job runs, before any rank starts: model, data, and folders that can be written."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ RUN_FILES = ("steps.jsonl", "checkpoints/latest")
 
 
 def preflight(config: JobConfig) -> None:
-    """Checks on this machine what a `JobConfig` cannot check by itself: model, data, and folders that can be written.
+    """Makes the output and export folders if they are missing.
 
-    Makes the output and export folders if they are missing. Raises `ConfigError` naming the option, or
-    `UnsupportedError` if this machine lacks what the arm needs.
+    Raises `ConfigError` naming the option, or `UnsupportedError` if this machine lacks what the arm needs.
     """
     check_output(config.output, config.resume)
     check_arm(config, config.arm)
@@ -37,9 +33,8 @@ def preflight(config: JobConfig) -> None:
 
 
 def check_output(output: str | None, resume: str | None, name: str = "output") -> None:
-    """Checks that `output`, the option `name`, can be written and that there is a checkpoint to resume.
-
-    Raises `ConfigError` if it holds a run and the job does not continue from that run's last checkpoint.
+    """Raises `ConfigError` if `output`, the option `name`, cannot be written or holds a run that `resume` does not
+    continue from its last checkpoint, or if there is no checkpoint to resume.
     """
     from odc.experiments.checkpoint import find_checkpoint  # loads torch
 

@@ -1,6 +1,6 @@
 """What rank 0 shows while a job runs: its current phase, and after each step loss, speed and bubble.
 
-A terminal gets a live rich line. A file, or a terminal without rich, gets plain lines: at most one in two seconds, and
+A terminal gets a live rich line; a file, or a terminal without rich, at most one plain line in two seconds and one at
 every tenth of the job.
 """
 
@@ -14,9 +14,7 @@ _LINE_EVERY_S = 2.0
 
 
 class Progress:
-    """Shows phases and steps of one job on `stream` (default: standard error). Call `close` when done.
-
-    `label` is shown in front; `shown=False` makes every call do nothing.
+    """Shows phases and steps of one job on `stream` (default: standard error) behind `label`. Call `close` when done.
     """
 
     def __init__(self, steps: int, label: str = "", shown: bool = True, stream: IO[str] | None = None) -> None:

@@ -1,7 +1,4 @@
-"""What a job measured: one record a step, one result a rank.
-
-Records hold plain numbers, so that they travel between processes and into JSON. Samples and tokens never count dummies.
-"""
+"""What a job measured: one record a step, one result a rank. Samples and tokens never count dummies."""
 
 from __future__ import annotations
 
@@ -14,16 +11,11 @@ from odc.trace import Breakdown
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What every workload records of one step.
+    """What every workload records of one step, numbered from 1; counts are over all ranks.
 
-    Args:
-        step: number of the step, from 1.
-        loss: mean over the labelled tokens of all ranks, before the update.
-        norm: gradient norm before clipping.
-        samples, tokens, label_tokens: of the step, over all ranks.
-        step_s: seconds from the start of the step to the end of the update, on this rank.
-        bubble: measured over all ranks, see `odc.trace.breakdown`; None before it is known, or where a rank's recorder
-            could not hold the whole step.
+    `loss` is the mean over the labelled tokens before the update, `norm` the gradient's before clipping, `step_s` runs
+    to the end of the update on this rank. `bubble` is over all ranks; None before it is known, or where a rank's
+    recorder could not hold the whole step.
     """
 
     step: int
@@ -38,11 +30,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step that did not happen: its minibatch was given up twice. Weights and moments are untouched.
-
-    Args:
-        step: number of the step, from 1.
-        reason: which rank gave it up the second time, and why.
+    """An optimizer step, numbered from 1, that did not happen: its minibatch was given up twice, the second time by the
+    rank and for the cause in `reason`. Weights and moments are untouched.
     """
 
     step: int
@@ -54,17 +43,11 @@ R = TypeVar("R", bound=StepRecord)
 
 @dataclass(frozen=True)
 class JobResult(Generic[R]):
-    """What one rank brings back.
+    """What one rank brings back; `steps` are this run's, without those before a resume.
 
-    Args:
-        rank: global rank.
-        steps: this run's steps, without those before a resume.
-        peak_bytes: most bytes held at once after the first step (`odc.experiments.device.peak_bytes`).
-        held_bytes: held between two microbatches of the first step in which this rank had two, when no activation is
-            alive; None if there was no such step.
-        baseline_bytes: held before the model was built, to subtract from both.
-        checkpoint: the last checkpoint's folder.
-        skipped: steps that no rank could do.
+    `peak_bytes` is the most held at once after the first step, `held_bytes` what was held between two microbatches of
+    the first step with two (None without one), when no activation is alive, and `baseline_bytes` before the model was
+    built.
     """
 
     rank: int
@@ -93,13 +76,9 @@ class JobResult(Generic[R]):
 
 @dataclass(frozen=True)
 class ArmRun:
-    """One run of one arm in a comparison.
+    """One run of one arm in a comparison: its ranks' results and where their time went in the windows that count.
 
-    Args:
-        results: of its ranks.
-        measured: where their time went, in the windows that count.
-        steal: share of the cores' time that the host of a virtual machine took while it ran.
-        parts: what the workload found in the spans.
+    `steal` is the share of the cores' time that the host of a virtual machine took; `parts` is `Workload.dissect`'s.
     """
 
     results: list[JobResult[Any]]

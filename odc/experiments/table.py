@@ -120,7 +120,6 @@ def _title(figures: dict[str, Any]) -> str:
 
 
 def _slowed(job: dict[str, Any]) -> str:
-    """Says that a rank's slowness is emulated, and how."""
     if not job.get("slow"):
         return ""
     named = " and ".join("rank {} slowed {}x".format(*entry.split(":")) for entry in job["slow"].split(","))

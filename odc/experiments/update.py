@@ -18,7 +18,7 @@ from odc.trace import COLLECTIVE, WAIT, recorder
 def learning_rate(step: int, *, steps: int, peak: float, warmup: int, floor: float) -> float:
     """The rate of step `step` (from 0) of `steps`: a linear rise over `warmup` steps, then a cosine to `floor * peak`.
 
-    Step 0 of a warm-up already gets peak / warmup. A pure function, so a resumed job continues the same schedule.
+    Step 0 of a warm-up already gets peak / warmup.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -1,6 +1,4 @@
-"""What a workload supplies to the frame: the checks of a job, one rank's model and data, one step, and its figures.
-
-`odc.experiments.job` runs a `Workload`; `odc.experiments.compare` runs its arms.
+"""What a workload supplies to the frame (`job`, `compare`): a job's checks, one rank's model and step, and its figures.
 """
 
 from __future__ import annotations
@@ -92,11 +90,8 @@ C = TypeVar("C")
 class Workload(ABC, Generic[C]):
     """One job. Pickles, so that ranks in other processes run it.
 
-    Args:
-        config: the job's options.
-        job: those that the frame reads.
-        title: shown before the progress.
-        folder: of checkpoints and `steps.jsonl`, or of everything that a comparison writes.
+    `job` is `config` as the frame reads it. `folder` is for checkpoints and `steps.jsonl`, or for everything that a
+    comparison writes.
     """
 
     schema: ClassVar[str]  # of the figures of a comparison

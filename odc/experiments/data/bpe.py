@@ -1,8 +1,7 @@
-"""A small byte-level BPE, trained once on the corpus and cached: a few thousand tokens suit a small model.
+"""A small byte-level BPE, trained once on the corpus and cached.
 
-Ranks that start at once may each train; the first complete file wins and all of them load it. Text is normalized and
-split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json says "qwen2", as the shipped configs
-do. So text comes back in composed characters (NFC).
+Ranks that start at once may each train; the first complete file wins and all load it. Text is normalized (NFC) and
+split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json says "qwen2".
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _VERSION = "bpe-2"  # part of the cached file's name: raise it when training cha
 
 
 class BpeTokenizer:
-    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids; it never reads them out of a
+    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids, which it never reads out of a
     text.
 
     Texts are encoded in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it.
@@ -67,9 +66,8 @@ class BpeTokenizer:
 def cached_bpe(documents: Sequence[RawDocument], vocab_size: int, cache: Path) -> BpeTokenizer:
     """The BPE of `vocab_size` tokens (a tiny corpus may give fewer), from `cache` if it was trained before.
 
-    The documents' contents and order decide, their names do not. Several processes may call it at once; all get the
-    same tokenizer. Raises DataError if `vocab_size` is below `SMALLEST_VOCAB`, the cache cannot be written, or the
-    `tokenizers` package is missing.
+    The documents' contents and order decide. Several processes may call it at once; all get the same tokenizer. Raises
+    DataError if `vocab_size` is too small, the cache cannot be written, or the `tokenizers` package is missing.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(f"a byte-level BPE needs a vocabulary of at least {SMALLEST_VOCAB}, not {vocab_size}")

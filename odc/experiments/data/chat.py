@@ -1,7 +1,7 @@
 """Conversations as tokens: the assistant's words and the mark that ends them are trained on, the rest is context.
 
-With a chat template, the trained part is found by rendering every prefix of the conversation. A template that rewrites
-earlier turns (some drop the assistant's thoughts) is refused. Without a template conversations are written in ChatML.
+With a chat template, the trained part is found by rendering every prefix of the conversation: a template that rewrites
+earlier turns is refused. Without a template conversations are written in ChatML.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def by_template(
 ) -> Encoded:
     """The same by a chat template. `encode` reads special tokens out of a text.
 
-    `render` takes messages and whether to ask for an answer. Raises DataError if a turn changes how the turns before
-    it are rendered.
+    `render` takes messages and whether to ask for an answer. Raises DataError if a turn changes earlier turns'
+    rendering.
     """
     pieces: list[tuple[NDArray[np.int32], bool]] = []
     done = ""

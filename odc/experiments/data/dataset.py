@@ -1,7 +1,6 @@
 """From a job's options to its tokenized documents, and the order in which minibatches draw them.
 
-Both are the same on every rank without communication: every rank reads the data itself, from a cache that the launching
-process has filled.
+Both are the same on every rank without communication: every rank reads the data itself.
 """
 
 from __future__ import annotations
@@ -66,15 +65,10 @@ def _tokenizer(config: JobConfig, raw: list[RawDocument], cache: Path) -> Tokeni
 
 
 class MinibatchSampler:
-    """Endless minibatches of sample indices in shuffled epochs. Every rank builds its own and gets the same.
+    """Endless minibatches of sample indices in shuffled epochs, the same on every rank.
 
     The order is a function of seed and epoch alone, so the whole state is one counter. Minibatches run across the end
     of an epoch: no sample is left out, and one minibatch may hold the same sample twice.
-
-    Args:
-        documents: number of samples, at least 1.
-        minibatch_size: samples of one minibatch over all ranks, at least 1.
-        seed: decides the order.
     """
 
     def __init__(self, documents: int, minibatch_size: int, seed: int = 0) -> None:
@@ -101,13 +95,12 @@ class MinibatchSampler:
         return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: the samples drawn so far, and what the sampler was made with."""
         return {"drawn": self._drawn, "documents": self._documents, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the samples that `state` had drawn; the minibatch size may have changed.
 
-        Raises DataError if the number of documents or the seed differs: the order would not be the same.
+        Raises DataError if the number of documents or the seed differs.
         """
         for name, own in (("documents", self._documents), ("seed", self._seed)):
             if state[name] != own:

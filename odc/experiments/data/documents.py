@@ -1,7 +1,6 @@
 """Tokenized documents under a cap: what planners plan and microbatches are packed from.
 
-A sample is a whole document: attention stays inside it, so its length is its cost. Documents over the cap are refused
-by name unless the user chose to split or drop them. Ids are cached beside the tokenizers.
+A sample is a whole document: attention stays inside it, so its length is its cost. Ids are cached beside tokenizers.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ Long = Literal["error", "split", "drop"]
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One sample.
+    """One sample; the pieces of a split document have names that end in `#0`, `#1`, ...
 
-    Args:
-        name: where it comes from; pieces of a split document end in `#0`, `#1`, ...
-        tokens: ids, int32 [length].
-        trained: bool [length]: token i is a target of the loss. The first token never is: nothing predicts it.
+    `tokens` are int32 [length]; `trained`, bool [length], says which are targets of the loss. The first never is one.
     """
 
     name: str
@@ -66,12 +62,12 @@ def load_documents(
         tokenizer: ends texts with its end-of-text token; conversations follow its chat template.
         max_tokens: cap on the tokens of one document; at least 2.
         long: a document over the cap is an error naming it, is split into pieces that overlap by one token (so that
-            each target stays in exactly one piece), or is dropped. The log counts what was split or dropped.
+            each target stays in exactly one piece), or is dropped.
         unreadable: a file that is not UTF-8 is an error naming it, or skipped.
         cache: folder that keeps the ids; several processes may share it.
 
-    Documents and pieces without a target (one token, no assistant) are left out and counted in the log. Raises
-    DataError for bad data and if nothing is left.
+    The log counts what is split, dropped, or left out for want of a target (one token, no assistant). Raises DataError
+    for bad data and if nothing is left.
     """
     if max_tokens < 2:
         raise DataError(f"max_tokens must be at least 2, not {max_tokens!r}: a document of one token has no target")
@@ -118,7 +114,6 @@ def _pieces(document: Document, max_tokens: int) -> list[Document]:
 
 
 def _encoded(raw: Sequence[RawDocument], tokenizer: Tokenizer, cache: Path | None) -> list[Encoded]:
-    """Ids and targets of every document, from the cache if it has them."""
     if cache is None:
         return _encode(raw, tokenizer)
     key = hashlib.sha256(f"{content_hash(raw)} {tokenizer.fingerprint} ids-1".encode()).hexdigest()

@@ -1,7 +1,6 @@
 """Packed microbatches: documents laid end to end in one row, without padding.
 
-Labels are shifted here, once: `labels[t]` is the token that position t must predict, so losses never shift again and no
-label crosses from one document into the next.
+Labels are shifted here, once: `labels[t]` is the token that position t must predict, within its own document.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ IGNORED = -100  # label of a position without a target
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One forward and backward of one rank. T is the sum of `lengths`, the tokens of each document.
+    """One forward and backward of one rank, of documents of `lengths` tokens, T together. All tensors are int64 [1, T].
 
-    Args:
-        input_ids: int64 [1, T].
-        position_ids: int64 [1, T], restarting at 0 in every document.
-        labels: int64 [1, T], already shifted; `IGNORED` where nothing is predicted: at each document's last token and
-            before tokens that are not trained.
-        lengths: tokens of each document, in order.
-        label_tokens: number of labels that are not `IGNORED`.
+    Positions restart at 0 in every document. Labels are `IGNORED` where nothing is predicted: at each document's last
+    token and before tokens that are not trained; `label_tokens` counts the others.
     """
 
     input_ids: Tensor
@@ -46,7 +40,7 @@ class Microbatch:
     def model_inputs(self, labels: bool = True) -> dict[str, Any]:
         """Keyword arguments for a transformers causal LM whose attention is `odc_documents` or FlashAttention.
 
-        The lengths travel as `cu_seq_lens_q`, int32 [documents + 1]. With `labels`, the model must have the loss of
+        The lengths travel as `cu_seq_lens_q`, int32 [documents + 1]. With `labels` the model must have
         `odc.experiments.text.loss.use_document_loss`; without, it returns its usual output.
         """
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
@@ -72,7 +66,6 @@ class Microbatch:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Microbatch:
-        """The inverse of `tensors`."""
         lengths, labels = tuple(tensors["lengths"].tolist()), tensors["labels"].to(torch.int64)
         return cls(
             input_ids=tensors["input_ids"].to(torch.int64)[None],
@@ -83,7 +76,6 @@ class Microbatch:
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same on another device."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),

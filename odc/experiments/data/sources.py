@@ -1,8 +1,6 @@
-"""Raw training data: where it lies, how it is read, and in which order its documents come.
+"""Raw training data, read into memory in one sorted order that is the same on every machine.
 
-Everything is read into memory, in one sorted order that is the same on every machine. Every file must be UTF-8: another
-is an error naming it, or is skipped and counted in a log message if the caller says so. Empty texts are skipped and
-counted.
+Files must be UTF-8. Empty texts are skipped and counted in a log message.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 @dataclass(frozen=True)
 class RawDocument:
-    """One document before tokenization: a text, or a conversation (messages with `role` and `content`).
+    """A text, or a conversation (messages with `role` and `content`), before tokenization.
 
-    All of a text is trained on, and the assistants' words of a conversation. `name` is a relative path,
-    `file.jsonl:line` or `folder[row]`.
+    `name` is a relative path, `file.jsonl:line` or `folder[row]`.
     """
 
     name: str
@@ -51,10 +48,7 @@ Source = Path | TextFolder
 
 
 def stdlib_source() -> TextFolder:
-    """The running Python's own standard library, without installed packages and folders called `test`.
-
-    Its lengths are as skewed as long-context training data (Python 3.11.7: mean 15.3 KB, maximum 757 KB).
-    """
+    """The running Python's own standard library, without installed packages and folders called `test`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return TextFolder(root, extensions=(".py",), exclude=("site-packages", "dist-packages", "test"))
 
@@ -70,10 +64,10 @@ def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[Raw
     Args:
         source: a folder of text files, a JSONL file (`text` or `messages` in every line), one text file, or a folder
             written by `datasets.save_to_disk` (columns `text` or `messages`; of several splits, `train`).
-        unreadable: what happens to a text file that cannot be read or is not UTF-8: "error" names it, "skip" counts it.
+        unreadable: a text file that cannot be read or is not UTF-8 is an error naming it, or skipped and counted.
 
-    Raises DataError when there is nothing to read, for a malformed line or row, naming it, and when the `datasets`
-    package is needed but missing.
+    Raises DataError when there is nothing to read, for a malformed line or row, naming it, and without the `datasets`
+    package where it is needed.
     """
     folder = source if isinstance(source, TextFolder) else None
     path = folder.path if folder else source

@@ -74,8 +74,7 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write it as a byte-level BPE without merges, which is the same thing.
 
-        Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC) first, which no file can forbid;
-        `load_tokenizer` does not.
+        Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC) first; `load_tokenizer` does not.
         """
         vocab = {character: byte for byte, character in enumerate(_byte_characters())}
         save_byte_level(folder, vocab | {name: 256 + i for i, name in enumerate(SPECIALS)}, [])
@@ -96,7 +95,6 @@ class HfTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the vocabulary, the rules and the chat template."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         return hashlib.sha256(f"{rules}\n{self._tokenizer.chat_template}".encode()).hexdigest()
@@ -140,8 +138,8 @@ class HfTokenizer:
 def load_tokenizer(folder: Path) -> HfTokenizer:
     """The tokenizer in a Hugging Face folder; DataError if there is none or `transformers` is missing.
 
-    A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json; for
-    some models `AutoTokenizer` would replace them by those of the model's original tokenizer.
+    A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json,
+    which `AutoTokenizer` would replace for some models.
     """
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")

@@ -1,8 +1,7 @@
-"""Attention kept inside each document of a packed row, at the cost of the sum of squares of the lengths.
+"""Attention kept inside each document of a packed row: torch's causal SDPA, once per document.
 
-torch's causal SDPA runs once per document: one call with a block mask would cost the square of the sum in time and
-memory. The lengths reach the layers as the keyword argument `cu_seq_lens_q`, the one transformers' FlashAttention
-takes: activation checkpointing keeps it for its recompute.
+The lengths reach the layers as the keyword argument `cu_seq_lens_q`, the one transformers' FlashAttention takes:
+activation checkpointing keeps it for its recompute.
 """
 
 from __future__ import annotations

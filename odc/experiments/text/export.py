@@ -1,7 +1,4 @@
-"""Writes a sharded model as a folder that `AutoModelForCausalLM.from_pretrained` loads.
-
-Rank 0 gathers one full copy of the weights, in the parameters' own dtype, and calls transformers' `save_pretrained`.
-"""
+"""Writes a sharded model as a folder that `AutoModelForCausalLM.from_pretrained` loads, by way of rank 0's memory."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> N
     """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
     Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Its config
-    ends texts with the tokenizer's end-of-text token, unless it already knows that token as an end. Raises
-    `CheckpointError` on every rank if the disk or transformers refuses.
+    ends texts with the tokenizer's end-of-text token. Raises `CheckpointError` on every rank if the disk or
+    transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     failure: list[str | None] = [None]

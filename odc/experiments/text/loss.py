@@ -1,9 +1,7 @@
 """The training loss: cross-entropy summed over the labelled tokens, in fp32, without the logits of a whole microbatch.
 
-The head's gradient is computed together with its forward, a block of tokens at a time: only a block's logits (64 MiB)
-ever exist, untrained positions never reach the head, and no matmul runs twice.
-
-Each rank multiplies its summed loss by `loss_scale`. FSDP averages gradients over ranks, so the gradient of a minibatch
+The head's gradient is computed together with its forward, a block of tokens at a time, and only at labelled positions.
+Each rank multiplies its summed loss by `loss_scale`: FSDP averages gradients over ranks, so the gradient of a minibatch
 is exactly that of the mean over all its labelled tokens, whichever rank has them.
 """
 
@@ -36,14 +34,8 @@ def token_loss_sum(
 ) -> Tensor:
     """Cross-entropy of `linear(hidden, weight, bias)` against `labels`, summed: a scalar, fp32, differentiable once.
 
-    Args:
-        hidden: [..., width], the model's last hidden states.
-        weight: [vocab, width], the head's; same dtype as `hidden`.
-        labels: int64 [...], the target of each position, `-100` for none.
-        bias: [vocab] or None.
-        block_logits: most logits that exist at once.
-
-    Without any label the loss is 0 and gradients are zeros, not None.
+    `hidden` is [..., width], `weight` [vocab, width] of the same dtype, `labels` int64 [...] with -100 for none, `bias`
+    [vocab]. At most `block_logits` logits exist at once. Without any label the loss is 0 and gradients are zeros.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     targets = labels.reshape(-1)
@@ -97,7 +89,6 @@ class _BlockedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
-    """Do total += slope.T @ rows, accumulated in fp32."""
     if total.dtype == slope.dtype:
         total.addmm_(slope.t(), rows)
     else:
@@ -107,9 +98,9 @@ def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
 def use_document_loss(model: Any) -> Any:
     """Makes `model(labels=..., ...)` return the summed loss of shifted labels instead of logits; returns the model.
 
-    `model` is a transformers causal LM; calls without labels stay as they are. Call it before `fully_shard`, so that
-    head and loss run inside the root's forward, where the head's weight is gathered. Raises UnsupportedError for a
-    model that changes its logits after the head, or whose head is not one linear layer.
+    `model` is a transformers causal LM. Call it before `fully_shard`, so that head and loss run inside the root's
+    forward, where the head's weight is gathered. Raises UnsupportedError for a model that changes its logits after the
+    head, or whose head is not one linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):

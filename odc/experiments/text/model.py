@@ -1,7 +1,4 @@
-"""The model to train: a Hugging Face causal LM, from a checkpoint's weights or from a config and a seed.
-
-Every rank builds the whole model in memory before it is sharded, the same bits from the same seed.
-"""
+"""The model to train: a Hugging Face causal LM, from a checkpoint's weights or from a config and a seed."""
 
 from __future__ import annotations
 
@@ -28,13 +25,12 @@ def shipped_config(name: str) -> Path:
 
 
 def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A transformers causal LM in train mode whose attention stays inside documents. Local; nothing synchronizes.
+    """A transformers causal LM in train mode, whole in memory, whose attention stays inside documents. Local.
 
     Args:
         source: a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
-        vocab_size: ids the tokenizer has. A model without weights is built with exactly so many; a checkpoint must have
-            at least so many.
-        dtype: dtype of the parameters. Random weights are drawn in fp32 and rounded.
+        vocab_size: ids the tokenizer has; exactly those of a model without weights, at most those of a checkpoint.
+        dtype: of the parameters. Random weights are drawn in fp32 and rounded.
         seed: seeds the random weights; the global random state is left as it was.
 
     Raises ConfigError if `source` is neither, names an unknown architecture or has too small a vocabulary, or if

@@ -1,7 +1,7 @@
 """One optimizer step of a causal language model: plan, run the microbatches, agree on the loss, update.
 
 Every rank makes the same plan from the same lengths, so all know who computes what (or, under a dynamic arm, what lies
-in the queue) and how many label tokens the minibatch has, without communication. Ranks meet for the loss once a step.
+in the queue) without communication. Ranks meet for the loss once a step.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ NS = 1e-9
 class TextStep(StepRecord):
     """One optimizer step. Bubbles are predicted by the planner's cost model, of the plan and of the best possible plan.
 
-    Args:
-        lr: learning rate of the update.
-        counts: microbatches that each rank ran, dummies included; `dummies` says how many of them were dummies.
-        retried: why a rank gave the minibatch up the first time; it was then run in smaller microbatches.
+    `counts` are the microbatches that each rank ran, `dummies` of them dummies. `retried` says why a rank gave the
+    minibatch up the first time; it was then run in smaller microbatches.
     """
 
     lr: float
@@ -84,8 +82,7 @@ class TextTrainer(Trainer):
     def build(self) -> None:
         """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm, and moved whole.
 
-        Parameters are fp32; under "bf16" compute is in bf16 and gradients are reduced in fp32. Units are the model's
-        blocks and, as one more, everything else.
+        Parameters are fp32; under "bf16" compute is in bf16 and gradients are reduced in fp32.
         """
         config, vocab = self.config, self.dataset.tokenizer.vocab_size
         source = model_source(config.model)
