@@ -68,7 +68,7 @@ class Arm:
         return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
 
     def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
-        """(sample indices, predicted cost) of each microbatch that a rank builds, and also computes unless it is
+        """(sample indices, predicted cost) of each microbatch that a rank builds; it computes them unless the arm is
         dynamic.
         """
         if self.dynamic:

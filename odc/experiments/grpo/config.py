@@ -1,4 +1,4 @@
-"""Everything one GRPO job is told, in one frozen dataclass that is checked when it is made."""
+"""The options of one GRPO job, checked when they are made."""
 
 from __future__ import annotations
 
@@ -17,37 +17,12 @@ Lengths = Literal["model", "drawn"]
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One GRPO job.
+    """One GRPO job; help texts describe its fields.
 
-    Args:
-        model: a Hugging Face config (JSON), a folder with a config and perhaps weights, or a shipped config's name.
-        arm: how ranks communicate and how work is balanced, see `odc.arms`.
-        balance: "arm": the arm's own planner. "verl": what verl 0.9 does: equal sample counts on all ranks, and as many
-            microbatches on each as the fullest needs.
-        ranks: training processes on this machine; one more process generates.
-        steps: rollouts, each followed by its updates.
-        prompts: of one step, over all ranks.
-        group: responses to each prompt, which GRPO compares with each other; 2 or more.
-        prompt_tokens, response_tokens: of a toy prompt; most of a response.
-        lengths: "model": a response ends with a stop token or at `response_tokens`. "drawn": it is cut at a length from
-            a clipped lognormal, for measurements on skewed lengths that do not change as the model learns.
-        minibatches: optimizer steps a rollout; prompts are dealt to them.
-        max_tokens: most tokens of one microbatch.
-        lag: 0: rollouts come from the weights that are then trained. 1: they come from the step before and are made
-            while the job trains.
-        clip_low, clip_high, clip_dual: ratios at which the objective is clipped: 1 - low, 1 + high, and the dual clip.
-        kl: weight of the KL divergence to the initial model in the loss; 0 leaves it out, and its forward.
-        objective: whose formulae: "verl", "odc" (the same, see `odc.experiments.grpo.objective`), or "auto":
-            verl's if installed.
-        lr, weight_decay, clip: AdamW, and the largest gradient norm (0 does not clip).
-        seed: of weights, prompts and sampling.
-        reproducible, second_buffer, timeout_s: see `odc.Settings`; `timeout_s` bounds the wait for a rollout too.
-        spans: folder that gets each rank's recorded spans; None stores none.
-        output: new file that gets one line of JSON a step; None writes none.
-        folder: folder for checkpoints, new or that of the run which is resumed; None saves none.
-        save_every: steps between checkpoints, 0 for none but the last one when there is a folder.
-        resume: a checkpoint, or the folder of a job (its latest is taken).
-        show: print a line a step on standard error.
+    `balance` "verl" is what verl 0.9 does: equal sample counts on all ranks, and as many microbatches on each as the
+    fullest needs. `lengths` "drawn" cuts responses at a clipped lognormal. With `lag` 1 rollouts come from the weights
+    of the step before. Ratios are clipped to 1 - `clip_low` and 1 + `clip_high`, and at the dual clip. With `kl` 0 its
+    forward is left out. `timeout_s` bounds the wait for a rollout too. `spans` is a folder for each rank's spans.
     """
 
     model: str = field(
@@ -127,11 +102,9 @@ class GrpoConfig:
         return self.arm.startswith("odc")
 
     def settings(self) -> Settings:
-        """The runtime's settings under the odc arms."""
         return Settings(reproducible=self.reproducible, second_buffer=self.second_buffer, timeout_s=self.timeout_s)
 
     def with_(self, **changes: Any) -> GrpoConfig:
-        """A checked copy with some fields changed."""
         return replace(self, **changes)
 
 
