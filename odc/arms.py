@@ -43,9 +43,9 @@ _POLICIES: dict[Balance, Callable[..., Plan]] = {
 class Arm:
     """One way to run a minibatch. "lb_micro_equal_samples" is LB-Micro restricted to equal sample counts.
 
-    The transport "resident" gathers all parameters before the first microbatch and reduces all gradients after the last;
-    "dynamic" is on demand with one queue of microbatches for all ranks. `within_node` shards parameters and gradients
-    over the ranks of one node and replicates them across nodes.
+    The transport "resident" gathers all parameters before the first microbatch and reduces all gradients after the
+    last; "dynamic" is on demand with one queue of microbatches for all ranks. `within_node` shards parameters and
+    gradients over the ranks of one node and replicates them across nodes.
     """
 
     name: ArmName
@@ -68,7 +68,9 @@ class Arm:
         return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
 
     def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
-        """(sample indices, predicted cost) of each microbatch that a rank builds, and also computes unless it is dynamic."""
+        """(sample indices, predicted cost) of each microbatch that a rank builds; it computes them unless the arm is
+        dynamic.
+        """
         if self.dynamic:
             return queue_of(plan)[rank :: len(plan.ranks)]
         return [(mb, cost) for mb, cost in zip(plan.ranks[rank], plan.costs[rank], strict=True) if mb]

@@ -50,12 +50,7 @@ class RecordedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         start = recorder().now()
         work = _reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

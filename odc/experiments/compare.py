@@ -27,7 +27,7 @@ DEFAULT = ("default",)
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """What to compare. `workload` is the job that every arm runs and needs an output folder; this sets its arm and spans.
+    """What to compare: runs of `workload`, which needs an output folder and whose arm and spans are set here.
 
     Losses are compared with the arm `REFERENCE` if it is among `arms`, else with the first.
     """

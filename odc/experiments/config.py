@@ -1,4 +1,4 @@
-"""The options of one training job, checked when they are made; `odc.experiments.preflight` checks what needs the disk."""
+"""The options of one training job, checked when they are made. `odc.experiments.preflight` checks what needs the disk."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 def check_device(config: JobConfig, arm: ArmName) -> None:
     """Checks, before ranks start, that `arm` can run where `config.device` says on this machine.
 
-    Raises UnsupportedError without a CUDA device, and ConfigError if the arm's collectives, or those of an export, need a
-    device a rank and there are fewer.
+    Raises UnsupportedError without a CUDA device, and ConfigError if the arm's collectives, or those of an export, need
+    a device a rank and there are fewer.
     """
     if config.device == "cpu":
         return
@@ -76,8 +76,8 @@ def settle(device: torch.device) -> None:
 
 
 def can_time(device: str, arm: Arm) -> bool:
-    """Whether spans tell where an arm's time went: the processor measures them and waits for the device only at the end of
-    each microbatch, while NCCL's ranks wait for each other on the device.
+    """Whether spans tell where an arm's time went: the processor measures them and waits for the device only at the end
+    of each microbatch, while NCCL's ranks wait for each other on the device.
     """
     return device == "cpu" or arm.on_demand
 

@@ -33,8 +33,8 @@ class JobFailedError(OdcError):
 def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `entry(*args)` in `ranks` new processes and returns what each returned, in rank order.
 
-    `entry` must be a module-level function; `args` and results must pickle. Blocks until all ranks have ended; on return
-    or raise none lives. Raises `JobFailedError` when a rank raises or dies.
+    `entry` must be a module-level function; `args` and results must pickle. Blocks until all ranks have ended; on
+    return or raise none lives. Raises `JobFailedError` when a rank raises or dies.
     """
     server, store = start_server(), host_store()
     processes = RankProcesses(

@@ -33,8 +33,8 @@ def preflight(config: JobConfig) -> None:
 
 
 def check_output(output: str | None, resume: str | None, name: str = "output") -> None:
-    """Raises `ConfigError` if `output`, the option `name`, cannot be written or holds a run that `resume` does not continue
-    from its last checkpoint, or if there is no checkpoint to resume.
+    """Raises `ConfigError` if `output`, the option `name`, cannot be written or holds a run that `resume` does not
+    continue from its last checkpoint, or if there is no checkpoint to resume.
     """
     from odc.experiments.checkpoint import find_checkpoint  # loads torch
 

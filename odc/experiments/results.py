@@ -13,9 +13,9 @@ from odc.trace import Breakdown
 class StepRecord:
     """What every workload records of one step, numbered from 1; counts are over all ranks.
 
-    `loss` is the mean over the labelled tokens before the update, `norm` the gradient's before clipping, `step_s` runs to
-    the end of the update on this rank. `bubble` is over all ranks; None before it is known, or where a rank's recorder
-    could not hold the whole step.
+    `loss` is the mean over the labelled tokens before the update, `norm` the gradient's before clipping, `step_s` runs
+    to the end of the update on this rank. `bubble` is over all ranks; None before it is known, or where a rank's
+    recorder could not hold the whole step.
     """
 
     step: int
@@ -45,8 +45,9 @@ R = TypeVar("R", bound=StepRecord)
 class JobResult(Generic[R]):
     """What one rank brings back; `steps` are this run's, without those before a resume.
 
-    `peak_bytes` is the most held at once after the first step, `held_bytes` what was held between two microbatches of the
-    first step with two (None without one), when no activation is alive, and `baseline_bytes` before the model was built.
+    `peak_bytes` is the most held at once after the first step, `held_bytes` what was held between two microbatches of
+    the first step with two (None without one), when no activation is alive, and `baseline_bytes` before the model was
+    built.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What a workload supplies to the frame (`job`, `compare`): a job's checks, one rank's model and step, and its figures."""
+"""What a workload supplies to the frame (`job`, `compare`): a job's checks, a rank's model and step, and the figures."""
 
 from __future__ import annotations
 

@@ -46,9 +46,8 @@ def by_template(
     render: Callable[[Sequence[Message], bool], str],
     encode: Callable[[str], NDArray[np.int32]],
 ) -> Encoded:
-    """The same by a chat template. `encode` reads special tokens out of a text.
-
-    `render` takes messages and whether to ask for an answer. Raises DataError if a turn changes earlier turns' rendering.
+    """The same by a chat template. `encode` reads special tokens out of a text; `render` takes messages and whether to
+    ask for an answer. Raises DataError if a turn changes how the turns before it are rendered.
     """
     pieces: list[tuple[NDArray[np.int32], bool]] = []
     done = ""

@@ -1,4 +1,4 @@
-"""Everything one GRPO job is told, in one frozen dataclass that is checked when it is made."""
+"""The options of one GRPO job, checked when they are made."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ Lengths = Literal["model", "drawn"]
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One GRPO job. The fields that are command-line options are described by their help text.
+    """One GRPO job; help texts describe its fields.
 
-    Args:
-        clip_low, clip_high, clip_dual: ratios at which the objective is clipped: 1 - low, 1 + high, and the dual clip.
-        weight_decay: of AdamW.
-        spans: folder that gets each rank's recorded spans; None stores none.
-        show: print a line a step on standard error.
+    `balance` "verl" is what verl 0.9 does: equal sample counts on all ranks, and as many microbatches on each as the
+    fullest needs. `lengths` "drawn" cuts responses at a clipped lognormal. With `lag` 1 rollouts come from the weights
+    of the step before. Ratios are clipped to 1 - `clip_low` and 1 + `clip_high`, and at the dual clip. With `kl` 0 its
+    forward is left out. `timeout_s` bounds the wait for a rollout too. `spans` is a folder for each rank's spans.
     """
 
     model: str = field(
@@ -125,11 +124,9 @@ class GrpoConfig:
         return self.arm.startswith("odc")
 
     def settings(self) -> Settings:
-        """The runtime's settings under the odc arms."""
         return Settings(reproducible=self.reproducible, second_buffer=self.second_buffer, timeout_s=self.timeout_s)
 
     def with_(self, **changes: Any) -> GrpoConfig:
-        """A checked copy with some fields changed."""
         return replace(self, **changes)
 
 

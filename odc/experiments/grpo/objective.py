@@ -1,9 +1,9 @@
 """GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
 
-They are verl's definitions; with verl installed its own functions are used, which give the same gradients. Sources:
-DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip,
-Schulman's note on KL approximation for k3. Losses are averaged over the response tokens of the whole minibatch
-("token-mean"): each microbatch's sum is scaled by ranks / tokens, and FSDP averages over ranks.
+They are verl's definitions (with verl installed its own functions are used): DeepSeekMath (arXiv 2402.03300) for the
+advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip, Schulman's note on KL approximation for k3.
+Losses are averaged over the response tokens of the whole minibatch: each microbatch's sum is scaled by ranks / tokens,
+and FSDP averages over ranks.
 """
 
 from __future__ import annotations
@@ -60,14 +60,10 @@ def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """Whose formulae a job uses.
+    """Whose formulae a job uses: `advantages` as `grpo_advantages`, and `loss`.
 
-    Args:
-        name: "odc" or "verl".
-        advantages: `(rewards [N], groups) -> [N]`, as `grpo_advantages`.
-        loss: `(log_probs, old_log_probs, reference or None, advantages, tokens, ranks) -> scalar`: of the response
-            tokens [T] of one microbatch, scaled so that FSDP's average over `ranks` is the mean over the minibatch's
-            `tokens`.
+    `loss(log_probs, old_log_probs, reference or None, advantages, tokens, ranks)` is a scalar, of the response tokens
+    [T] of one microbatch, scaled so that FSDP's average over `ranks` is the mean over the minibatch's `tokens`.
     """
 
     name: str

@@ -19,8 +19,8 @@ WORKLOAD: Cost = quadratic(24576, 1)
 def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> Plan:
     """Equal sample counts on all ranks; on each as many microbatches as the fullest needs, of even workload.
 
-    `cost` only prices the plan; work is spread by verl's own measure. Raises PlanError where verl would raise: samples
-    that do not divide by the ranks, or one over the cap.
+    `cost` only prices the plan. Raises PlanError where verl would: samples that do not divide by the ranks, or one over
+    the cap.
     """
     if len(lengths) % ranks:
         raise PlanError(f"{len(lengths)} samples do not divide by {ranks} ranks")

@@ -1,8 +1,7 @@
 """Rank 0's hold on the rollout process, and the feed that gives every rank the samples of a step.
 
-The process is a fresh interpreter with one socket: it shares nothing with the training group, can be killed without
-harm to it, and ends by itself when rank 0 does. Under the odc arms it reads the ranks' published shards. The fsdp2 arms
-publish nothing: a collective gathers the weights on every rank, and rank 0 sends them.
+The process is a fresh interpreter with one socket; it can be killed without harm and ends by itself when rank 0 does.
+Under the odc arms it reads the ranks' published shards; under fsdp2 arms a collective gathers the weights.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class RolloutError(OdcError):
 class Rollout:
     """The process, started at once. On rank 0; close it, or use it as a context manager.
 
-    Args:
-        config: of the job.
-        stop_ids: tokens that end a response.
-        handle: for reading the weights from the ranks (`odc.handover.weight_handle`); None if they will be sent.
+    `handle` is for reading the weights from the ranks (`odc.handover.weight_handle`); None if they will be sent.
     """
 
     def __init__(self, config: GrpoConfig, stop_ids: Sequence[int], handle: str | None) -> None:
@@ -74,9 +70,7 @@ class Rollout:
     def collect(self) -> tuple[int | None, list[Response]]:
         """The version that was read (None: sent), and the responses, prompt after prompt.
 
-        Raises:
-            RolloutError: the process failed or was killed.
-            WaitTimeoutError: it did not answer in `timeout_s`.
+        Raises RolloutError if the process failed or was killed, WaitTimeoutError if it did not answer in `timeout_s`.
         """
         deadline = time.monotonic() + self._timeout_s
         while not self._channel.poll(_LOOK_S):
@@ -116,12 +110,8 @@ class Rollout:
 class SampleFeed:
     """Weights out, samples in. On every rank; rank 0 has the rollout process.
 
-    Args:
-        config: the job's.
-        task: what is learnt.
-        model: sharded, with the weights of step `first`.
-        first: the first step that samples are wanted for.
-        held: what `hold` returned for that step, of a job that is resumed.
+    `model` is sharded and has the weights of step `first`, the first that samples are wanted for; `held` is what `hold`
+    returned for that step, of a job that is resumed.
     """
 
     def __init__(self, config: GrpoConfig, task: Task, model: Any, first: int, held: dict[str, Any] | None) -> None:
@@ -139,7 +129,6 @@ class SampleFeed:
             self._ask(first)
 
     def close(self) -> None:
-        """Ends the rollout process and the group."""
         self._ending.close()
 
     def samples(self, step: int) -> tuple[int | None, list[Sample]]:

@@ -1,8 +1,6 @@
-"""What is learnt from: a task's prompts, responses to them with rewards, and microbatches of both.
+"""What is learnt from: a task's prompts, responses to them with rewards, and microbatches of both, all as token ids.
 
-A row is packed as in `odc.experiments.data.packing`: prompt and response are one document whose response tokens are
-labels, so nothing is padded and attention stays inside each sample. Prompts and responses are token ids; a task on text
-decodes where it scores.
+Prompt and response are one packed document whose response tokens are labels.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ class Task(Protocol):
 class UpperHalf:
     """The toy task: answer random tokens with tokens from the upper half of the vocabulary; 1 is the best reward.
 
-    Args:
-        vocab: ids there are; the first `stops` end a response.
-        count, length: prompts of a step, and their tokens.
-        seed: of the prompts.
+    A step has `count` prompts of `length` tokens. The first `stops` of `vocab` ids end a response.
     """
 
     vocab: int
@@ -58,12 +53,10 @@ class UpperHalf:
         return range(self.stops)
 
     def prompts(self, step: int) -> list[list[int]]:
-        """Uniformly random ids that are no stop tokens."""
         draw = np.random.default_rng([self.seed, step])
         return [[int(i) for i in row] for row in draw.integers(self.stops, self.vocab, (self.count, self.length))]
 
     def reward(self, prompt: Sequence[int], response: Sequence[int]) -> float:
-        """The share of the response's tokens that lie in the upper half."""
         return sum(token >= self.vocab // 2 for token in response) / len(response)
 
 
@@ -78,14 +71,9 @@ class Response:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt.
+    """One response to one prompt, with the number of the prompt in its step; neither is empty.
 
-    Args:
-        group: number of the prompt in its step.
-        prompt, response: token ids, neither empty.
-        log_probs: of the response's tokens when they were drawn.
-        reference: of the same under the initial model, or None without a KL term.
-        reward: the task's.
+    `log_probs` are those of the response's tokens when they were drawn, `reference` those under the initial model.
     """
 
     group: int
@@ -106,14 +94,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class SampleBatch:
-    """A microbatch of samples: a packed row, and fp32 [T] for its T response tokens, sample after sample.
-
-    Args:
-        inputs: the packed row.
-        log_probs: of the tokens when they were drawn.
-        reference: of the same under the initial model, or None.
-        advantages: of the sample that the token belongs to.
-    """
+    """A microbatch of samples: a packed row, and fp32 [T] for its T response tokens, sample after sample."""
 
     inputs: Microbatch
     log_probs: Tensor

@@ -1,7 +1,6 @@
 """One rank of a GRPO job, and its step: samples from the rollout, then optimizer steps on them.
 
-Every rank knows all samples of a step (token ids and numbers, a few hundred bytes each), so all make the same plan
-without communication and any rank can compute any sample.
+Every rank knows all samples of a step, so all make the same plan without communication.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ from odc.trace import OPTIMIZER, recorder
 class GrpoStep(StepRecord):
     """One rollout and its updates; samples are responses, label tokens their tokens.
 
-    `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches.
-
-    Args:
-        version: of the weights that generated, as `odc.handover` counts; None where they were sent.
-        reward, response_tokens: means over samples; `longest` is the longest response.
-        kl: the KL estimate per token, 0 without the term.
-        counts: microbatches that each rank ran, dummies included, over the step.
-        rollout_s: seconds that rank 0 waited for the samples.
-        train_s: seconds of the updates, the slowest rank's.
+    `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches, `reward` and
+    `response_tokens` over samples. `version` is that of the weights that generated; None where they were sent. `counts`
+    are microbatches by rank, dummies included. `rollout_s` is how long rank 0 waited for the samples, `train_s` what
+    the updates took on the slowest rank.
     """
 
     version: int | None
@@ -178,9 +172,8 @@ class GrpoTrainer(Trainer):
     def update(
         self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
     ) -> UpdateOutcome:
-        """One optimizer step on all of `samples`; meets the other ranks.
-
-        Raises `NonFiniteLossError` on every rank, before the update.
+        """One optimizer step on all of `samples`; meets the other ranks. Raises `NonFiniteLossError` as `Trainer.step`
+        does.
         """
         rank, plan = dist.get_rank(), self.plan(samples)
         mine = [

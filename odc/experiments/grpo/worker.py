@@ -1,9 +1,8 @@
 """The rollout process, `python -m odc.experiments.grpo.worker FD`: it draws responses with its own copy of the model.
 
-It is no rank, and training never waits for its reading. It is told everything over the socket FD, and ends when that
-closes. The log-probabilities it returns are those of the distribution that was sampled (temperature 1, no cut-off),
-exact also where rollouts lag behind. Decoding with a cache and training on packed rows differ in the last bits, so the
-first ratio is 1 to about 1e-5.
+It is told everything over the socket FD, and ends when that closes. The log-probabilities it returns are those of the
+distribution that was sampled (temperature 1, no cut-off). Decoding with a cache and training on packed rows differ in
+the last bits, so the first ratio is 1 to about 1e-5.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _SIGMA, _MEDIAN_SHARE = 1.0, 0.15
 
 
 class Generator:
-    """The rollout's own copy of the model, and one of the initial model if there is a KL term.
-
-    It starts with the ranks' initial weights. `source` is the model's config or folder; `stop_ids` end a response.
-    """
+    """The rollout's own copy of the model, with the ranks' initial weights, and one to keep if there is a KL term."""
 
     def __init__(self, config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> None:
         self.config, self.stop_ids = config, list(stop_ids)

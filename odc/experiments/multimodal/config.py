@@ -1,8 +1,4 @@
-"""What a multimodal job is told: a job as `odc train` has it, and how its phases are balanced.
-
-Of the job's fields, `model` names a multimodal config, `data` a JSONL file of messages, `arm` is `fsdp2` or `odc`, and
-`max_tokens` caps one example; those about packing and tokenizers have no effect.
-"""
+"""What a multimodal job is told: a job as `odc train` has it, and how its phases are balanced."""
 
 from __future__ import annotations
 
@@ -18,12 +14,10 @@ TRANSPORTS = ("fsdp2", "odc")
 
 @dataclass(frozen=True)
 class MultimodalConfig:
-    """One multimodal job.
+    """One multimodal job. `per_node` is the number of ranks of a declared node: what crosses nodes is kept small.
 
-    Args:
-        job: see the module.
-        balance: see `odc.experiments.multimodal.plan`.
-        per_node: ranks of one node, as declared: what crosses nodes is counted by it, and kept small.
+    Of `job`, `model` names a multimodal config, `data` a JSONL file of messages, `arm` is `fsdp2` or `odc`, and
+    `max_tokens` caps one example; fields about packing and tokenizers have no effect.
     """
 
     job: JobConfig
@@ -50,5 +44,4 @@ class MultimodalConfig:
         return f"{self.job.arm}/{self.balance}"
 
     def with_(self, balance: Balance | None = None, **changes: Any) -> MultimodalConfig:
-        """A checked copy with another balance or some fields of the job changed."""
         return replace(self, job=self.job.with_(**changes), balance=balance or self.balance)

@@ -1,8 +1,6 @@
 """A made-up corpus whose examples differ widely in which modalities they have: real files, drawn from a seed.
 
-It imitates the mixture of OrchMLLM (section 3.1): captions, comparisons of several images, speech recognition whose
-transcript grows with the clip, spoken questions with a one-word answer, and plain conversations. Its losses mean
-nothing beyond being equal between arms.
+It imitates the mixture of OrchMLLM (section 3.1). Its losses mean nothing beyond being equal between arms.
 """
 
 from __future__ import annotations
@@ -26,14 +24,8 @@ TASKS = {"caption": 0.2, "compare": 0.1, "recognize": 0.25, "ask": 0.15, "chat":
 class CorpusConfig:
     """How large and how skewed a corpus is.
 
-    Args:
-        examples: how many.
-        side: median side of an image in pixels.
-        seconds: median length of a clip.
-        words: median length of a conversation without media.
-        spread: standard deviation of the logarithm of all of these; larger is more skewed.
-        most_seconds: clips are cut there.
-        seed: seeds every draw.
+    `side` (pixels), `seconds` and `words` are medians: of an image, a clip, a conversation without media. `spread` is
+    the standard deviation of their logarithms. Clips are cut at `most_seconds`.
     """
 
     examples: int = 64
@@ -48,8 +40,7 @@ class CorpusConfig:
 def write_corpus(folder: Path, config: CorpusConfig) -> Path:
     """Writes `corpus.jsonl` and the media files it names into `folder` (made if missing); returns the JSONL's path.
 
-    The same config gives the same text and media content. Raises OdcError naming the extra if Pillow or soundfile is
-    missing.
+    The same config gives the same content. Raises OdcError naming the extra if Pillow or soundfile is missing.
     """
     draw = np.random.RandomState(config.seed)
     (folder / "media").mkdir(parents=True, exist_ok=True)

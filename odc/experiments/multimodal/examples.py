@@ -1,8 +1,7 @@
 """Examples: interleaved text, images and audio of one conversation, and minibatches of them.
 
-The format is Hugging Face's (`content` is a text, or a list of `{"type": "text" | "image" | "audio"}` parts). All
-lengths come from file headers, which every rank reads; a rank decodes only what it draws. Turns are written in ChatML.
-The assistant's words and the mark that ends them are trained on; media never are.
+The format is Hugging Face's (`content` is a text, or a list of `{"type": "text" | "image" | "audio"}` parts), turns are
+written in ChatML. Lengths come from file headers, which every rank reads. Media are never trained on.
 """
 
 from __future__ import annotations
@@ -43,12 +42,8 @@ class Text:
 class Media:
     """One image or audio clip.
 
-    Args:
-        modality: which encoder it passes.
-        path: its file.
-        size: what its encoder gets: (rows, columns) of patches, or (frames,) of the log-mel spectrogram.
-        encoded: its length inside its encoder: patches, or positions after the convolutions.
-        length: positions in the language model's sequence.
+    `size` is what its encoder gets: (rows, columns) of patches, or (frames,) of the log-mel spectrogram. `encoded` is
+    its length in the encoder (patches, or positions after the convolutions), `length` that in the language model.
     """
 
     modality: Modality
@@ -67,7 +62,6 @@ class Example:
 
     @property
     def length(self) -> int:
-        """Positions of the whole interleaved sequence."""
         return sum(part.length for part in self.parts)
 
     @property
@@ -109,12 +103,10 @@ class ExampleBatch:
 
     @property
     def label_tokens(self) -> int:
-        """Targets of the loss over all ranks."""
         return sum(example.label_tokens for example in self.examples)
 
     @property
     def tokens(self) -> int:
-        """Positions of all sequences: what the language model reads."""
         return sum(example.length for example in self.examples)
 
 
@@ -128,8 +120,8 @@ def deal(examples: Sequence[Example], ranks: int) -> ExampleBatch:
 def read_examples(path: Path, geometry: TowerGeometry, *, max_tokens: int) -> list[Example]:
     """The examples of a JSONL file of `messages`, in its order. Reads headers of media files, decodes none.
 
-    Media paths are relative to the file's folder, `geometry` decides lengths, `max_tokens` caps the length of one
-    example. Raises DataError naming the line for what is malformed, missing, over the cap, or has nothing to train on.
+    Media paths are relative to the file's folder; `max_tokens` caps the length of one example. Raises DataError naming
+    the line for what is malformed, missing, over the cap, or has nothing to train on.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}")

@@ -1,8 +1,7 @@
 """The job's exchange between ranks, and what it moved within nodes and across them.
 
 The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do
-not. Under the balance `all-gather` every rank gathers the rows of all ranks. What each rank sends to whom is counted
-from its route and its rows; nodes are as declared, so that two ranks of one host may stand for two nodes.
+not. Nodes are as declared, so that two ranks of one host may stand for two nodes.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ _made = count()  # exchanges of this process, the same number on every rank
 
 @dataclass
 class PhaseCount:
-    """One phase of one step on one rank.
+    """One phase of one step on one rank: `items` that it computed and the sum of their `real` lengths, without dummies.
 
-    Args:
-        items: images, clips or examples that it computed; no dummies.
-        real: their lengths added up.
-        computed: positions that went through the model, padding and dummies among them.
-        near: bytes that this rank sent to ranks of its own node for this phase: inputs, features and gradients.
-        far: the same to ranks of other nodes.
+    `computed` counts the positions that went through the model, with padding and dummies. `near` and `far` are bytes of
+    inputs, features and gradients that this rank sent to ranks of its own node, and of other nodes.
     """
 
     items: int = 0
@@ -81,10 +76,7 @@ def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Towe
 
 @dataclass
 class Mover:
-    """Moves one phase's rows at a time and counts them. On every rank, on its training thread.
-
-    `per_node` is the number of ranks of a declared node.
-    """
+    """Moves one phase's rows at a time and counts them. On every rank, on its training thread."""
 
     exchange: Exchange
     per_node: int
@@ -98,12 +90,8 @@ class Mover:
     def move(self, phase: Phase, channel: str, where: Rearrangement, route: Route, mine: Tensor) -> Tensor:
         """Rows [R, ...] of this rank's items to where their items go; returns those that arrived. Waits for peers.
 
-        Args:
-            phase: on whose account.
-            channel: name of the move in this step.
-            where: the whole move; where it leaves everything in place nothing is done, on any rank.
-            route: this rank's part of it, with the field `rows`.
-            mine: this rank's rows.
+        `phase` is charged for them, `channel` names the move in this step, `route` is this rank's part of `where`, with
+        the field `rows`. A `where` that leaves everything in place moves nothing, on any rank.
         """
         if where == Rearrangement.identity(where.counts):
             return mine

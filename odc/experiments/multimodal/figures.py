@@ -1,7 +1,6 @@
 """The figures of a multimodal comparison that no other has: where each phase's time went, and its table.
 
-Every pass of a step is marked as a microbatch (`odc.experiments.multimodal.step.PASSES`): a piece of a rank's time
-belongs to the phase whose pass it lies in. Between passes lie the exchange and the end of the minibatch.
+Every pass of a step is marked as a microbatch (`odc.experiments.multimodal.step.PASSES`), which tells whose time it is.
 docs/multimodal.md describes every key.
 """
 
@@ -28,21 +27,15 @@ _SECOND = 1e9
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of one step.
-
-    Args:
-        busy_s: by rank, seconds of compute in the phase's passes.
-        spent_s: by rank, seconds from the begin to the end of those passes: busy, and waiting or moving parameters.
-    """
+    """One phase of one step, in seconds by rank: of compute in its passes, and from their begin to their end."""
 
     busy_s: dict[int, float]
     spent_s: dict[int, float]
 
     @property
     def bubble(self) -> float:
-        """1 - mean over ranks of busy / the longest rank's time in the phase; 0 where no rank ran it.
-
-        What is lost if ranks meet at the phase's end. Under FSDP2, where they meet in it, that is what was lost.
+        """1 - mean over ranks of busy / the longest rank's time in the phase: lost if ranks meet at its end; 0 if none
+        ran it.
         """
         longest = max(self.spent_s.values())
         return 1.0 - fmean(self.busy_s.values()) / longest if longest else 0.0

@@ -1,7 +1,7 @@
 """Examples as tensors: what a rank decodes of a minibatch, what a tower takes of it, and the labels.
 
 One forward takes all of a rank's items of a phase: images packed end to end, clips padded to the longest, sequences
-packed end to end. Memory is bounded by what a rank is dealt, not by a cap.
+packed end to end.
 """
 
 from __future__ import annotations
@@ -36,20 +36,15 @@ def decode(media: Media, geometry: TowerGeometry) -> Tensor:
 
 
 def empty_input(modality: Modality, geometry: TowerGeometry) -> Tensor:
-    """What `decode` returns, of no item."""
     return torch.zeros(0, 3 * geometry.patch**2 if modality == "image" else geometry.bins)
 
 
 def rows(media: Media) -> int:
-    """Rows of what `decode` returns."""
     return media.encoded if media.modality == "image" else media.size[0]
 
 
 def encode(tower: nn.Module, inputs: Tensor, media: Sequence[Media]) -> Tensor:
-    """Features [sum of lengths, width] of one modality's items, which lie end to end in `inputs`.
-
-    Padding of audio is made here, so that only real frames travel between ranks.
-    """
+    """Features [sum of lengths, width] of one modality's items, which lie end to end in `inputs`, unpadded."""
     features: Tensor
     if media[0].modality == "image":
         features = tower(inputs, torch.tensor([item.size for item in media]))
@@ -76,12 +71,9 @@ def text_rows(example: Example) -> Tensor:
 
 
 def labels_of(texts: Tensor, order: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Shifted labels int64 [T] of packed sequences.
+    """Shifted labels int64 [T] of packed sequences, whose `text_rows` lie end to end in `texts`.
 
-    Args:
-        texts: `text_rows` of the sequences, end to end.
-        order: int64 [T], for each position the row of `texts` that stands there; media have rows after those.
-        lengths: of each sequence.
+    `order`, int64 [T], has for each position the row of `texts` that stands there; media have rows after those.
     """
     trained = torch.where(texts[:, 1].bool(), texts[:, 0].long(), IGNORED)
     media = torch.full((max(0, int(order.max()) + 1 - len(texts)),), IGNORED)
@@ -92,13 +84,10 @@ def labels_of(texts: Tensor, order: Tensor, lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Loaded:
-    """One minibatch with this rank's part of it decoded.
+    """One minibatch (under pre-balancing, as it was dealt) with this rank's part of it decoded.
 
-    Args:
-        minibatch: what every rank drew, or under pre-balancing was dealt.
-        inputs: of each modality the decoded items of this rank, end to end.
-        texts: `text_rows` of this rank's examples, end to end.
-        sampler: state of the sampler after this minibatch was drawn.
+    `inputs` has the decoded items of each modality, `texts` the `text_rows`, both end to end. `sampler` is the
+    sampler's state after this minibatch was drawn.
     """
 
     minibatch: ExampleBatch
@@ -116,10 +105,9 @@ def loaded_minibatches(
     ranks: int,
     steps: int,
 ) -> Iterator[Loaded]:
-    """`steps` minibatches, with the part of `rank` of `ranks` decoded. Waits for nobody.
+    """`steps` minibatches, with the part of `rank` of `ranks` decoded, on the thread of `odc.dispatch.loader`.
 
-    `odc.dispatch.loader` calls it on its thread and plans each one ahead. A rank decodes what it drew and nothing else.
-    Raises DataError naming a file that cannot be decoded.
+    Waits for nobody. Raises DataError naming a file that cannot be decoded.
     """
     for _ in range(steps):
         chosen = [examples[i] for i in next(sampler)]

@@ -1,7 +1,7 @@
 """Files to what the encoders take: images to patches by Pillow, audio to log-mel frames by soundfile.
 
 The layouts are those of Qwen2-VL and Whisper, without their processors' padding. A clip at another rate than 16 kHz is
-refused, not resampled. Both libraries come with the extra `multimodal` and are imported when first used.
+refused. Both libraries come with the extra `multimodal`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ def audio_frames(path: Path) -> int:
 
 
 def log_mel(path: Path, bins: int) -> Array:
-    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32; channels are averaged.
-
-    Unlike Whisper's own processor it is as long as the clip: nothing is padded to 30 seconds.
-    """
+    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32, as long as the clip; channels are averaged."""
     soundfile = _soundfile()
     try:
         samples, _ = soundfile.read(str(path), dtype="float32", always_2d=True)
@@ -93,7 +90,6 @@ def log_mel(path: Path, bins: int) -> Array:
 
 @functools.cache
 def _filters(bins: int) -> NDArray[np.float64]:
-    """Whisper's mel filters, [frequencies, bins]."""
     from transformers.audio_utils import mel_filter_bank
 
     made: NDArray[np.float64] = mel_filter_bank(

@@ -1,7 +1,4 @@
-"""A multimodal model from one JSON file: configurations of its three towers and the sequence lengths they produce.
-
-Checkpoints of whole multimodal models do not load; weights are drawn from a seed.
-"""
+"""A multimodal model from one JSON file: configurations of its three towers and the sequence lengths they produce."""
 
 from __future__ import annotations
 
@@ -25,14 +22,10 @@ _PARTS = ("vision_config", "audio_config", "text_config")
 class TowerGeometry:
     """What decides lengths.
 
-    Args:
-        patch: pixels of a patch's side.
-        merge: patches of the side of a block that the vision connector merges into one token.
-        max_pixels: images are scaled down to this many.
-        bins: mel bins.
-        downsample: encoder positions that the audio connector joins into one token.
-        most_positions: the longest clip, in positions after the convolutions (50 a second).
-        width: of the language model, and so of features.
+    Images are scaled down to `max_pixels` and cut into patches of `patch` pixels a side, of which the connector merges
+    blocks of `merge` a side into one token. Clips have `bins` mel bins and at most `most_positions` after the
+    convolutions (50 a second), of which the connector joins `downsample`. `width` is the language model's, and so that
+    of features.
     """
 
     patch: int
@@ -48,7 +41,6 @@ class TowerGeometry:
         return (frames + 1) // 2
 
     def audio_tokens(self, positions: int) -> int:
-        """Positions of a clip in the language model."""
         return -(-positions // self.downsample)
 
 

@@ -1,17 +1,13 @@
 """Where every phase of a minibatch is computed, under each way to balance.
 
-Decoding, padding and computing are the same code under every balance, so that a difference between two of them is a
-difference of plans, or under `all-gather` of the exchange.
-
-* `none`: every phase of an example is computed by the rank that drew it.
-* `llm-only`: pre-balancing. The examples are dealt to the ranks by the length of their sequences before anything is
-  loaded; every phase of an example is then computed where it was dealt, and nothing moves.
+* `none`: by the rank that drew the example.
+* `llm-only`: pre-balancing. Examples are dealt to the ranks by the length of their sequences before anything is
+  loaded, and every phase of an example is computed where it was dealt.
 * `all-pad`, `all-rmpad`: every phase is balanced, but both encoders by the one algorithm that is for padded or for
-  unpadded batches (the paper's ablation of algorithms, section 8.3). What is computed stays as it is: images are
-  packed and audio is padded.
+  unpadded batches (the paper's ablation of algorithms, section 8.3). Images still are packed, and audio padded.
 * `full`: every phase by the algorithm that is for it: images unpadded, audio padded, the language model unpadded.
 * `all-gather`: the plan of `full`; every rank gathers the rows of all ranks and keeps its own (the paper's ablation of
-  the communicator), where the other balances send each row to the one rank that needs it.
+  the communicator).
 """
 
 from __future__ import annotations
@@ -44,13 +40,7 @@ _PASSES = 3 * 2  # forward and twice in backward, multiply and add
 
 @dataclass(frozen=True)
 class Planning:
-    """How minibatches are planned; the same on every rank.
-
-    Args:
-        balance: see the module.
-        costs: FLOPs of an item of each phase by its length.
-        geometry: of the model, for what a token of each phase weighs.
-    """
+    """How minibatches are planned, the same on every rank; `costs` are FLOPs of an item of each phase by its length."""
 
     balance: Balance
     costs: Mapping[Phase, QuadraticCost]
@@ -129,5 +119,4 @@ def _encoder(hidden: int, layers: int, intermediate: int) -> QuadraticCost:
 
 
 def _plus(cost: QuadraticCost, weights: int) -> QuadraticCost:
-    """With further matrices of so many weights that every position passes."""
     return QuadraticCost(cost.a + _PASSES * weights, cost.b)

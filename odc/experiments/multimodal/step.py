@@ -1,10 +1,8 @@
 """One rank of a multimodal job, and its step: exchange, encode, exchange, train the language model, and back.
 
-The graph is cut between the phases, and features and their gradients are moved by hand. So every pass begins and ends
-at a known moment and can be measured, and a rank without items of a modality takes no part in its phase.
-
-Under FSDP2 every rank must run every module that any rank runs, or the ranks hang: there, a rank without items runs the
-smallest dummy, with zero gradients. Under odc it runs nothing.
+The graph is cut between the phases, and features and their gradients are moved by hand, so that every pass can be
+measured. Under FSDP2 every rank must run every module that any rank runs: a rank without items runs the smallest
+dummy, with zero gradients. Under odc it runs nothing.
 """
 
 from __future__ import annotations
@@ -50,13 +48,9 @@ _PLACING_S = 1e-5
 
 @dataclass(frozen=True)
 class MultimodalStep(StepRecord):
-    """One optimizer step; tokens are the language model's positions.
+    """One optimizer step; tokens are the language model's positions, `flops` the minibatch's `useful_flops`.
 
-    Args:
-        flops: useful FLOPs of the minibatch over all ranks, without padding (`useful_flops`).
-        plan_s: seconds that planning took in the loader's thread.
-        waited_s: seconds that this rank waited for its loader before the step.
-        phases: this rank's counts.
+    `plan_s` is the time of planning in the loader's thread, `waited_s` the time that this rank waited for its loader.
     """
 
     flops: float
@@ -73,7 +67,7 @@ class MultimodalResult(JobResult[MultimodalStep]):
 
 
 class MultimodalTrainer(Trainer):
-    """One rank of a multimodal job. All ranks build theirs together."""
+    """One rank of a multimodal job."""
 
     def __init__(self, config: MultimodalConfig) -> None:
         self.config, self.job, self.rank = config, config.job, dist.get_rank()

@@ -1,9 +1,7 @@
 """The three submodules of a multimodal model, each a root of its own for `fully_shard`.
 
-Each phase runs on its own microbatch, on its own rank, so there are three roots, and what goes between them is moved by
-hand. The blocks are transformers' (Qwen2-VL's vision tower with its merging connector, Whisper's encoder layers,
-Qwen2). Whisper's own forward insists on 30 seconds and does not mask padding, so a checkpoint's encoder must be renamed
-to load.
+The blocks are transformers' (Qwen2-VL's vision tower with its merging connector, Whisper's encoder layers, Qwen2).
+Whisper's own forward insists on 30 seconds and does not mask padding.
 """
 
 from __future__ import annotations
@@ -116,12 +114,8 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor, features: Tensor, order: Tensor, labels: Tensor, lengths: Sequence[int]) -> Tensor:
         """Summed cross-entropy over the labels of packed examples, a scalar in fp32.
 
-        Args:
-            ids: int64 [text tokens].
-            features: [F, width], of all media.
-            order: int64 [T], for each position the row of `ids` followed by `features` that stands there.
-            labels: int64 [T], shifted; -100 for none.
-            lengths: of each example; they add up to T.
+        `ids` are int64 [text tokens], `features` [media tokens, width]; `order`, int64 [T], has for each position the
+        row of `ids` followed by `features` that stands there. `labels` int64 [T] are shifted; `lengths` add up to T.
         """
         embedded = self.lm.get_input_embeddings()(ids)
         embedded = torch.cat([embedded, features.to(embedded.dtype)]).index_select(0, order)

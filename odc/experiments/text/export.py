@@ -21,8 +21,8 @@ def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> N
     """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
     Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Its config
-    ends texts with the tokenizer's end-of-text token. Raises `CheckpointError` on every rank if the disk or transformers
-    refuses.
+    ends texts with the tokenizer's end-of-text token. Raises `CheckpointError` on every rank if the disk or
+    transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     failure: list[str | None] = [None]
