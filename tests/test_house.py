@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "fsdp": frozenset({"runtime", "memory", "trace"}),
     "handover": frozenset({"fsdp", "runtime", "memory"}),
     "dispatch": frozenset({"balance", "runtime", "memory", "trace"}),
+    "split": frozenset({"balance", "dispatch", "runtime"}),
     "arms": frozenset({"balance"}),
     "simulate": frozenset({"arms", "balance", "trace"}),
     "bench": ALL - {"cli", "doctor", "simulate", "experiments"},

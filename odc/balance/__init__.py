@@ -7,10 +7,12 @@ from odc.balance.flops import cost_from_config, transformer_cost
 from odc.balance.lb_dynamic import lb_dynamic, queue_of
 from odc.balance.lb_micro import lb_micro
 from odc.balance.lb_mini import lb_mini
+from odc.balance.lb_split import floor_of, lb_split
 from odc.balance.local_sort import local_sort
 from odc.balance.partition import partition
 from odc.balance.plan import Plan
 from odc.balance.policies import POLICIES, policy_named
+from odc.balance.slices import SplitSample
 
 __all__ = [
     "POLICIES",
@@ -18,13 +20,16 @@ __all__ = [
     "Fit",
     "Plan",
     "QuadraticCost",
+    "SplitSample",
     "WindowedCost",
     "cost_from_config",
     "fit",
     "fit_scale",
+    "floor_of",
     "lb_dynamic",
     "lb_micro",
     "lb_mini",
+    "lb_split",
     "linear_cost",
     "local_sort",
     "lower_bound",

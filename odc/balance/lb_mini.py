@@ -59,12 +59,12 @@ def _packed(inputs: Inputs, parts: list[list[int]]) -> Plan:
     steps = min(STEPS, _ALL_STEPS // inputs.ranks)
     plan = []
     for part, cap in zip(parts, inputs.caps, strict=True):
-        microbatches = _few_and_even(inputs.lengths, part, cap, steps)
+        microbatches = few_and_even(inputs.lengths, part, cap, steps)
         plan.append(sorted(microbatches, key=lambda mb: -sum(inputs.costs[i] for i in mb)))
     return Plan.of(plan, inputs.costs, speeds=inputs.speeds, bound=inputs.bound)
 
 
-def _few_and_even(lengths: Sequence[int], part: Sequence[int], max_tokens: int, steps: int) -> list[list[int]]:
+def few_and_even(lengths: Sequence[int], part: Sequence[int], max_tokens: int, steps: int) -> list[list[int]]:
     """The samples of one rank in microbatches; none is empty."""
     tight = pack(lengths, part, max_tokens, steps)
     if len(tight) < 2:

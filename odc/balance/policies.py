@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from odc.balance.lb_micro import lb_micro
 from odc.balance.lb_mini import lb_mini
+from odc.balance.lb_split import lb_split
 from odc.balance.local_sort import local_sort
 from odc.balance.plan import Plan
 from odc.errors import PlanError
 
 Policy = Callable[..., Plan]
 
-POLICIES: dict[str, Policy] = {"local_sort": local_sort, "lb_micro": lb_micro, "lb_mini": lb_mini}
+POLICIES: dict[str, Policy] = {"local_sort": local_sort, "lb_micro": lb_micro, "lb_mini": lb_mini, "lb_split": lb_split}
 
 
 def policy_named(name: str) -> Policy:
