@@ -29,6 +29,7 @@ _ENOUGH = 1.002  # an end this near to the mean ends the search
 _ALIKE = 1.005  # ends this near to the earliest count as equal to it
 _PROMISING = 1.1  # trades are tried where the end is at most this far from the earliest found
 _ALL_STEPS = 1_000_000  # of the searches for one microbatch fewer, over all ranks
+_TRADES = 256
 _EACH = 64  # so many sets of samples grow by one sample, further ones by an eighth
 
 
@@ -215,23 +216,17 @@ class _Search:
     def _draft(self, pieces: tuple[tuple[int, int], ...]) -> _Draft | None:
         """Pieces on the blocks that are free first, then every group on the rank that ends it first."""
         loads, splits = [0.0] * self.inputs.ranks, []
+        free = _Free(self, loads)
         seat = {at: place for place, (_, _, at) in enumerate(self.groups)}
         for size, at in sorted(pieces, key=lambda one: (-one[0], seat[one[1]])):
             cut = self._cut(self.inputs.groups[at][0], size)
-            need = max(cut.tokens)
-            best, chosen = float("inf"), None
-            for block in self.blocks[size]:
-                if min(self.caps[rank] for rank in block) >= need:
-                    slowest = max(cost / self.speeds[r] for cost, r in zip(cut.costs, block, strict=True)) + self.wait
-                    end = max(loads[rank] for rank in block) + slowest
-                    if end < best:
-                        best, chosen = end, block
-            if chosen is None:
+            if (chosen := free.take(cut, size)) is None:
                 return None
             costs = [cost / self.speeds[r] + self.wait for cost, r in zip(cut.costs, chosen, strict=True)]
             splits.append(SplitSample(cut.sample, list(chosen), cut.slices, costs))
+            end = max(loads[rank] for rank in chosen) + max(costs)
             for rank in chosen:
-                loads[rank] = best
+                loads[rank] = end
         split = {at for _, at in pieces}
         draft = _Draft(splits, [[] for _ in loads], loads)
         return draft if self._fill(draft, [one for one in self.groups if one[2] not in split]) else None
@@ -261,11 +256,11 @@ class _Search:
     def _trade(self, draft: _Draft) -> None:
         """Let the last rank give groups to others, or change one for one, while that makes it end earlier."""
         cost_of = {at: (cost, length) for cost, length, at in self.groups}
-        for _ in range(4 * len(draft.loads)):
+        for _ in range(min(4 * len(draft.loads), _TRADES)):
             late = max(range(len(draft.loads)), key=draft.loads.__getitem__)
             if draft.loads[late] <= self.mean * _ENOUGH:
                 return
-            for early in sorted(range(len(draft.loads)), key=draft.loads.__getitem__)[:8]:
+            for early in heapq.nsmallest(8, range(len(draft.loads)), key=draft.loads.__getitem__):
                 if early != late and self._swap(draft, late, early, cost_of):
                     break
             else:
@@ -309,9 +304,43 @@ class _Search:
                 )
 
 
+class _Free:
+    """Finds the block that ends a split sample first, while `loads` grow."""
+
+    def __init__(self, search: _Search, loads: list[float]) -> None:
+        self._search, self._loads = search, loads
+        self._alike = search.inputs.alike and min(search.caps) == max(search.caps)
+        self._heaps: dict[int, list[tuple[float, int]]] = {}  # of each size: (start, block), starts perhaps too early
+
+    def take(self, cut: SplitSample, size: int) -> range | None:
+        """The block of `size` ranks for a sample; None where none may hold its pieces."""
+        blocks = self._search.blocks[size]
+        if not self._alike:
+            return self._scan(cut, blocks)
+        if size not in self._heaps:
+            self._heaps[size] = [(self._start(block), at) for at, block in enumerate(blocks)]
+            heapq.heapify(self._heaps[size])
+        heap = self._heaps[size]
+        while (start := self._start(blocks[heap[0][1]])) > heap[0][0]:
+            heapq.heapreplace(heap, (start, heap[0][1]))
+        return blocks[heap[0][1]]
+
+    def _start(self, block: range) -> float:
+        return max(self._loads[rank] for rank in block)
+
+    def _scan(self, cut: SplitSample, blocks: list[range]) -> range | None:
+        speeds, caps, need = self._search.speeds, self._search.caps, max(cut.tokens)
+        able = [block for block in blocks if min(caps[rank] for rank in block) >= need]
+
+        def end(block: range) -> float:
+            return self._start(block) + max(cost / speeds[rank] for cost, rank in zip(cut.costs, block, strict=True))
+
+        return min(able, key=end, default=None)
+
+
 def _counts(first: int, last: int) -> Iterator[int]:
-    """How many of the costliest samples to split: few by few, then by larger steps."""
-    count = first
+    """How many of the costliest samples to split: one by one, then by larger steps; sooner where there are many."""
+    count, each = first, _EACH if last <= 8 * _EACH else _EACH // 4
     while count <= last:
         yield count
-        count += 1 if count - first < _EACH else max(1, count // 8)
+        count += 1 if count - first < each else max(1, count // 8)

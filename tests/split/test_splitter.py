@@ -239,6 +239,32 @@ def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
         assert one.at - died <= 2.0, f"after {one.at - died:.1f} s"
 
 
+def fails_in_a_piece(splitter: Splitter, world: int) -> None:
+    for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
+        loss_of(model_of("own"), *piece.of(tokens_of(0, 40)))
+        raise ZeroDivisionError
+
+
+def raises_in_a_piece(rank: int, world: int, name: str) -> None:
+    """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients."""
+    splitter = splitter_of(model_of("own"), name)
+    began = time.monotonic()
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            fails_in_a_piece(splitter, world)
+    else:
+        with pytest.raises(PeerLostError, match="rank 1 left its piece of sample 0 unfinished"):
+            step_of(model_of("own"), splitter, Minibatch([(40, [0, 1], "zigzag")]), rank, world)
+    assert time.monotonic() - began < 20, "it waited for the deadline"
+    dist.barrier()
+
+
+def test_a_loop_that_fails_in_a_piece_is_named() -> None:
+    with spawn_ranks(2, raises_in_a_piece, uuid.uuid4().hex) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
 def test_a_model_of_ones_own_says_how_many_layers_it_has() -> None:
     with pytest.raises(UnsupportedError, match="needs `layers`"):
         Splitter(model_of("own"), LONGEST, ranks=[0, 1], rank=0)
