@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,9 +10,6 @@ from torch import Tensor
 from odc.errors import UnsupportedError
 from odc.split import _torch_private
 from odc.split.cut import Block, Sees
-
-if TYPE_CHECKING:
-    from odc.split.piece import SamplePiece
 
 _ROWS = 1024  # queries at a time where scores are laid out in full
 Parts = dict[int, Tensor]  # by place: keys and values [2, heads, tokens, width]
@@ -65,43 +62,6 @@ def attend(
         )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     return piece.attend(query, key, value, layer, scale, window)
-
-
-class SplitAttention(torch.autograd.Function):
-    """Attention of one layer of a piece: exchanges keys and values in forward, and their gradients in backward."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        piece: SamplePiece,
-        layer: int,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        kv = torch.cat([key, value])
-        parts = piece.gather(layer, kv)
-        blocks = piece.cut.blocks(piece.place, window)
-        merged = attend_blocks(query, parts, blocks, scale)
-        owners = [] if piece.kept else [owner for owner in parts if owner != piece.place]
-        ctx.how = piece, layer, blocks, scale, merged.rests, owners
-        ctx.save_for_backward(query, kv, merged.out, merged.lse, *(parts[owner] for owner in owners))
-        return merged.out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        piece, layer, blocks, scale, rests, owners = ctx.how
-        query, kv, out, lse, *others = ctx.saved_tensors
-        if piece.kept:
-            parts = piece.gather(layer, kv)
-        else:
-            parts = {**dict(zip(owners, others, strict=True)), piece.place: kv}
-        dq, dkv = attend_blocks_backward(grad, query, parts, blocks, Merged(out, lse, rests), scale)
-        total = piece.settle(layer, dkv, kv).to(kv.dtype)
-        return dq, total[:1], total[1:], None, None, None, None
 
 
 class Merged(NamedTuple):

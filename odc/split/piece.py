@@ -10,7 +10,7 @@ from torch import Tensor
 
 from odc.balance.slices import SplitSample
 from odc.errors import OdcError, UnsupportedError
-from odc.split.attention import Parts, SplitAttention
+from odc.split.attention import Merged, Parts, attend_blocks, attend_blocks_backward
 from odc.split.cut import Cut, targets_of
 from odc.split.exchange import PieceExchange, mark_of
 
@@ -151,3 +151,40 @@ class SamplePiece:
         """Alike on all ranks of the sample, if they have the same plan and model."""
         split = self.split
         return mark_of(split.sample, split.ranks, split.slices, self.number, layer, kv.dtype, kv.shape[1], kv.shape[3])
+
+
+class SplitAttention(torch.autograd.Function):
+    """Attention of one layer of a piece: exchanges keys and values in forward, and their gradients in backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        piece: SamplePiece,
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        kv = torch.cat([key, value])
+        parts = piece.gather(layer, kv)
+        blocks = piece.cut.blocks(piece.place, window)
+        merged = attend_blocks(query, parts, blocks, scale)
+        owners = [] if piece.kept else [owner for owner in parts if owner != piece.place]
+        ctx.how = piece, layer, blocks, scale, merged.rests, owners
+        ctx.save_for_backward(query, kv, merged.out, merged.lse, *(parts[owner] for owner in owners))
+        return merged.out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        piece, layer, blocks, scale, rests, owners = ctx.how
+        query, kv, out, lse, *others = ctx.saved_tensors
+        if piece.kept:
+            parts = piece.gather(layer, kv)
+        else:
+            parts = {**dict(zip(owners, others, strict=True)), piece.place: kv}
+        dq, dkv = attend_blocks_backward(grad, query, parts, blocks, Merged(out, lse, rests), scale)
+        total = piece.settle(layer, dkv, kv).to(kv.dtype)
+        return dq, total[:1], total[1:], None, None, None, None

@@ -21,6 +21,8 @@ THREE = [
     Minibatch([(96, [0, 1], "zigzag"), (61, [1, 2], "contiguous"), (33, [2, 0, 1], "zigzag")], [(7, 0), (20, 2)]),
     Minibatch([(120, [0, 1, 2], "uneven"), (16, [1, 0], "zigzag")], [(9, 2), (31, 2), (2, 2)]),
 ]
+FOUR = [Minibatch([(130, [0, 1, 2, 3], "zigzag"), (60, [2, 3], "contiguous"), (61, [1, 0], "zigzag")], [(30, 3)])]
+MINIBATCHES = {2: TWO, 3: THREE, 4: FOUR}
 
 
 def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: bool, keep: bool) -> None:
@@ -28,7 +30,7 @@ def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: b
     like = model_of(kind, getattr(torch, dtype))
     layers = 2 if kind == "own" else None
     splitter = Splitter(model, LONGEST, piece_tokens=100, layers=layers, keep=keep, timeout_s=120.0, name=name)
-    for minibatch in TWO if world == 2 else THREE:
+    for minibatch in MINIBATCHES[world]:
         model.zero_grad()
         loss = step_of(model, splitter, minibatch, rank, world)
         gradients, losses = apart(model, minibatch, like, loss)
@@ -47,6 +49,12 @@ def test_every_kind_of_model_in_fp64(ranks: Any, kind: str) -> None:
 @pytest.mark.parametrize(("checkpoint", "keep"), [(False, True), (True, True), (True, False), (False, False)])
 def test_overlapping_gangs_of_three_ranks(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
     ranks(3).run(exact, uuid.uuid4().hex, kind, "float64", checkpoint, keep)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_four_ranks(ranks: Any, kind: str) -> None:
+    ranks(4).run(exact, uuid.uuid4().hex, kind, "float64", True, True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
