@@ -119,7 +119,7 @@ def test_every_module_opens_with_a_docstring() -> None:
     assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
 
 
-SEAMS = ("odc.fsdp._torch_compat:", "odc.memory._torch_symmetric:")
+SEAMS = ("odc.fsdp._torch_compat:", "odc.memory._torch_symmetric:", "odc.split._torch_private:")
 
 
 def test_private_torch_names_live_in_one_file_a_seam() -> None:

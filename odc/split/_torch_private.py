@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Given, Found = ParamSpec("Given"), TypeVar("Found")
 Block = tuple[Tensor, Tensor, tuple[Any, ...]]
 
 _aten = torch.ops.aten
 
 
-def without_dynamo(function: Function) -> Function:
+def without_dynamo(function: Callable[Given, Found]) -> Callable[Given, Found]:
     """The function, at which a compiled model breaks its graph."""
-    disabled: Function = torch._disable_dynamo(function)  # type: ignore[no-untyped-call]
-    return disabled
+    return _disable_dynamo(function)
 
 
 def default_store() -> Any:

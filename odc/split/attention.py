@@ -165,7 +165,7 @@ def _backward(
 def _scores(query: Tensor, key: Tensor, causal: bool, first: int, scale: float) -> Tensor:
     """[1, key heads, queries of a key head, rows, keys], at least fp32; the first row is query `first`."""
     exact = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(exact).unflatten(1, (key.shape[1], -1)) @ key.to(exact)[:, :, None].mT * scale
+    scores: Tensor = query.to(exact).unflatten(1, (key.shape[1], -1)) @ key.to(exact)[:, :, None].mT * scale
     if causal:
         row = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
         scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > row, -torch.inf)

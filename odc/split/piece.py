@@ -157,7 +157,7 @@ class SplitAttention(torch.autograd.Function):
     """Attention of one layer of a piece: exchanges keys and values in forward, and their gradients in backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
@@ -178,7 +178,7 @@ class SplitAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         piece, layer, blocks, scale, rests, owners = ctx.how
         query, kv, out, lse, *others = ctx.saved_tensors
         if piece.kept:
