@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d
 
-Given, Found = ParamSpec("Given"), TypeVar("Found")
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 Block = tuple[Tensor, Tensor, tuple[Any, ...]]
 
 _aten = torch.ops.aten

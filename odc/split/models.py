@@ -123,7 +123,7 @@ def _attend(
     if reasons:
         raise UnsupportedError(f"samples of this model cannot be split: {'; '.join(reasons)} (layer {layer})")
     assert isinstance(layer, int)
-    out = attend(query, key, value, piece, layer, scale=scaling, window=sliding_window)
+    out: Tensor = attend(query, key, value, piece, layer, scale=scaling, window=sliding_window)
     return out.transpose(1, 2).contiguous()
 
 

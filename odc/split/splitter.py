@@ -75,7 +75,7 @@ class Splitter:
     def prepare(self) -> Rooms:
         """Check the model on a random sample and make the arenas; the first plan with pieces does so by itself.
 
-        Runs the model three times without gradients, so for a sharded model all ranks call it. Returns what the arenas
+        Runs the model four times without gradients, so for a sharded model all ranks call it. Returns what the arenas
         of this rank hold.
 
         Raises:
