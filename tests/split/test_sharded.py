@@ -39,7 +39,9 @@ def three_steps(rank: int, world: int, name: str, dtype: str, checkpoint: bool, 
             for loss in losses_of(model, splitter, minibatch, rank, world):
                 (loss * world / total).backward()
         for loss in losses_whole(plain, minibatch, range(len(minibatch.lengths))):
-            (loss / total).backward()
+            (loss * world / total).backward()  # rounded alike: these models' norms are in fp32 inside
+        for parameter in plain.parameters():
+            parameter.grad.div_(world)  # type: ignore[union-attr]
         grads = [(one.grad.full_tensor(), other.grad) for one, other in zip(model.parameters(), plain.parameters())]  # type: ignore[union-attr] # noqa: B905
         worst = max(float((a - b).norm() / b.norm()) for a, b in grads)
         mine.step()
