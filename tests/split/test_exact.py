@@ -25,7 +25,9 @@ FOUR = [Minibatch([(130, [0, 1, 2, 3], "zigzag"), (60, [2, 3], "contiguous"), (6
 MINIBATCHES = {2: TWO, 3: THREE, 4: FOUR}
 
 
-def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: bool, keep: bool) -> None:
+def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: bool, keep: bool) -> list[str]:
+    """The errors found, in words."""
+    found = []
     model = model_of(kind, getattr(torch, dtype), checkpoint=checkpoint)
     like = model_of(kind, getattr(torch, dtype))
     layers = 2 if kind == "own" else None
@@ -35,35 +37,36 @@ def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: b
         loss = step_of(model, splitter, minibatch, rank, world)
         gradients, losses = apart(model, minibatch, like, loss)
         what = f"{kind} {dtype} {checkpoint=} {keep=} {world} ranks: gradients {gradients:.1e}, loss {losses:.1e}"
-        print(what, flush=True)
+        found.append(what)
         assert gradients <= LIMITS[dtype] and losses <= LIMITS[dtype], what
     splitter.close()
+    return found
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "own"])
 def test_every_kind_of_model_in_fp64(ranks: Any, kind: str) -> None:
-    ranks(2).run(exact, uuid.uuid4().hex, kind, "float64", False, True)
+    print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float64", False, True)[0], sep="\n")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
 @pytest.mark.parametrize(("checkpoint", "keep"), [(False, True), (True, True), (True, False), (False, False)])
 def test_overlapping_gangs_of_three_ranks(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
-    ranks(3).run(exact, uuid.uuid4().hex, kind, "float64", checkpoint, keep)
+    print(*ranks(3).run(exact, uuid.uuid4().hex, kind, "float64", checkpoint, keep)[0], sep="\n")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_four_ranks(ranks: Any, kind: str) -> None:
-    ranks(4).run(exact, uuid.uuid4().hex, kind, "float64", True, True)
+    print(*ranks(4).run(exact, uuid.uuid4().hex, kind, "float64", True, True)[0], sep="\n")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
 @pytest.mark.parametrize(("checkpoint", "keep"), [(True, True), (True, False)])
 def test_fp32(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
-    ranks(2).run(exact, uuid.uuid4().hex, kind, "float32", checkpoint, keep)
+    print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float32", checkpoint, keep)[0], sep="\n")
 
 
-def as_near_in_bf16(rank: int, world: int, name: str) -> None:
+def as_near_in_bf16(rank: int, world: int, name: str) -> str:
     """Split is as far from fp32 as unsplit is: the blocks are merged in fp32."""
     minibatch, exactly = TWO[1], model_of("llama", torch.float32)
     half, whole = model_of("llama", torch.bfloat16), model_of("llama", torch.bfloat16)
@@ -78,13 +81,13 @@ def as_near_in_bf16(rank: int, world: int, name: str) -> None:
         for loss in losses_whole(whole, minibatch, range(len(minibatch.lengths))):
             loss.backward()
     unsplit, _ = apart(whole, minibatch, exactly, 0.0)
-    print(f"bf16 against fp32: split {split:.4f}, unsplit {unsplit:.4f}", flush=True)
     assert split <= 1.2 * unsplit, f"split {split}, unsplit {unsplit}"
     splitter.close()
+    return f"bf16 against fp32: split {split:.4f}, unsplit {unsplit:.4f}"
 
 
 def test_bf16_is_as_near_as_unsplit(ranks: Any) -> None:
-    ranks(2).run(as_near_in_bf16, uuid.uuid4().hex)
+    print(ranks(2).run(as_near_in_bf16, uuid.uuid4().hex)[0])
 
 
 def shifted_within_pieces(rank: int, world: int, name: str, fault: str) -> None:
