@@ -11,10 +11,12 @@ from odc.balance.cost import (
     transformer_cost,
 )
 from odc.balance.fit import Fit, fit, fit_scale
+from odc.balance.lb_split import floor_of, lb_split
 from odc.balance.partition import partition
 from odc.balance.plan import Plan
 from odc.balance.planners import lb_dynamic, lb_micro, lb_mini, local_sort, queue_of
 from odc.balance.policies import POLICIES, policy_named
+from odc.balance.slices import SplitSample
 
 __all__ = [
     "POLICIES",
@@ -22,13 +24,16 @@ __all__ = [
     "Fit",
     "Plan",
     "QuadraticCost",
+    "SplitSample",
     "WindowedCost",
     "cost_from_config",
     "fit",
     "fit_scale",
+    "floor_of",
     "lb_dynamic",
     "lb_micro",
     "lb_mini",
+    "lb_split",
     "linear_cost",
     "local_sort",
     "lower_bound",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from odc.balance.bound import lower_bound
+from odc.balance.slices import SplitSample
 from odc.errors import PlanError
 
 
@@ -25,12 +26,14 @@ class Plan:
             speeds.
         bound: no plan over these ranks has a longest rank below this cost.
         speeds: of each rank, or None when all are alike.
+        splits: samples that run as pieces on several ranks, before all microbatches and in this order.
     """
 
     ranks: list[list[list[int]]]
     costs: list[list[float]]
     bound: float
     speeds: list[float] | None = None
+    splits: list[SplitSample] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -40,6 +43,7 @@ class Plan:
         *,
         speeds: Sequence[float] | None = None,
         bound: float | None = None,
+        splits: Sequence[SplitSample] = (),
     ) -> Plan:
         """The plan of `ranks` where sample i costs `sample_costs[i]` on a rank of speed 1, validated; raises PlanError.
 
@@ -50,7 +54,7 @@ class Plan:
         known = None if speeds is None else [float(speed) for speed in speeds]
         if bound is None:
             bound = lower_bound(sample_costs, len(ranks), speeds=known)
-        plan = cls(ranks, [[0.0] * len(microbatches) for microbatches in ranks], bound, known)
+        plan = cls(ranks, [[0.0] * len(microbatches) for microbatches in ranks], bound, known, list(splits))
         plan.validate(len(sample_costs))
         for rank, costs in enumerate(plan.costs):
             speed = 1.0 if known is None else known[rank]
@@ -60,23 +64,33 @@ class Plan:
     @property
     def samples(self) -> int:
         """Number of samples in the plan."""
-        return sum(len(mb) for microbatches in self.ranks for mb in microbatches)
+        return len(self.splits) + sum(len(mb) for microbatches in self.ranks for mb in microbatches)
 
     @property
     def rank_costs(self) -> list[float]:
-        """Predicted cost of each rank."""
-        return [sum(costs) for costs in self.costs]
+        """Predicted cost of each rank, its pieces of split samples included."""
+        totals = [sum(costs) for costs in self.costs]
+        for split in self.splits:
+            for rank, cost in zip(split.ranks, split.costs, strict=True):
+                totals[rank] += cost
+        return totals
+
+    @property
+    def rank_ends(self) -> list[float]:
+        """When each rank ends: its cost, and its waits for the others that hold pieces of the same samples."""
+        return [end + sum(costs) for end, costs in zip(self._split_ends, self.costs, strict=True)]
 
     @property
     def longest(self) -> float:
-        """Predicted cost of the longest rank: the step's time when ranks meet once per minibatch."""
-        return max(self.rank_costs)
+        """When the last rank ends: the step's predicted time when ranks meet once per minibatch."""
+        return max(self.rank_ends)
 
     @property
     def stepped(self) -> float:
         """Predicted step time when ranks meet at every microbatch, counts padded to the maximum: sum of the maxima."""
         steps = max(len(costs) for costs in self.costs)
-        return sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
+        together = sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
+        return max(self._split_ends) + together
 
     @property
     def bubble(self) -> float:
@@ -105,6 +119,11 @@ class Plan:
         if self.speeds is not None and len(self.speeds) != len(self.ranks):
             raise PlanError(f"the plan has {len(self.speeds)} speeds for {len(self.ranks)} ranks")
         seen = [0] * samples
+        for split in self.splits:
+            split.validate(len(self.ranks))
+            if not 0 <= split.sample < samples or seen[split.sample]:
+                raise PlanError(f"split sample {split.sample} is listed twice, or is none of {samples} samples")
+            seen[split.sample] = 1
         for rank, microbatches in enumerate(self.ranks):
             for m, indices in enumerate(microbatches):
                 for i in indices:
@@ -121,9 +140,13 @@ class Plan:
             )
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` gives back an equal plan, costs to the last bit. `speeds` only where given."""
+        """One line of JSON, `speeds` and `splits` where given; `from_json` gives back an equal plan, to the bit."""
         fields: dict[str, Any] = {"ranks": self.ranks, "costs": self.costs, "bound": self.bound}
-        return json.dumps(fields if self.speeds is None else {**fields, "speeds": self.speeds})
+        if self.speeds is not None:
+            fields["speeds"] = self.speeds
+        if self.splits:
+            fields["splits"] = [split.to_dict() for split in self.splits]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -135,6 +158,7 @@ class Plan:
                 costs=[[float(c) for c in costs] for costs in data["costs"]],
                 bound=float(data["bound"]),
                 speeds=[float(speed) for speed in data["speeds"]] if data.get("speeds") is not None else None,
+                splits=[SplitSample.from_dict(split) for split in data.get("splits", [])],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from error
@@ -148,25 +172,38 @@ class Plan:
 
     def table(self, most: int = 64) -> str:
         """A line a rank, of the `most` longest ranks where there are more, and the figures of the plan."""
-        times = self.rank_costs
+        times = self.rank_ends
         shown = sorted(sorted(range(len(times)), key=lambda rank: -times[rank])[:most])
         rows = [f"{'rank':>5} {'samples':>8} {'microbatches':>13} {'cost':>12} {'of longest':>11}"]
         if self.speeds is not None:
             rows[0] += f" {'speed':>7}"
         for rank in shown:
-            count = sum(len(mb) for mb in self.ranks[rank])
+            count = sum(len(mb) for mb in self.ranks[rank]) + sum(rank in split.ranks for split in self.splits)
             share = times[rank] / self.longest if self.longest > 0 else 1.0
             row = f"{rank:>5} {count:>8} {len(self.ranks[rank]):>13} {times[rank]:>12.5g} {share:>11.1%}"
             rows.append(row if self.speeds is None else f"{row} {self.speeds[rank]:>7.4g}")
         if len(shown) < len(times):
             rows.append(f"  and {len(times) - len(shown)} ranks that end sooner")
-        mean = sum(times) / len(times)
+        mean = sum(self.rank_costs) / len(times)
+        if self.splits:
+            pieces = sum(len(split.ranks) for split in self.splits)
+            rows.append(f"{len(self.splits)} samples run first, split into {pieces} pieces, each counted as a sample")
         rows.append(f"longest {self.longest:.5g}, mean {mean:.5g}, lower bound {self.bound:.5g}, gap {self.gap:.2%}")
         rows.append(
             f"predicted bubble {self.bubble:.1%} with a barrier per minibatch, {self.bubble_per_microbatch:.1%} per "
             f"microbatch, {self.bubble_bound:.1%} at the bound"
         )
         return "\n".join(rows)
+
+    @property
+    def _split_ends(self) -> list[float]:
+        """When each rank is done with its pieces: the pieces of one sample start and end together."""
+        ends = [0.0] * len(self.ranks)
+        for split in self.splits:
+            end = max(ends[rank] for rank in split.ranks) + max(split.costs)
+            for rank in split.ranks:
+                ends[rank] = end
+        return ends
 
     def _idle_share(self, step_time: float) -> float:
         mean = sum(self.rank_costs) / len(self.ranks)

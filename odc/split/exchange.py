@@ -1,0 +1,152 @@
+"""Where keys, values and their gradients lie for other ranks: two arenas in which every channel has room of its own.
+
+A put asks for its channel's whole share of the arena, whatever it holds, so shares never lie apart with gaps between
+them, and no put ever waits for room: it waits only for the readers of what its own channel held before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from odc.dispatch.exchange.arena import Arena
+from odc.errors import PlanError
+from odc.runtime.store import KeyValueStore
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What the arenas of a rank hold.
+
+    Args:
+        layers: attention layers of the model.
+        kv_bytes: of the keys and values of one layer of the longest piece.
+        grad_bytes: of the gradients of keys and values that a piece lays out for others in one layer, at most.
+        keep: keys and values of all layers lie there until backward; otherwise those of two layers.
+    """
+
+    layers: int
+    kv_bytes: int
+    grad_bytes: int
+    keep: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of both arenas of one rank."""
+        return self.kv_bytes * (self.layers if self.keep else 2) + self.grad_bytes * 2
+
+
+class PieceExchange:
+    """One rank's arenas and its view of its peers'. Constructing it waits for nobody.
+
+    Args:
+        store: of the job.
+        ranks: global ranks that split samples among each other, the same list on all; they share a host.
+        rank: this global rank.
+        rooms: the same on all ranks.
+        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        name: unlike that of any other exchange of these ranks.
+
+    Raises HeapMemoryError: the arenas do not fit into memory.
+    """
+
+    def __init__(
+        self, store: KeyValueStore, ranks: Sequence[int], rank: int, rooms: Rooms, timeout_s: float, name: str
+    ) -> None:
+        self.rooms = Rooms(rooms.layers, _up(rooms.kv_bytes), _up(rooms.grad_bytes), rooms.keep)
+        held = rooms.layers if rooms.keep else 2
+        kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]
+        self._kv = Arena(store, ranks, rank, self.rooms.kv_bytes * held, kv, timeout_s, f"{name}.kv")
+        self._grads = Arena(store, ranks, rank, self.rooms.grad_bytes * 2, grads, timeout_s, f"{name}.dkv")
+        self._rank, self._ranks = rank, list(ranks)
+
+    def put_kv(self, number: int, layer: int, again: bool, kv: Tensor, readers: list[int], mark: int) -> None:
+        """Let `readers` (members) have the keys and values of this rank's piece of split sample `number`."""
+        channel, step = self._at(number, layer, again)
+        self._put(self._kv, channel, step, [kv], self.rooms.kv_bytes, readers, mark)
+
+    def kv_of(
+        self, number: int, layer: int, again: bool, owner: int, like: Tensor, shape: list[int], mark: int
+    ) -> Tensor:
+        """A view of the keys and values of `owner` (a member), of `shape` and the dtype of `like`; waits for them.
+
+        On another device than the CPU it is a copy there.
+        """
+        channel, step = self._at(number, layer, again)
+        return self._get(self._kv, channel, step, owner, like, torch.Size(shape).numel(), mark).view(shape)
+
+    def done_kv(self, number: int, layer: int, again: bool, owner: int) -> None:
+        """This rank needs them no more."""
+        self._kv.done(*self._at(number, layer, again), owner)
+
+    def put_grads(self, number: int, layer: int, grads: list[Tensor], readers: list[int], mark: int) -> None:
+        """Let `readers` have the gradients of their keys and values, one after the other."""
+        channel, step = self._grads_at(number, layer)
+        self._put(self._grads, channel, step, grads, self.rooms.grad_bytes, readers, mark)
+
+    def grads_of(self, number: int, layer: int, giver: int, like: Tensor, first: int, count: int, mark: int) -> Tensor:
+        """`count` numbers from the `first` of what `giver` put, flat, in the dtype of `like`; waits for them."""
+        flat = self._get(self._grads, *self._grads_at(number, layer), giver, like, first + count, mark)
+        return flat[first : first + count]
+
+    def done_grads(self, number: int, layer: int, giver: int) -> None:
+        """This rank has added them."""
+        self._grads.done(*self._grads_at(number, layer), giver)
+
+    def refuse(self, reason: str) -> None:
+        """End the exchange for everybody, naming this rank."""
+        self._kv.refuse(reason)
+        self._grads.refuse(reason)
+
+    def close(self) -> None:
+        """Wait until peers have read what lies here, then leave. Idempotent."""
+        try:
+            self._kv.close()
+        finally:
+            self._grads.close()
+
+    def _at(self, number: int, layer: int, again: bool) -> tuple[str, int]:
+        """Channel and step of keys and values; `again`: put once more by the recompute of a checkpointed layer."""
+        layers = self.rooms.layers
+        if self.rooms.keep:
+            return f"kv{layer}", number
+        return f"kv{layer % 2}", 2 * layers * (number - 1) + (2 * layers - layer if again else layer + 1)
+
+    def _grads_at(self, number: int, layer: int) -> tuple[str, int]:
+        return f"dkv{layer % 2}", self.rooms.layers * number - layer
+
+    def _put(
+        self, arena: Arena, channel: str, step: int, tensors: list[Tensor], room: int, readers: list[int], mark: int
+    ) -> None:
+        if not readers:
+            return
+        share, at = arena.put(channel, step, room, readers), 0
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            share[at : at + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            at += nbytes
+        arena.show(channel, mark)
+
+    def _get(self, arena: Arena, channel: str, step: int, owner: int, like: Tensor, count: int, mark: int) -> Tensor:
+        found = arena.get(channel, step, owner)
+        if found.signature != mark:
+            reason = (
+                f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "
+                f"{channel} of step {step}: every rank must make the same plan from the same lengths"
+            )
+            self.refuse(reason)
+            raise PlanError(reason)
+        return found.raw[: count * like.itemsize].view(like.dtype).to(like.device)
+
+
+def mark_of(*what: object) -> int:
+    """A 60-bit mark that differs where any of these differ."""
+    return int(hashlib.sha256(repr(what).encode()).hexdigest()[:15], 16)
+
+
+def _up(nbytes: int) -> int:
+    return -(-max(1, nbytes) // 64) * 64

@@ -1,0 +1,150 @@
+"""What a training loop calls to run the split samples of a plan: the model's check, the arenas, piece after piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from odc.balance.plan import Plan
+from odc.errors import OdcError, PlanError, UnsupportedError
+from odc.runtime.store import KeyValueStore
+from odc.split import _torch_private, models
+from odc.split.cut import Cut
+from odc.split.exchange import PieceExchange, Rooms
+from odc.split.piece import SamplePiece
+from odc.split.rehearsal import rehearse
+
+
+class Splitter:
+    """Runs the split samples of plans on one rank; every rank of the job makes one alike.
+
+    Args:
+        model: a causal language model of transformers, sharded or not; or one of your own that calls
+            `odc.split.attend` and passes `odc_piece` to its layers.
+        longest: tokens of the longest sample that will be split.
+        piece_tokens: tokens of the longest piece; half of `longest` unless given.
+        layers: attention layers; only needed for a model of your own.
+        keep: keys and values of all layers lie in memory until backward. False keeps those of two layers, and puts
+            them again when a checkpointed layer is recomputed.
+        ranks: global rank of each rank of the plans; all ranks in order unless given.
+        node: ranks of one host, which share memory; all unless given. As in `odc.balance.lb_split`.
+        rank: this global rank; by the default process group unless given.
+        store: of the job; that of the default process group unless given.
+        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        name: unlike that of any other splitter of these ranks.
+
+    Raises UnsupportedError: samples of this model cannot be split; lists every reason found.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        longest: int,
+        *,
+        piece_tokens: int | None = None,
+        layers: int | None = None,
+        keep: bool = True,
+        ranks: Sequence[int] | None = None,
+        node: int | None = None,
+        rank: int | None = None,
+        store: KeyValueStore | None = None,
+        timeout_s: float = 600.0,
+        name: str = "split",
+    ) -> None:
+        self._model, self._keep, self._timeout_s, self._name = model, keep, timeout_s, name
+        self._extra: dict[str, Any] = models.hook(model) if models.is_of_transformers(model) else {}
+        if layers is None:
+            if not self._extra:
+                raise UnsupportedError("a model that is not one of transformers needs `layers`, its attention layers")
+            layers = models.layers_of(model)
+        self._layers, self._longest = layers, longest
+        self._piece_tokens = piece_tokens or -(-longest // 2) + 1
+        self._ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        self._rank = dist.get_rank() if rank is None else rank
+        self._me = self._ranks.index(self._rank)
+        size = node or len(self._ranks)
+        self._first = self._me // size * size  # of this host's ranks, in plans
+        self._host = self._ranks[self._first : self._first + size]
+        self._store = store
+        self._exchange: PieceExchange | None = None
+        self._number = self._made = 0
+
+    def prepare(self) -> Rooms:
+        """Check the model on a random sample and make the arenas; the first plan with pieces does so by itself.
+
+        Runs the model four times without gradients, so for a sharded model all ranks call it. Returns what the arenas
+        of this rank hold.
+
+        Raises:
+            UnsupportedError: the model's output of a split sample is not that of the whole; names the difference.
+            HeapMemoryError: the arenas do not fit into memory.
+        """
+        if self._exchange is None:
+            device = next(self._model.parameters()).device
+            self._extra = {key: one.to(device) if hasattr(one, "to") else one for key, one in self._extra.items()}
+            row = rehearse(self._model, self._layers, self._extra)
+            rooms = Rooms(self._layers, row * self._piece_tokens, row * self._longest, self._keep)
+            self._made += 1
+            name = f"{self._name}.{self._made}"  # no exchange is named like one that was closed
+            store = self._store if self._store is not None else _torch_private.default_store()
+            self._exchange = PieceExchange(store, self._host, self._rank, rooms, self._timeout_s, name)
+        return self._exchange.rooms
+
+    def pieces(self, plan: Plan) -> Iterator[SamplePiece]:
+        """This rank's pieces, in the plan's order; run each forward and backward before taking the next.
+
+        All ranks call it for every plan and take all their pieces, before their whole samples.
+
+        Raises:
+            PlanError: the plan does not fit the ranks or the arenas; on all ranks, before any piece runs.
+            OdcError: the piece before was not run backward.
+        """
+        if not plan.splits:
+            return
+        self._refuse(plan)
+        self.prepare()
+        assert self._exchange is not None
+        first, self._number = self._number + 1, self._number + len(plan.splits)
+        for number, split in enumerate(plan.splits, first):
+            if self._me not in split.ranks:
+                continue
+            members = [rank - self._first for rank in split.ranks]
+            place = split.ranks.index(self._me)
+            piece = SamplePiece(split, number, place, members, self._exchange, self._layers, self._extra)
+            try:
+                yield piece
+            except GeneratorExit:
+                if not piece.finished:
+                    self._exchange.refuse(f"rank {self._rank} left its piece of sample {split.sample} unfinished")
+                raise
+            if not piece.finished:
+                raise OdcError(
+                    f"rank {self._rank}: the piece of sample {split.sample} was not run forward and backward through "
+                    f"all {self._layers} layers, and peers wait for its gradients; call backward() also where no token "
+                    "has a label"
+                )
+
+    def close(self) -> None:
+        """Wait until peers have read what lies here, then free the arenas. Idempotent; a new plan makes new ones."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def _refuse(self, plan: Plan) -> None:
+        """Raise PlanError where the plan's pieces do not fit; a function of the plan alone, so on all ranks alike."""
+        if len(plan.ranks) != len(self._ranks):
+            raise PlanError(f"the plan is for {len(plan.ranks)} ranks, the splitter for {len(self._ranks)}")
+        size = len(self._host)
+        for split in plan.splits:
+            cut = Cut(split.slices)
+            if len({rank // size for rank in split.ranks}) > 1:
+                raise PlanError(f"pieces of sample {split.sample} lie on several hosts: ranks {split.ranks}")
+            if max(cut.sizes) > self._piece_tokens or cut.length > self._longest:
+                raise PlanError(
+                    f"sample {split.sample} has {cut.length} tokens in pieces of up to {max(cut.sizes)}, but the "
+                    f"arenas are for {self._longest} in pieces of up to {self._piece_tokens}: make the Splitter with "
+                    f"longest={max(cut.length, self._longest)}, piece_tokens={max(*cut.sizes, self._piece_tokens)}"
+                )

@@ -1,0 +1,147 @@
+"""LB-Split: never behind LB-Mini, near the ideal mean where samples are long, and pieces that cover what they cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc.balance import Plan, SplitSample, cost_from_config, floor_of, lb_mini, lb_split, linear_cost, quadratic
+from odc.balance.slices import contiguous, costs_of, zigzag
+from odc.errors import PlanError
+from odc.simulate.catalog import MODELS
+from odc.simulate.lengths import NAMED
+
+CAP = 400
+LENGTHS = st.lists(st.one_of(st.integers(1, 60), st.integers(1, CAP)), min_size=1, max_size=32)
+COSTS = st.sampled_from([linear_cost, quadratic(0.268, 4.05e-3), quadratic(0, 1)])
+OPTIONS = st.fixed_dictionaries(
+    {
+        "node": st.sampled_from([None, 1, 2, 3, 4, 6]),
+        "floor": st.sampled_from([1, 8, 50]),
+        "wait": st.sampled_from([0.0, 3.0]),
+        "one_slice": st.booleans(),
+    }
+)
+
+
+@given(LENGTHS, st.integers(1, 9), COSTS, OPTIONS)
+def test_valid_never_above_lb_mini_and_by_its_rules(lengths, ranks, cost, options):
+    plan = lb_split(lengths, ranks, CAP, cost, **options)
+    plan.validate(len(lengths))
+    mini = lb_mini(lengths, ranks, CAP, cost)
+    assert plan.longest <= mini.longest
+    assert plan.longest >= plan.bound * (1 - 1e-9)
+    if not plan.splits:
+        assert plan == mini
+    follows_the_rules(plan, lengths, [CAP] * ranks, options)
+
+
+@given(st.data(), LENGTHS, st.integers(2, 8), COSTS, OPTIONS)
+def test_speeds_caps_and_groups_are_kept(data, lengths, ranks, cost, options):
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 0.9, 1.0]), min_size=ranks, max_size=ranks))
+    caps = [CAP, *data.draw(st.lists(st.integers(0, CAP), min_size=ranks - 1, max_size=ranks - 1))]
+    names = data.draw(st.lists(st.integers(0, 20), min_size=len(lengths), max_size=len(lengths)))
+    plan = lb_split(lengths, ranks, caps, cost, speeds=speeds, groups=names, **options)
+    plan.validate(len(lengths))
+    follows_the_rules(plan, lengths, caps, options)
+    assert all(names.count(names[split.sample]) == 1 for split in plan.splits)
+    where = {i: rank for rank, microbatches in enumerate(plan.ranks) for mb in microbatches for i in mb}
+    assert len({(names[i], where[i]) for i in where}) == len({names[i] for i in where})
+    assert plan.longest <= lb_mini(lengths, ranks, caps, cost, speeds=speeds, groups=names).longest * (1 + 1e-9)
+
+
+def follows_the_rules(plan: Plan, lengths: list[int], caps: list[int], options: dict) -> None:
+    node = options["node"] or len(caps)
+    for split in plan.splits:
+        size, first = len(split.ranks), split.ranks[0]
+        assert size & (size - 1) == 0 and split.ranks == list(range(first, first + size))
+        assert first // node == split.ranks[-1] // node and first % node % size == 0
+        assert split.length == lengths[split.sample]
+        assert max(split.tokens) <= min(caps[rank] for rank in split.ranks)
+        assert split.length >= size * options["floor"]
+    for microbatches, cap in zip(plan.ranks, caps, strict=True):
+        assert all(sum(lengths[i] for i in mb) <= cap for mb in microbatches)
+    sizes = [len(split.ranks) for split in plan.splits]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("source", ["longalign", "swe-smith"])
+@pytest.mark.parametrize(("per_rank", "most"), [(1, 1.10), (2, 1.04), (4, 1.01)])
+def test_step_over_the_ideal_mean_on_long_samples(source, per_rank, most):
+    cost, draw = cost_from_config(MODELS["qwen2.5-7b"]), np.random.default_rng(5)
+    steps, whole = [], []
+    for _ in range(16):
+        lengths = NAMED[source].draw(8 * per_rank, draw).tolist()
+        mean = sum(cost(length) for length in lengths) / 8
+        steps.append(lb_split(lengths, 8, 131_072, cost).longest / mean)
+        whole.append(lb_mini(lengths, 8, 131_072, cost).longest / mean)
+    assert np.mean(steps) <= most, f"{np.mean(steps):.3f}, LB-Mini {np.mean(whole):.3f}"
+    assert np.mean(whole) > 1.1, "these lengths show nothing"
+
+
+def test_a_sample_above_the_cap_is_split_and_short_ones_fill_up():
+    plan = lb_split([900, 50, 40], 4, 300, floor=30)
+    assert [(split.sample, split.tokens) for split in plan.splits] == [(0, [225, 225, 225, 225])]
+    assert plan.longest == 275 and sorted(i for mbs in plan.ranks for mb in mbs for i in mb) == [1, 2]
+
+
+def test_a_cap_outweighs_the_floor_and_what_fits_nowhere_is_refused():
+    assert len(lb_split([900, 50], 4, 300).splits[0].ranks) == 4
+    with pytest.raises(PlanError, match="sample 1 has 900 tokens: neither whole nor in 4 pieces .* cap of 200 tokens"):
+        lb_split([10, 900], 4, 200)
+    with pytest.raises(PlanError, match="in 2 pieces"):
+        lb_split([10, 900], 4, 300, node=2)
+    with pytest.raises(PlanError, match="floor >= 1"):
+        lb_split([10], 4, 300, floor=0)
+
+
+def test_gangs_wait_for_each_other_in_the_plans_figures():
+    """Rank 1 holds pieces of both samples: the second starts when the first has ended on all its ranks."""
+    splits = [SplitSample(0, [0, 1], zigzag(8, 2), [4.0, 4.0]), SplitSample(1, [1, 2], zigzag(6, 2), [3.0, 3.0])]
+    plan = Plan.of([[], [], [[2]]], [8.0, 6.0, 1.0], splits=splits, bound=5.0)
+    assert plan.rank_costs == [4.0, 7.0, 4.0]
+    assert plan.rank_ends == [4.0, 7.0, 8.0] and plan.longest == 8.0 and plan.stepped == 8.0
+    assert plan.samples == 3 and Plan.from_json(plan.to_json()) == plan
+    assert "2 samples run first, split into 4 pieces" in plan.table()
+    assert plan.bubble == pytest.approx(1 - 5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ranks": [0, 0]}, "two or more different ranks"),
+        ({"ranks": [0, 7]}, "there are 3 ranks"),
+        ({"costs": [1.0]}, "differ in number"),
+        ({"slices": [[(0, 3)], [(4, 8)]]}, "leave out or repeat tokens near 4"),
+        ({"slices": [[(6, 8), (0, 2)], [(2, 6)]]}, "rising order"),
+        ({"sample": 2}, "listed twice"),
+    ],
+)
+def test_a_plan_with_bad_pieces_is_refused(change, says):
+    fields = {"sample": 0, "ranks": [0, 1], "slices": zigzag(8, 2), "costs": [4.0, 4.0], **change}
+    with pytest.raises(PlanError, match=says):
+        Plan.of([[[2]], [[1]], []], [8.0, 6.0, 1.0], splits=[SplitSample(**fields)])
+
+
+@given(st.integers(2, 500), st.sampled_from([2, 4, 8]), COSTS)
+def test_cuts_cover_every_token_once_and_cost_alike(length, pieces, cost):
+    length = max(length, 2 * pieces)
+    for slices in (zigzag(length, pieces), contiguous(length, pieces, cost)):
+        SplitSample(0, list(range(pieces)), slices, [0.0] * pieces).validate(pieces)
+        costs = costs_of(slices, cost)
+        assert sum(costs) == pytest.approx(cost(length))
+        one_token = cost(length) - cost(length - 1)
+        assert max(costs) - min(costs) <= 4 * one_token
+
+
+def test_zigzag_pieces_cost_the_same_under_any_model():
+    slices = zigzag(1 << 12, 4)
+    for cost in (linear_cost, quadratic(1, 1), quadratic(0, 3)):
+        assert max(costs_of(slices, cost)) <= 1.002 * min(costs_of(slices, cost))
+    assert slices[-1] == [(3 * 512, 5 * 512)], "the two in the middle are one"
+
+
+def test_the_floor_is_where_fetching_takes_as_long_as_computing():
+    assert floor_of(400e12, 200e9) == 2000

@@ -1,0 +1,127 @@
+"""Gradients of samples that run as pieces on several ranks are those of the samples run whole in one process."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from support.split_jobs import LONGEST, Minibatch, apart, model_of, step_of
+
+from odc.split import Splitter
+
+LIMITS = {"float64": 1e-12, "float32": 1e-5}
+TWO = [
+    Minibatch([(97, [0, 1], "zigzag")]),
+    Minibatch([(96, [1, 0], "contiguous"), (61, [0, 1], "zigzag")], [(7, 0), (20, 1), (5, 1)]),
+]
+# Gangs that overlap, in three orders of their ranks; then one, none and three whole samples.
+THREE = [
+    Minibatch([(96, [0, 1], "zigzag"), (61, [1, 2], "contiguous"), (33, [2, 0, 1], "zigzag")], [(7, 0), (20, 2)]),
+    Minibatch([(120, [0, 1, 2], "uneven"), (16, [1, 0], "zigzag")], [(9, 2), (31, 2), (2, 2)]),
+]
+FOUR = [Minibatch([(130, [0, 1, 2, 3], "zigzag"), (60, [2, 3], "contiguous"), (61, [1, 0], "zigzag")], [(30, 3)])]
+MINIBATCHES = {2: TWO, 3: THREE, 4: FOUR}
+
+
+def exact(rank: int, world: int, name: str, kind: str, dtype: str, checkpoint: bool, keep: bool) -> list[str]:
+    """The errors found, in words."""
+    found = []
+    model = model_of(kind, getattr(torch, dtype), checkpoint=checkpoint)
+    like = model_of(kind, getattr(torch, dtype))
+    layers = 2 if kind == "own" else None
+    splitter = Splitter(model, LONGEST, piece_tokens=100, layers=layers, keep=keep, timeout_s=120.0, name=name)
+    for minibatch in MINIBATCHES[world]:
+        model.zero_grad()
+        loss = step_of(model, splitter, minibatch, rank, world)
+        gradients, losses = apart(model, minibatch, like, loss)
+        what = f"{kind} {dtype} {checkpoint=} {keep=} {world} ranks: gradients {gradients:.1e}, loss {losses:.1e}"
+        found.append(what)
+        assert gradients <= LIMITS[dtype] and losses <= LIMITS[dtype], what
+    splitter.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "own"])
+def test_every_kind_of_model_in_fp64(ranks: Any, kind: str) -> None:
+    print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float64", False, True)[0], sep="\n")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
+@pytest.mark.parametrize(("checkpoint", "keep"), [(False, True), (True, True), (True, False), (False, False)])
+def test_overlapping_gangs_of_three_ranks(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
+    print(*ranks(3).run(exact, uuid.uuid4().hex, kind, "float64", checkpoint, keep)[0], sep="\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_four_ranks(ranks: Any, kind: str) -> None:
+    print(*ranks(4).run(exact, uuid.uuid4().hex, kind, "float64", True, True)[0], sep="\n")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
+@pytest.mark.parametrize(("checkpoint", "keep"), [(True, True), (True, False)])
+def test_fp32(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
+    print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float32", checkpoint, keep)[0], sep="\n")
+
+
+def as_near_in_bf16(rank: int, world: int, name: str) -> str:
+    """Split is as far from fp32 as unsplit is: the blocks are merged in fp32."""
+    minibatch, exactly = TWO[1], model_of("llama", torch.float32)
+    half, whole = model_of("llama", torch.bfloat16), model_of("llama", torch.bfloat16)
+    splitter = Splitter(half, LONGEST, piece_tokens=100, timeout_s=120.0, name=name)
+    with torch.no_grad():
+        for one, other in zip(exactly.parameters(), half.parameters(), strict=True):
+            one.copy_(other)
+    split, _ = apart(half, minibatch, exactly, step_of(half, splitter, minibatch, rank, world))
+    if rank == 0:
+        from support.split_jobs import losses_whole
+
+        for loss in losses_whole(whole, minibatch, range(len(minibatch.lengths))):
+            loss.backward()
+    unsplit, _ = apart(whole, minibatch, exactly, 0.0)
+    assert split <= 1.2 * unsplit, f"split {split}, unsplit {unsplit}"
+    splitter.close()
+    return f"bf16 against fp32: split {split:.4f}, unsplit {unsplit:.4f}"
+
+
+def test_bf16_is_as_near_as_unsplit(ranks: Any) -> None:
+    print(ranks(2).run(as_near_in_bf16, uuid.uuid4().hex)[0])
+
+
+def shifted_within_pieces(rank: int, world: int, name: str, fault: str) -> None:
+    """The comparison can fail: what a wrong split would do shows by far."""
+    from odc.split import SamplePiece
+    from odc.split.attention import Parts
+
+    model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
+    splitter = Splitter(model, LONGEST, timeout_s=120.0, name=name)
+    splitter.prepare()
+
+    class Wrong(SamplePiece):
+        def settle(self, layer: int, grads: Parts, kv: torch.Tensor) -> torch.Tensor:
+            mine = grads[self.place].clone()
+            total = super().settle(layer, grads, kv)
+            return mine if fault == "gradients of peers left out" else total
+
+    total = 0.0
+    for piece in splitter.pieces(TWO[0].plan(world)):
+        wrong = Wrong(*(getattr(piece, name) for name in list(piece.__dataclass_fields__)[:7]))
+        from support.split_jobs import loss_of, tokens_of
+
+        inputs, targets = wrong.of(tokens_of(0, 97))
+        if fault == "positions from 0":
+            inputs["position_ids"] = torch.arange(len(targets))[None]
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        total += loss.item()
+        piece._settled = wrong._settled
+    gradients, _ = apart(model, TWO[0], like, total)
+    assert gradients > 1e-2, f"{fault} shows as {gradients} only"
+    splitter.close()
+
+
+@pytest.mark.parametrize("fault", ["gradients of peers left out", "positions from 0"])
+def test_what_is_wrong_shows(ranks: Any, fault: str) -> None:
+    ranks(2).run(shifted_within_pieces, uuid.uuid4().hex, fault)

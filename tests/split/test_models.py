@@ -1,0 +1,140 @@
+"""Which models are refused, with which reason, and what the check on first use finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.split_jobs import KINDS, OwnModel, model_of, tokens_of
+from torch import Tensor, nn
+
+from odc.errors import UnsupportedError
+from odc.split import attend, models
+from odc.split.rehearsal import rehearse
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str, dtype: torch.dtype) -> None:
+    model: Any = model_of(kind, dtype)
+    tokens = tokens_of(3, 40)[None]
+    packed = torch.cat([torch.arange(25), torch.arange(15)])[None]  # two samples in a row, told by their positions
+    given = [{"input_ids": tokens}, {"input_ids": tokens, "position_ids": packed}]
+    before = [model(**inputs, use_cache=False).logits for inputs in given]
+    extra = models.hook(model)
+    assert models.hook(model).keys() == extra.keys(), "twice is once"
+    heads = 4 if kind == "gpt2" else 2
+    assert rehearse(model, models.layers_of(model), extra) == 2 * heads * 8 * dtype.itemsize
+    for inputs, expected in zip(given, before, strict=True):
+        assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("llama", {"attention_dropout": 0.1}, "dropout of 0.1"),
+        ("gpt2", {"resid_pdrop": 0.2}, "dropout of 0.2"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits"),
+    ],
+)
+def test_refused_by_its_config(kind: str, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        models.hook(model_of(kind, **more))
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gemma2", "caps the scores .* attention is 'eager'"),
+        ("bloom", "attention is 'eager'"),
+        ("falcon", "does not hand its attention|fails with"),
+        ("stablelm", "does not hand its attention|fails with"),
+        ("qwen3_next", "layers of type linear_attention"),
+        ("llama4_text", "chunked_attention.* attends in chunks"),
+        ("deepseek_v3", "latent"),
+    ],
+)
+def test_kinds_of_models_that_are_refused(kind: str, says: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL))
+    with pytest.raises(UnsupportedError, match=says):
+        rehearse(model, models.layers_of(model), models.hook(model))
+
+
+class Mixes(OwnModel):
+    """Mixes neighbouring tokens besides attention, which a piece knows nothing of."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, odc_piece: Any = None) -> Tensor:
+        logits = super().forward(input_ids, position_ids, odc_piece)
+        return logits + logits.roll(1, dims=1)
+
+
+class Restarts(OwnModel):
+    """Counts positions by itself."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, odc_piece: Any = None) -> Tensor:
+        return super().forward(input_ids, torch.arange(input_ids.shape[1])[None].expand_as(input_ids), odc_piece)
+
+
+class Forgets(OwnModel):
+    """Hands one of two layers over."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, odc_piece: Any = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer, project in enumerate(self.qkv):
+            q, k, v = project(hidden).unflatten(-1, (6, 8)).transpose(1, 2).split(2, dim=1)
+            if odc_piece is None or layer:
+                out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = attend(q, k, v, odc_piece, layer)
+            hidden = hidden + out.transpose(1, 2).flatten(2)
+        return self.head(hidden)
+
+
+class Loses(OwnModel):
+    """Does not know the keyword."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(input_ids, position_ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Mixes, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
+        (Restarts, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
+        (Forgets, "of its 2 layers these did not hand their attention over: 1;"),
+        (Loses, "fails with TypeError: .*unexpected keyword argument 'odc_piece'"),
+    ],
+)
+def test_what_rules_do_not_see_the_check_on_first_use_does(kind: type[OwnModel], says: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedError, match=says):
+        rehearse(kind(), 2, {})
+
+
+def test_keywords_and_masks_that_attention_does_not_know_are_refused() -> None:
+    model: Any = model_of("llama")
+    extra = models.hook(model)
+    tokens = tokens_of(1, 12)[None]
+    with pytest.raises(UnsupportedError, match="passes softcap to attention"):
+        model(input_ids=tokens, odc_piece=object(), softcap=30.0, **extra)
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match="a mask of its own|mask"):
+        model(input_ids=tokens, odc_piece=object(), **{**extra, "attention_mask": mask})

@@ -1,0 +1,270 @@
+"""The splitter: what it refuses and on whom, random minibatches at random paces, and a rank that dies in a piece."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.extent import examples
+from support.rank_worker import die
+from support.ranks import spawn_ranks
+from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, step_of, tokens_of
+
+from odc.errors import OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
+from odc.split import Splitter
+
+
+def splitter_of(model: Any, name: str, **more: Any) -> Splitter:
+    return Splitter(model, **{"longest": LONGEST, "layers": 2, "timeout_s": 60.0, "name": name, **more})
+
+
+# random minibatches -----------------------------------------------------------------------------------------------
+
+PACES = st.sampled_from([0.0, 0.0, 0.002, 0.02])
+
+
+@st.composite
+def minibatches(draw: Any, world: int = 3) -> Minibatch:
+    gangs = st.permutations(range(world)).flatmap(lambda order: st.integers(2, world).map(lambda n: list(order[:n])))
+    cuts = st.sampled_from(["zigzag", "contiguous", "uneven"])
+    splits = draw(st.lists(st.tuples(st.integers(12, 80), gangs, cuts), max_size=4))
+    whole = draw(st.lists(st.tuples(st.integers(2, 40), st.integers(0, world - 1)), min_size=1, max_size=4))
+    return Minibatch(splits, whole)
+
+
+def at_random_paces(rank: int, world: int, name: str, job: list[tuple[Minibatch, list[float]]], keep: bool) -> None:
+    model, like = model_of("own", torch.float64), model_of("own", torch.float64)
+    splitter = splitter_of(model, name, keep=keep)
+    random.seed(rank)
+    losses = []
+    for minibatch, paces in job:  # without meeting in between
+        losses.append(step_of(model, splitter, minibatch, rank, world, paces[rank]))
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    for minibatch, _ in job[:-1]:
+        add_whole(like, minibatch)
+    together = torch.cat([grad.flatten() for grad in found])
+    dist.all_reduce(together)
+    add_whole(like, job[-1][0])
+    expected = torch.cat([p.grad.flatten() for p in like.parameters() if p.grad is not None])
+    error = float((together - expected).norm() / expected.norm())
+    assert error <= 1e-12, f"gradients of {job} are apart by {error}"
+    splitter.close()
+
+
+def add_whole(like: Any, minibatch: Minibatch) -> None:
+    for loss in losses_whole(like, minibatch, range(len(minibatch.lengths))):
+        loss.backward()
+
+
+def test_random_minibatches_at_random_paces_never_hang(ranks: Any) -> None:
+    pool = ranks(3)
+
+    @given(
+        st.lists(st.tuples(minibatches(), st.lists(PACES, min_size=3, max_size=3)), min_size=1, max_size=5),
+        st.booleans(),
+    )
+    @settings(max_examples=examples(40))
+    def property_(job: list[tuple[Minibatch, list[float]]], keep: bool) -> None:
+        pool.run(at_random_paces, uuid.uuid4().hex, job, keep, timeout=120.0)
+
+    property_()
+
+
+@pytest.mark.thorough
+def test_a_thousand_random_minibatches(ranks: Any) -> None:
+    draw = random.Random(4)
+
+    def one() -> tuple[Minibatch, list[float]]:
+        splits = [
+            (draw.randint(12, 80), draw.sample(range(3), draw.randint(2, 3)), draw.choice(["zigzag", "contiguous"]))
+            for _ in range(draw.randint(0, 4))
+        ]
+        whole = [(draw.randint(2, 40), draw.randrange(3)) for _ in range(draw.randint(0, 4))]
+        return Minibatch(splits, whole), [draw.choice([0.0, 0.0, 0.002]) for _ in range(3)]
+
+    for keep in (True, False):
+        ranks(3).run(at_random_paces, uuid.uuid4().hex, [one() for _ in range(500)], keep)
+
+
+# refusals ---------------------------------------------------------------------------------------------------------
+
+
+def too_long(rank: int, world: int, name: str) -> None:
+    """Refused on all ranks, also on one without a piece, before any of them waits."""
+    splitter = splitter_of(model_of("own"), name, longest=100, piece_tokens=50)
+    says = r"sample 0 has 120 tokens in pieces of up to 60, but the arenas are for 100 .* longest=120, piece_tokens=60"
+    with pytest.raises(PlanError, match=says):
+        next(splitter.pieces(Minibatch([(120, [0, 1], "zigzag")]).plan(world)))
+    with pytest.raises(PlanError, match="the plan is for 5 ranks, the splitter for 3"):
+        next(splitter.pieces(Minibatch([(60, [0, 1], "zigzag")]).plan(5)))
+    hosts = splitter_of(model_of("own"), name, node=2)
+    with pytest.raises(PlanError, match=r"on several hosts: ranks \[1, 2\]"):
+        next(hosts.pieces(Minibatch([(60, [1, 2], "zigzag")]).plan(world)))
+    assert list(splitter.pieces(Minibatch([], [(5, 0)]).plan(world))) == []
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(ranks: Any) -> None:
+    ranks(3).run(too_long, uuid.uuid4().hex)
+
+
+def no_backward(rank: int, world: int, name: str) -> None:
+    model = model_of("own")
+    pieces = splitter_of(model, name).pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world))
+    with torch.no_grad():
+        loss_of(model, *next(pieces).of(tokens_of(0, 40)))
+    with pytest.raises(OdcError, match=r"the piece of sample 0 was not run forward and backward through all 2 layers"):
+        next(pieces)
+
+
+def test_a_piece_without_backward_is_named(ranks: Any) -> None:
+    ranks(2).run(no_backward, uuid.uuid4().hex)
+
+
+def no_label(rank: int, world: int, name: str) -> None:
+    """Only the first token has a label: one piece has no loss, and gives and takes gradients of 0 all the same."""
+    model = model_of("own", torch.float64)
+    splitter, tokens = splitter_of(model, name), tokens_of(0, 40)
+    labels = torch.full_like(tokens, -100)
+    labels[1] = 7
+    for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
+        loss_of(model, *piece.of(tokens, labels)).backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    found = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(found)
+    like: Any = model_of("own", torch.float64)
+    targets = torch.cat([labels[1:], labels.new_full((1,), -100)])
+    loss_of(like, {"input_ids": tokens[None], "position_ids": torch.arange(40)[None]}, targets).backward()
+    expected = torch.cat([p.grad.flatten() for p in like.parameters()])
+    assert float((found - expected).norm() / expected.norm()) <= 1e-12
+    splitter.close()
+
+
+def test_a_piece_without_a_label(ranks: Any) -> None:
+    ranks(2).run(no_label, uuid.uuid4().hex)
+
+
+def frozen_below(rank: int, world: int, name: str) -> None:
+    """Nothing below the second layer is trained: backward does not come to the first, whose keys are given back."""
+    model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
+    for one in (model, like):
+        for parameter in [*one.model.embed_tokens.parameters(), *one.model.layers[0].parameters()]:  # type: ignore[union-attr]
+            parameter.requires_grad_(False)
+    splitter = splitter_of(model, name, layers=None)
+    minibatch = Minibatch([(40, [0, 1], "zigzag"), (60, [1, 0], "zigzag")])
+    loss = step_of(model, splitter, minibatch, rank, world)
+    for one in (model, like):
+        for parameter in one.parameters():
+            if not parameter.requires_grad:
+                parameter.requires_grad_(True).grad = torch.zeros_like(parameter)
+    del loss
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+    dist.all_reduce(grads)
+    for parameter in [*like.model.embed_tokens.parameters(), *like.model.layers[0].parameters()]:  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    add_whole(like, minibatch)
+    expected = torch.cat([p.grad.flatten() for p in like.parameters()])  # type: ignore[union-attr]
+    assert float((grads - expected).norm() / expected.norm()) <= 1e-12
+    splitter.close()
+
+
+def test_frozen_layers(ranks: Any) -> None:
+    ranks(2).run(frozen_below, uuid.uuid4().hex)
+
+
+def orders_differ(rank: int, world: int, name: str) -> None:
+    model = model_of("own")
+    splitter = splitter_of(model, name)
+    splits = [(40, [0, 1], "zigzag"), (60, [0, 1], "zigzag")]
+    began = time.monotonic()
+    with pytest.raises((PlanError, PeerLostError), match="have different plans or models for split sample"):
+        step_of(model, splitter, Minibatch(splits if rank else splits[::-1]), rank, world)
+    assert time.monotonic() - began < 20, "they waited for each other"
+
+
+def test_opposite_orders_are_named_at_once() -> None:
+    with spawn_ranks(2, orders_differ, uuid.uuid4().hex) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def stays_away(rank: int, world: int, name: str) -> None:
+    """Rank 1 does not come to the second split sample."""
+    model = model_of("own")
+    splitter = splitter_of(model, name, timeout_s=3.0)
+    splits = [(40, [0, 1], "zigzag")]
+    step_of(model, splitter, Minibatch(splits), rank, world)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(WaitTimeoutError, match=r"rank 1 to put kv0 of step 2") as error:
+            step_of(model, splitter, Minibatch(splits), rank, world)
+        assert error.value.culprit == 1
+    dist.barrier()
+
+
+def test_a_deadline_names_who_did_not_come() -> None:
+    with spawn_ranks(2, stays_away, uuid.uuid4().hex) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def dies_in_a_piece(rank: int, world: int, name: str, where: str) -> None:
+    """Rank 1 dies between two layers of a piece of all three ranks."""
+    model = model_of("llama")
+    splitter = splitter_of(model, name, layers=None)
+    minibatch = Minibatch([(60, [0, 1, 2], "zigzag")])
+    step_of(model, splitter, minibatch, rank, world)
+    dist.barrier()
+    layer: Any = model.model.layers[1]  # type: ignore[union-attr, index]
+    if rank == 1 and where == "forward":
+        layer.register_forward_pre_hook(lambda *_: die())
+    if rank == 1 and where == "backward":
+        layer.register_full_backward_pre_hook(lambda *_: die())
+    step_of(model, splitter, minibatch, rank, world)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
+    with spawn_ranks(3, dies_in_a_piece, uuid.uuid4().hex, where) as ranks:
+        outcomes = ranks.wait()
+    ((died, _),) = outcomes[1].told
+    for one in (outcomes[0], outcomes[2]):
+        assert one.error == "PeerLostError" and "rank 1" in one.message, one.describe()
+        assert one.at - died <= 2.0, f"after {one.at - died:.1f} s"
+
+
+def fails_in_a_piece(splitter: Splitter, world: int) -> None:
+    for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
+        loss_of(model_of("own"), *piece.of(tokens_of(0, 40)))
+        raise ZeroDivisionError
+
+
+def raises_in_a_piece(rank: int, world: int, name: str) -> None:
+    """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients."""
+    splitter = splitter_of(model_of("own"), name)
+    began = time.monotonic()
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            fails_in_a_piece(splitter, world)
+    else:
+        with pytest.raises(PeerLostError, match="rank 1 left its piece of sample 0 unfinished"):
+            step_of(model_of("own"), splitter, Minibatch([(40, [0, 1], "zigzag")]), rank, world)
+    assert time.monotonic() - began < 20, "it waited for the deadline"
+    dist.barrier()
+
+
+def test_a_loop_that_fails_in_a_piece_is_named() -> None:
+    with spawn_ranks(2, raises_in_a_piece, uuid.uuid4().hex) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def test_a_model_of_ones_own_says_how_many_layers_it_has() -> None:
+    with pytest.raises(UnsupportedError, match="needs `layers`"):
+        Splitter(model_of("own"), LONGEST, ranks=[0, 1], rank=0)
