@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.bench.ranks import RankPool, held
-from odc.bench.units import MIB, Unit, build, drop
+from odc.bench.units import MIB, BenchUnit, build, drop
 from odc.trace import recorder
 
 _ROUNDS, _WARM, _STEPS = 200, 20, 60
@@ -29,7 +29,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Unit(1 << 16, torch.float32) for _ in range(4))
+        self.layers = nn.ModuleList(BenchUnit(1 << 16, torch.float32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -23,7 +23,7 @@ _COLUMNS = 256
 Shape = Literal["block", "one"]
 
 
-class Unit(nn.Module):
+class BenchUnit(nn.Module):
     """Seven matrices and two vectors ("block"), or a single matrix ("one"), of `nbytes` bytes in all."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype, shape: Shape = "block", device: str = "cpu") -> None:
@@ -60,7 +60,7 @@ def sharded_by(
 ) -> nn.Module:
     """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. Called on every rank."""
     torch.manual_seed(0)
-    module = Unit(nbytes * 4 // compute.itemsize, torch.float32, shape, device)
+    module = BenchUnit(nbytes * 4 // compute.itemsize, torch.float32, shape, device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     if arm == "odc":
         from odc.fsdp import fully_shard

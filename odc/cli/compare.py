@@ -32,9 +32,7 @@ Skip = Annotated[int, Option(help="First steps of every run that are not counted
 
 
 @options_from(
-    "odc.experiments.config:JobConfig",
-    without=("arm", "save_every", "resume", "export"),
-    optional=("model", "data"),
+    "odc.experiments.config:JobConfig", without=("arm", "save_every", "resume", "export"), optional=("model", "data")
 )
 def compare(
     given: dict[str, Any],

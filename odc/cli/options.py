@@ -22,10 +22,7 @@ _DELAYED = "odc_with_options"  # attribute of a command that does not have its o
 
 
 def options_from(
-    *configs: str,
-    without: Collection[str] = (),
-    optional: Collection[str] = (),
-    helps: Mapping[str, str] | None = None,
+    *configs: str, without: Collection[str] = (), optional: Collection[str] = (), helps: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
     """Decorates a command, whose first parameter becomes a dict of the fields that the user gave, by name.
 

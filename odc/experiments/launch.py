@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import OdcError
-from odc.ranks.processes import ForkServer, Outcome, RankProcesses, fork_server, host_store, task
+from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_server, host_store, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
@@ -73,7 +73,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _failures(outcomes: list[Outcome]) -> list[tuple[int, str]]:
+def _failures(outcomes: list[RankOutcome]) -> list[tuple[int, str]]:
     """Ranks and why they failed: deaths first, then errors of their own, then errors that only say a peer is gone."""
     found: list[tuple[tuple[int, float], int, str]] = []
     for outcome in outcomes:

@@ -55,7 +55,7 @@ def host_store() -> Any:
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """How one rank ended, or how its last task did.
 
     Attributes:
@@ -237,7 +237,7 @@ class RankProcesses:
     ) -> None:
         self._server = server
         self._channels: list[Connection] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RankOutcome] = []
         main = _main_module()
         try:
             for i, rank in enumerate(ranks):
@@ -245,7 +245,7 @@ class RankProcesses:
                 out, err = (1, 2) if outputs is None else (outputs[i], outputs[i])
                 pid, channel = server.fork(hello, out, err)
                 self._channels.append(channel)
-                self.outcomes.append(Outcome(rank, pid))
+                self.outcomes.append(RankOutcome(rank, pid))
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.failing import backward, end, job
 from support.models import tokens
 from support.rank_worker import die, tell
-from support.ranks import Outcome, spawn_ranks
+from support.ranks import RankOutcome, spawn_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -54,7 +54,7 @@ def await_key(key: str) -> None:
     dist.group.WORLD.get_group_store().wait([key], timedelta(seconds=100))
 
 
-def assert_ended_well(outcomes: list[Outcome]) -> None:
+def assert_ended_well(outcomes: list[RankOutcome]) -> None:
     assert [one.exit_code for one in outcomes] == [0] * len(outcomes), [one.describe() for one in outcomes]
 
 

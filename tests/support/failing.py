@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
 from support.models import Case, build, next_token_loss, tokens
-from support.ranks import Outcome, RankProcesses
+from support.ranks import RankOutcome, RankProcesses
 
 WORLD = 3
 NOTICED_S = 60.0  # a tenth of the deadline of `job`: what passes was noticed, not waited for, on any machine
@@ -32,7 +32,7 @@ def backward(model: Any, rank: int, step: int, microbatch: int = 0) -> None:
     (next_token_loss(model(x), x) / 18).backward()
 
 
-def assert_all_noticed(outcomes: list[Outcome], culprit: int, died: float, within_s: float = NOTICED_S) -> None:
+def assert_all_noticed(outcomes: list[RankOutcome], culprit: int, died: float, within_s: float = NOTICED_S) -> None:
     """Every other rank has raised `PeerLostError`, in time, naming the culprit and itself."""
     for outcome in outcomes:
         if outcome.rank == culprit:
@@ -44,7 +44,7 @@ def assert_all_noticed(outcomes: list[Outcome], culprit: int, died: float, withi
         assert outcome.at - died < within_s, f"rank {outcome.rank} took {outcome.at - died:.2f} s"
 
 
-def end(job: RankProcesses, pids: list[int]) -> list[Outcome]:
+def end(job: RankProcesses, pids: list[int]) -> list[RankOutcome]:
     pids += job.pids
     return job.wait()
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from odc.ranks import processes
-from odc.ranks.processes import PATIENCE_S, Environment, Outcome, RanksFailed, fork_server, task
+from odc.ranks.processes import PATIENCE_S, Environment, RankOutcome, RanksFailed, fork_server, task
 from support import rank_worker
 
-__all__ = ["INTERPRETED", "Outcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
+__all__ = ["INTERPRETED", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
 
 _GRACE_S = 10.0  # for the other ranks' words once one has failed
 INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
@@ -72,7 +72,7 @@ class RankProcesses(processes.RankProcesses):
         said = pickle.dumps(args)
         self.send(*(task(rank_worker.perform, rank, self.world, where, said) for rank in range(self.world)))
 
-    def wait(self, timeout: float = PATIENCE_S) -> list[Outcome]:
+    def wait(self, timeout: float = PATIENCE_S) -> list[RankOutcome]:
         """Wait until every rank's process has ended.
 
         Raises:
@@ -133,7 +133,7 @@ class RankPool:
             ranks.fail(f"{function.__qualname__}{args!r} failed on {self.world} ranks")
         return [outcome.value for outcome in ranks.outcomes]
 
-    def close(self) -> list[Outcome]:
+    def close(self) -> list[RankOutcome]:
         """Tell the ranks to leave, in good order; returns how they ended."""
         if self._ranks is None:
             return []
