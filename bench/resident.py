@@ -62,7 +62,7 @@ def run_way(run: Run) -> list[float]:
             arms._mark(model, last=last)
             model(torch.ones(1, WIDTH), slept, m).sum().backward()
             if not last:
-                arms._forget_order(model)
+                arms.fsdp.forget_forward_order(model)
         dist.barrier()
         took.append(time.perf_counter() - begin)
         model.zero_grad()

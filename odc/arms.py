@@ -68,9 +68,7 @@ class Arm:
         return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
 
     def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
-        """(sample indices, predicted cost) of each microbatch that a rank builds; it computes them unless the arm is
-        dynamic.
-        """
+        """(sample indices, predicted cost) of each microbatch that a rank builds, and computes unless it is dynamic."""
         if self.dynamic:
             return queue_of(plan)[rank :: len(plan.ranks)]
         return [(mb, cost) for mb, cost in zip(plan.ranks[rank], plan.costs[rank], strict=True) if mb]

@@ -13,8 +13,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from odc import fsdp
 from odc.arms import Arm
+from odc.experiments.collectives import record_collectives
 from odc.settings import Settings
 
 
@@ -33,15 +36,9 @@ def shard_model(
     """
     options["mesh"] = _mesh(arm, device, per_node)
     if arm.on_demand:
-        from odc.fsdp import fully_shard as on_demand
-
         for module in (*blocks, model):
-            on_demand(module, settings=settings, **options)
+            fsdp.fully_shard(module, settings=settings, **options)
         return
-    from torch.distributed.fsdp import fully_shard
-
-    from odc.experiments.collectives import record_collectives
-
     if arm.transport == "resident":
         options["reshard_after_forward"] = False
     for module in (*blocks, model):
@@ -74,7 +71,9 @@ def run_minibatch(arm: Arm, model: nn.Module, count: int, backward: Callable[[in
                 cast(Any, model).set_requires_all_reduce(last)  # gradients cross nodes once a minibatch
             backward(m)
             if resident and not last:
-                _forget_order(model)
+                # torch forgets the order of forwards only after a last backward. With an earlier microbatch in it, the
+                # first block's backward would gather the last block again, only on ranks that ran several microbatches.
+                fsdp.forget_forward_order(model)
 
 
 def run_queue(
@@ -102,8 +101,6 @@ def _minibatch(arm: Arm, model: nn.Module) -> AbstractContextManager[None]:
 
 def _gather_all(model: nn.Module) -> None:
     """Gathers every unit now, so that no forward meets other ranks. All ranks meet, unit after unit."""
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -114,14 +111,3 @@ def _mark(model: Any, *, last: bool) -> None:
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last)
-
-
-def _forget_order(model: Any) -> None:
-    """Makes the last backward prefetch by its own forward.
-
-    torch forgets the order of forwards only after a last backward. With an earlier microbatch still in it, the first
-    block's backward would gather the last block again, only on ranks that ran several microbatches.
-    """
-    from odc.fsdp import forget_forward_order
-
-    forget_forward_order(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,12 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
     folder = output / FOLDER
     final = folder / f"step-{step:08d}"
     partial = folder / f"{final.name}.partial"
-    _together(lambda: _clear(folder, partial), f"cannot prepare {partial}")
+    together(lambda: _clear(folder, partial), f"cannot prepare {partial}")
     try:
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
     except Exception as error:
         raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {error}") from error
-    _together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
+    together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
     return final
 
 
@@ -125,14 +126,14 @@ def _complete(partial: Path, final: Path, job: dict[str, Any]) -> None:
     os.replace(marker, final.parent / LATEST)
 
 
-def _together(action: Any, failure: str) -> None:
-    """Runs `action` on rank 0 while the others wait, and raises on all when it fails."""
+def together(action: Callable[[], None], failure: str) -> None:
+    """Runs `action` on rank 0 while the others wait, and raises `CheckpointError` on all when it fails."""
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except OSError as error:
-            outcome = [f"{failure}: {error.strerror or error}"]
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            outcome = [f"{failure}: {getattr(error, 'strerror', None) or error}"]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise CheckpointError(outcome[0])

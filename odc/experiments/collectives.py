@@ -21,14 +21,17 @@ _gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gathe
 _reduce: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class RecordedAllGather:
-    """torch's default all-gather of one unit, recorded as a FETCH span with `peer=COLLECTIVE`."""
-
+class _Recorded:
     def __init__(self, unit: str) -> None:
         self._unit = unit
+        self._ended = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class RecordedAllGather(_Recorded):
+    """torch's default all-gather of one unit, recorded as a FETCH span with `peer=COLLECTIVE`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -39,15 +42,8 @@ class RecordedAllGather:
         return work
 
 
-class RecordedReduceScatter:
+class RecordedReduceScatter(_Recorded):
     """torch's default reduce-scatter of one unit, recorded as a PUSH span with `peer=COLLECTIVE`."""
-
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
-        self._ended = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -13,8 +13,6 @@ from typing import Any
 
 from odc.arms import arm_named
 from odc.errors import ConfigError, OdcError, TraceError
-from odc.experiments.device import can_time
-from odc.experiments.job import launch_ranks
 from odc.experiments.launch import start_server
 from odc.experiments.machine import processor_times, steal
 from odc.experiments.results import ArmRun, JobResult
@@ -68,6 +66,8 @@ class CompareConfig:
 
     def can_time(self, arm: str) -> bool:
         """Whether the arm's spans tell where its time went."""
+        from odc.experiments.device import can_time  # loads torch
+
         return can_time(self.workload.device, arm_named(self.workload.with_arm(arm).job.arm))
 
 
@@ -76,6 +76,8 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[str, lis
 
     Raises what `odc.experiments.job.run` raises; an error of an arm carries its name as a note.
     """
+    from odc.experiments.job import launch_ranks  # loads torch
+
     workload = config.workload
     for arm in config.arms:
         workload.with_arm(arm).check_arm()
@@ -97,17 +99,11 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[str, lis
             raise
         stolen = steal(before, processor_times())
         refuse_skipped(arm, results)
-        runs[arm].append(_measured_run(config, results, read_spans(spans, workload.job.ranks), stolen))
+        recorded, windows = read_spans(spans, workload.job.ranks), workload.windows
+        measured = measure(recorded, config.skip * windows, workload.job.steps * windows)
+        parts = workload.dissect(split_waits(recorded).spans_by_rank, measured)
+        runs[arm].append(ArmRun(results, measured, stolen, parts))
     return runs
-
-
-def _measured_run(
-    config: CompareConfig, results: list[Any], spans_by_rank: dict[int, list[Span]], stolen: float | None
-) -> ArmRun:
-    windows = config.workload.windows
-    measured = measure(spans_by_rank, config.skip * windows, config.workload.job.steps * windows)
-    parts = config.workload.dissect(split_waits(spans_by_rank).spans_by_rank, measured)
-    return ArmRun(results, measured, stolen, parts)
 
 
 def refuse_skipped(arm: str, results: Sequence[JobResult[Any]]) -> None:
@@ -131,13 +127,9 @@ def measure(spans_by_rank: dict[int, list[Span]], skip: int, steps: int) -> Brea
     return measured
 
 
-def _file_name(arm: str) -> str:
-    return arm.replace("/", "-")
-
-
 def spans_folder(config: CompareConfig, arm: str, repeat: int) -> Path:
     """Where the ranks of one run store their spans."""
-    return config.output / "spans" / f"{_file_name(arm)}-{repeat}"
+    return config.output / "spans" / f"{arm.replace('/', '-')}-{repeat}"
 
 
 def read_spans(folder: Path, ranks: int) -> dict[int, list[Span]]:
@@ -153,12 +145,10 @@ def write_pictures(config: CompareConfig) -> dict[str, Path]:
     """
     written: dict[str, Path] = {}
     panels = []
-    for arm in config.arms:
-        if not config.can_time(arm):
-            continue
+    for arm in filter(config.can_time, config.arms):
         recorded = read_spans(spans_folder(config, arm, config.repeats - 1), config.workload.job.ranks)
         panels.append((arm, split_waits(recorded).spans_by_rank))
-        path = config.output / f"trace-{_file_name(arm)}.json.gz"
+        path = config.output / f"trace-{arm.replace('/', '-')}.json.gz"
         write_trace(path, panels[-1][1])
         written[f"trace {arm}"] = path
     if not panels:

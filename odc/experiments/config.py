@@ -1,4 +1,4 @@
-"""The options of one training job, checked when they are made. `odc.experiments.preflight` checks what needs the disk."""
+"""The options of one training job, checked when they are made; `preflight` has the checks that need the disk."""
 
 from __future__ import annotations
 
@@ -20,91 +20,74 @@ Device = Literal["cpu", "cuda"]
 #: What is compared unless told otherwise.
 DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
+# Panels of the help page.
+_WORK, _DATA, _OPTIMIZER, _FILES, _RUNTIME = "Work", "Model and data", "Optimizer", "Files", "Runtime"
+
+
+def option(text: str, panel: str | None = None, flag: str | None = None) -> dict[str, Any]:
+    """Metadata of a field that is a command-line option (`odc.cli.options`)."""
+    return {"help": text, "panel": panel} | ({"flag": flag} if flag else {})
+
 
 @dataclass(frozen=True)
 class JobConfig:
     """One job of supervised fine-tuning; help texts describe its fields. `spans` is a folder for each rank's spans."""
 
-    model: str = field(metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."})
+    model: str = field(metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name."))
     data: str = field(
-        metadata={"help": "Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`."}
+        metadata=option("Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
     )
     output: str | None = field(
-        default=None,
-        metadata={"help": "Folder for checkpoints and steps.jsonl, new or that of --resume.", "panel": "Files"},
+        default=None, metadata=option("Folder for checkpoints and steps.jsonl, new or that of --resume.", _FILES)
     )
-    arm: ArmName = field(default="odc", metadata={"help": f"One of {', '.join(ARM_NAMES)}."})
-    per_node: int = field(default=2, metadata={"help": "Ranks of one declared node, for hybrid arms.", "panel": "Work"})
-    ranks: int = field(default=2, metadata={"help": "Processes on this machine.", "panel": "Work"})
-    device: Device = field(
-        default="cpu", metadata={"help": "cpu, or cuda: this machine's devices in turn.", "panel": "Work"}
-    )
-    steps: int = field(default=10, metadata={"help": "Optimizer steps of the whole schedule.", "panel": "Work"})
-    minibatch_size: int = field(default=8, metadata={"help": "Samples of one step, over all ranks.", "panel": "Work"})
-    max_tokens: int = field(default=4096, metadata={"help": "Most tokens of one microbatch.", "panel": "Work"})
-    long: Long = field(
-        default="error", metadata={"help": "Documents over --max-tokens: error, split or drop.", "panel": "Work"}
-    )
+    arm: ArmName = field(default="odc", metadata=option(f"One of {', '.join(ARM_NAMES)}."))
+    per_node: int = field(default=2, metadata=option("Ranks of one declared node, for hybrid arms.", _WORK))
+    ranks: int = field(default=2, metadata=option("Processes on this machine.", _WORK))
+    device: Device = field(default="cpu", metadata=option("cpu, or cuda: this machine's devices in turn.", _WORK))
+    steps: int = field(default=10, metadata=option("Optimizer steps of the whole schedule.", _WORK))
+    minibatch_size: int = field(default=8, metadata=option("Samples of one step, over all ranks.", _WORK))
+    max_tokens: int = field(default=4096, metadata=option("Most tokens of one microbatch.", _WORK))
+    long: Long = field(default="error", metadata=option("Documents over --max-tokens: error, split or drop.", _WORK))
     tokenizer: TokenizerName = field(
         default="auto",
-        metadata={
-            "help": "bytes, bpe (trained on the data and cached) or auto: the model folder's own, else bpe.",
-            "panel": "Model and data",
-        },
+        metadata=option(
+            "bytes, bpe (trained on the data and cached) or auto: the model folder's own, else bpe.", _DATA
+        ),
     )
-    vocab: int = field(default=4096, metadata={"help": "Tokens of the trained BPE.", "panel": "Model and data"})
-    lr: float = field(default=3e-4, metadata={"help": "Peak learning rate.", "panel": "Optimizer"})
-    warmup: int = field(default=0, metadata={"help": "Steps of linear warm-up.", "panel": "Optimizer"})
-    min_lr: float = field(
-        default=0.1, metadata={"help": "Fraction of --lr that the cosine ends at.", "panel": "Optimizer"}
-    )
-    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of AdamW.", "panel": "Optimizer"})
+    vocab: int = field(default=4096, metadata=option("Tokens of the trained BPE.", _DATA))
+    lr: float = field(default=3e-4, metadata=option("Peak learning rate.", _OPTIMIZER))
+    warmup: int = field(default=0, metadata=option("Steps of linear warm-up.", _OPTIMIZER))
+    min_lr: float = field(default=0.1, metadata=option("Fraction of --lr that the cosine ends at.", _OPTIMIZER))
+    weight_decay: float = field(default=0.1, metadata=option("Weight decay of AdamW.", _OPTIMIZER))
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    clip: float = field(default=1.0, metadata={"help": "Largest gradient norm; 0: no clipping.", "panel": "Optimizer"})
+    clip: float = field(default=1.0, metadata=option("Largest gradient norm; 0: no clipping.", _OPTIMIZER))
     precision: Precision = field(
-        default="fp32",
-        metadata={"help": "fp32, or bf16 with gradients reduced and kept in fp32.", "panel": "Model and data"},
+        default="fp32", metadata=option("fp32, or bf16 with gradients reduced and kept in fp32.", _DATA)
     )
-    activation_checkpointing: bool = field(
-        default=False, metadata={"help": "Recompute blocks in backward.", "panel": "Model and data"}
-    )
-    save_every: int = field(
-        default=0, metadata={"help": "Steps between checkpoints; 0: only at the end.", "panel": "Files"}
-    )
-    resume: str | None = field(
-        default=None, metadata={"help": "Checkpoint, or output folder (its latest).", "panel": "Files"}
-    )
+    activation_checkpointing: bool = field(default=False, metadata=option("Recompute blocks in backward.", _DATA))
+    save_every: int = field(default=0, metadata=option("Steps between checkpoints; 0: only at the end.", _FILES))
+    resume: str | None = field(default=None, metadata=option("Checkpoint, or output folder (its latest).", _FILES))
     export: str | None = field(
-        default=None, metadata={"help": "Folder for the model as Hugging Face safetensors.", "panel": "Files"}
+        default=None, metadata=option("Folder for the model as Hugging Face safetensors.", _FILES)
     )
-    seed: int = field(
-        default=0, metadata={"help": "Seeds weights, sample order and the planner's ties.", "panel": "Work"}
-    )
-    reproducible: bool = field(
-        default=False, metadata={"help": "fp64 accumulators under the odc arms.", "panel": "Runtime"}
-    )
+    seed: int = field(default=0, metadata=option("Seeds weights, sample order and the planner's ties.", _WORK))
+    reproducible: bool = field(default=False, metadata=option("fp64 accumulators under the odc arms.", _RUNTIME))
     accumulate: Accumulate = field(
         default="server",
-        metadata={
-            "help": "Who adds pushed gradients under the odc arms: server, direct or per_source.",
-            "panel": "Runtime",
-        },
+        metadata=option("Who adds pushed gradients under the odc arms: server, direct or per_source.", _RUNTIME),
     )
     timeout_s: float = field(
-        default=600.0,
-        metadata={"help": "Seconds to wait for a rank without progress.", "panel": "Runtime", "flag": "--timeout"},
+        default=600.0, metadata=option("Seconds to wait for a rank without progress.", _RUNTIME, "--timeout")
     )
     slow: str | None = field(
         default=None,
-        metadata={
-            "help": "RANK:FACTOR, with commas: emulate slower devices by sleeping after each microbatch.",
-            "panel": "Runtime",
-        },
+        metadata=option(
+            "RANK:FACTOR, with commas: emulate slower devices by sleeping after each microbatch.", _RUNTIME
+        ),
     )
     cache: str | None = field(
-        default=None,
-        metadata={"help": "Folder for tokenizers and ids. (default: ~/.cache/odc)", "panel": "Model and data"},
+        default=None, metadata=option("Folder for tokenizers and ids. (default: ~/.cache/odc)", _DATA)
     )
     spans: str | None = None
     label: str = ""
@@ -166,10 +149,6 @@ class JobConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"betas": list(self.betas)}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> JobConfig:
-        return cls(**(fields | {"betas": tuple(fields["betas"])}))
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

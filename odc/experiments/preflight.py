@@ -8,7 +8,11 @@ from pathlib import Path
 
 from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError
+from odc.experiments.checkpoint import find_checkpoint
 from odc.experiments.config import JobConfig
+from odc.experiments.device import check_device
+from odc.experiments.text.model import shipped_config
+from odc.memory import require_add
 
 #: Files of an output folder that say that a run has written there.
 RUN_FILES = ("steps.jsonl", "checkpoints/latest")
@@ -36,8 +40,6 @@ def check_output(output: str | None, resume: str | None, name: str = "output") -
     """Raises `ConfigError` if `output`, the option `name`, cannot be written or holds a run that `resume` does not
     continue from its last checkpoint, or if there is no checkpoint to resume.
     """
-    from odc.experiments.checkpoint import find_checkpoint  # loads torch
-
     if output is not None:
         _refuse_other_run(Path(output), resume, name)
         writable_folder(Path(output), name)
@@ -48,8 +50,6 @@ def check_output(output: str | None, resume: str | None, name: str = "output") -
 def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
     if not any((output / file).is_file() for file in RUN_FILES):
         return
-    from odc.experiments.checkpoint import find_checkpoint  # loads torch
-
     last = None
     with contextlib.suppress(ConfigError):
         last = find_checkpoint(output).resolve()
@@ -66,13 +66,8 @@ def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
 def check_arm(config: JobConfig, arm: ArmName) -> None:
     """Raises `UnsupportedError`, or `ConfigError`, if this machine lacks what the arm needs; says what to do."""
     if arm_named(arm).dynamic:
-        from odc.memory import require_add  # loads torch
-
         require_add()
-    if config.device != "cpu":
-        from odc.experiments.device import check_device  # loads torch
-
-        check_device(config, arm)
+    check_device(config, arm)
 
 
 def model_source(model: str) -> Path:
@@ -82,8 +77,6 @@ def model_source(model: str) -> Path:
         return path
     if path.suffix or len(path.parts) > 1:
         raise ConfigError(f"model: there is no file or folder {model}")
-    from odc.experiments.text.model import shipped_config  # loads torch
-
     return shipped_config(model)
 
 

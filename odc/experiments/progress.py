@@ -14,7 +14,7 @@ _LINE_EVERY_S = 2.0
 
 
 class Progress:
-    """Shows phases and steps of one job on `stream` (default: standard error), `label` in front. `close` it when done."""
+    """Shows phases and steps of one job on `stream` (default: standard error), with `label` in front."""
 
     def __init__(self, steps: int, label: str = "", shown: bool = True, stream: IO[str] | None = None) -> None:
         self.steps = steps

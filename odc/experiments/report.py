@@ -97,7 +97,4 @@ def _run(run: ArmRun, timed: bool) -> dict[str, Any]:
         "step_s": [step.step_s for step in run.measured.steps],
         "bubble": [step.bubble if timed else None for step in run.measured.steps],
         "steal": run.steal,
-        "peak_bytes": [result.peak_bytes for result in run.results],
-        "held_bytes": [result.held_bytes for result in run.results],
-        "baseline_bytes": [result.baseline_bytes for result in run.results],
-    }
+    } | {name: [getattr(one, name) for one in run.results] for name in ("peak_bytes", "held_bytes", "baseline_bytes")}

@@ -1,19 +1,20 @@
-"""What a workload supplies to the frame (`job`, `compare`): a job's checks, a rank's model and step, and the figures."""
+"""What a workload supplies to the frame (`job`, `compare`): a job's checks, one rank's trainer, and its figures."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
-
-import torch
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from odc.arms import ArmName
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, JobResult, SkippedStep, StepRecord
 from odc.trace import Breakdown, Span
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
 
 
 class FrameConfig(Protocol):

@@ -31,8 +31,7 @@ _VERSION = "bpe-2"  # part of the cached file's name: raise it when training cha
 
 
 class BpeTokenizer:
-    """A byte-level BPE by the `tokenizers` package with `SPECIALS` as its first ids, which it never reads out of a
-    text.
+    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids; it never reads them out of texts.
 
     Texts are encoded in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it.
     """

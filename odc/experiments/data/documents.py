@@ -11,20 +11,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError
+from odc.experiments.config import Long
 from odc.experiments.data.bpe import content_hash, publish
 from odc.experiments.data.chat import Encoded
 from odc.experiments.data.sources import RawDocument, Source, Unreadable, read_source
 from odc.experiments.data.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-Long = Literal["error", "split", "drop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +137,8 @@ def _encode(raw: Sequence[RawDocument], tokenizer: Tokenizer) -> list[Encoded]:
     encoded: list[Encoded] = []
     for document in raw:
         if isinstance(document.content, str):
-            begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-            tokens = np.concatenate(
-                [np.asarray(begin, np.int32), next(texts), np.asarray([tokenizer.eos_id], np.int32)]
-            )
+            begin = np.asarray([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int32)
+            tokens = np.concatenate([begin, next(texts), np.asarray([tokenizer.eos_id], np.int32)])
             trained = np.ones(len(tokens), np.bool_)
         else:
             try:

@@ -76,12 +76,8 @@ class Microbatch:
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            labels=self.labels.to(device),
-        )
+        moved = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "labels")}
+        return replace(self, **moved)
 
 
 def pack(documents: Sequence[Document]) -> Microbatch:
@@ -92,15 +88,10 @@ def pack(documents: Sequence[Document]) -> Microbatch:
         if not len(document):
             raise DataError(f"document {document.name} has no tokens")
     tokens = np.concatenate([document.tokens for document in documents]).astype(np.int64)
-    positions = np.concatenate([np.arange(len(document), dtype=np.int64) for document in documents])
     labels = np.concatenate([_labels(document) for document in documents])
-    return Microbatch(
-        input_ids=torch.from_numpy(tokens)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        labels=torch.from_numpy(labels)[None],
-        lengths=tuple(len(document) for document in documents),
-        label_tokens=int((labels != IGNORED).sum()),
-    )
+    lengths = torch.tensor([len(document) for document in documents])
+    ids = torch.from_numpy(tokens)
+    return Microbatch.from_tensors({"input_ids": ids, "labels": torch.from_numpy(labels), "lengths": lengths})
 
 
 def padded_dummy() -> Microbatch:

@@ -20,6 +20,7 @@ from odc.experiments.data.sources import Message
 
 EOS = "<|endoftext|>"
 SPECIALS = (EOS, START, END)
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without rules of their own
 
 
 class Tokenizer(Protocol):
@@ -161,10 +162,7 @@ def _is_plain(folder: Path) -> bool:
     if not config.is_file() or not (folder / "tokenizer.json").is_file():
         return False
     fields = json.loads(config.read_text(encoding="utf-8"))
-    return isinstance(fields, dict) and fields.get("tokenizer_class") in (
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-    )
+    return isinstance(fields, dict) and fields.get("tokenizer_class") in _PLAIN
 
 
 def save_byte_level(

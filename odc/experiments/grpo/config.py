@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.errors import ConfigError
-from odc.experiments.config import check_fields
+from odc.experiments.config import check_fields, option
 from odc.settings import Settings
 
 GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc"]
@@ -27,76 +27,63 @@ class GrpoConfig:
 
     model: str = field(
         default="qwen2-toy",
-        metadata={"help": "Hugging Face config (JSON) or model folder, or a shipped config's name."},
+        metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name."),
     )
-    arm: GrpoArm = field(default="odc", metadata={"help": "odc, odc-equal, fsdp2 or fsdp2-resident."})
+    arm: GrpoArm = field(default="odc", metadata=option("odc, odc-equal, fsdp2 or fsdp2-resident."))
     balance: Balance = field(
-        default="arm", metadata={"help": "arm (the arm's own planner) or verl (equal counts on all ranks)."}
+        default="arm", metadata=option("arm (the arm's own planner) or verl (equal counts on all ranks).")
     )
     ranks: int = field(
-        default=2, metadata={"help": "Training processes on this machine; one more process generates.", "panel": "Work"}
+        default=2, metadata=option("Training processes on this machine; one more process generates.", "Work")
     )
-    steps: int = field(default=20, metadata={"help": "Rollouts, each followed by its updates."})
-    prompts: int = field(default=8, metadata={"help": "Prompts of a step, over all ranks.", "panel": "Rollout"})
+    steps: int = field(default=20, metadata=option("Rollouts, each followed by its updates."))
+    prompts: int = field(default=8, metadata=option("Prompts of a step, over all ranks.", "Rollout"))
     group: int = field(
-        default=4,
-        metadata={"help": "Responses to each prompt, which GRPO compares with each other.", "panel": "Rollout"},
+        default=4, metadata=option("Responses to each prompt, which GRPO compares with each other.", "Rollout")
     )
-    prompt_tokens: int = field(default=6, metadata={"help": "Tokens of a prompt.", "panel": "Rollout"})
-    response_tokens: int = field(default=32, metadata={"help": "Most tokens of a response.", "panel": "Rollout"})
+    prompt_tokens: int = field(default=6, metadata=option("Tokens of a prompt.", "Rollout"))
+    response_tokens: int = field(default=32, metadata=option("Most tokens of a response.", "Rollout"))
     lengths: Lengths = field(
-        default="model",
-        metadata={"help": "model, or drawn: cut at skewed lengths, for measurements.", "panel": "Rollout"},
+        default="model", metadata=option("model, or drawn: cut at skewed lengths, for measurements.", "Rollout")
     )
     minibatches: int = field(
-        default=1, metadata={"help": "Optimizer steps a rollout; prompts are dealt to them.", "panel": "Objective"}
+        default=1, metadata=option("Optimizer steps a rollout; prompts are dealt to them.", "Objective")
     )
-    max_tokens: int = field(default=256, metadata={"help": "Most tokens of one microbatch."})
+    max_tokens: int = field(default=256, metadata=option("Most tokens of one microbatch."))
     lag: Literal[0, 1] = field(
-        default=0, metadata={"help": "1: rollouts are made one step ahead, while training.", "panel": "Rollout"}
+        default=0, metadata=option("1: rollouts are made one step ahead, while training.", "Rollout")
     )
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 3.0
     kl: float = field(
         default=0.0,
-        metadata={
-            "help": "Weight of the KL divergence to the initial model; 0 leaves its forward out.",
-            "panel": "Objective",
-        },
+        metadata=option("Weight of the KL divergence to the initial model; 0 leaves its forward out.", "Objective"),
     )
     objective: ObjectiveName = field(
         default="auto",
-        metadata={"help": "Whose formulae: verl, odc (the same) or auto: verl's if installed.", "panel": "Objective"},
+        metadata=option("Whose formulae: verl, odc (the same) or auto: verl's if installed.", "Objective"),
     )
-    lr: float = field(default=5e-3, metadata={"help": "Learning rate.", "panel": "Objective"})
+    lr: float = field(default=5e-3, metadata=option("Learning rate.", "Objective"))
     weight_decay: float = 0.0
-    clip: float = field(default=1.0, metadata={"help": "Largest gradient norm; 0: no clipping.", "panel": "Optimizer"})
-    seed: int = field(default=0, metadata={"help": "Seeds weights, prompts and sampling.", "panel": "Work"})
-    reproducible: bool = field(
-        default=False, metadata={"help": "fp64 accumulators under the odc arms.", "panel": "Runtime"}
-    )
+    clip: float = field(default=1.0, metadata=option("Largest gradient norm; 0: no clipping.", "Optimizer"))
+    seed: int = field(default=0, metadata=option("Seeds weights, prompts and sampling.", "Work"))
+    reproducible: bool = field(default=False, metadata=option("fp64 accumulators under the odc arms.", "Runtime"))
     second_buffer: bool = field(
-        default=False, metadata={"help": "Keep two published versions for the rollout.", "panel": "Rollout"}
+        default=False, metadata=option("Keep two published versions for the rollout.", "Rollout")
     )
     timeout_s: float = field(
         default=600.0,
-        metadata={
-            "help": "Seconds to wait for a rank or a rollout without progress.",
-            "panel": "Runtime",
-            "flag": "--timeout",
-        },
+        metadata=option("Seconds to wait for a rank or a rollout without progress.", "Runtime", "--timeout"),
     )
     spans: str | None = None
-    output: str | None = field(default=None, metadata={"help": "New file that gets one line of JSON a step."})
+    output: str | None = field(default=None, metadata=option("New file that gets one line of JSON a step."))
     folder: str | None = field(
-        default=None, metadata={"help": "Folder for checkpoints, new or the resumed run's.", "panel": "Checkpoints"}
+        default=None, metadata=option("Folder for checkpoints, new or the resumed run's.", "Checkpoints")
     )
-    save_every: int = field(
-        default=0, metadata={"help": "Steps between checkpoints; 0: only at the end.", "panel": "Checkpoints"}
-    )
+    save_every: int = field(default=0, metadata=option("Steps between checkpoints; 0: only at the end.", "Checkpoints"))
     resume: str | None = field(
-        default=None, metadata={"help": "Checkpoint, or a run's folder (its latest).", "panel": "Checkpoints"}
+        default=None, metadata=option("Checkpoint, or a run's folder (its latest).", "Checkpoints")
     )
     show: bool = False
 

@@ -95,16 +95,13 @@ def _own(config: GrpoConfig) -> Objective:
 
 def _verl(config: GrpoConfig) -> Objective:
     from omegaconf import OmegaConf
-    from verl.trainer.ppo.core_algos import (
-        agg_loss,
-        compute_grpo_outcome_advantage,
-        compute_policy_loss_vanilla,
-        kl_penalty,
-    )
+    from verl.trainer.ppo import core_algos
 
     def advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
         mask = torch.ones(len(rewards), 1)
-        found, _ = compute_grpo_outcome_advantage(rewards.clone()[:, None], mask, np.asarray(groups), _EPSILON)
+        found, _ = core_algos.compute_grpo_outcome_advantage(
+            rewards.clone()[:, None], mask, np.asarray(groups), _EPSILON
+        )
         return torch.as_tensor(found)[:, 0]
 
     def loss(
@@ -121,10 +118,12 @@ def _verl(config: GrpoConfig) -> Objective:
             }
         )
         mask = torch.ones_like(log_probs, dtype=torch.bool)[None]
-        found, _ = compute_policy_loss_vanilla(old[None], log_probs[None], advantage[None], mask, "token-mean", chosen)
+        found, _ = core_algos.compute_policy_loss_vanilla(
+            old[None], log_probs[None], advantage[None], mask, "token-mean", chosen
+        )
         if reference is not None:
-            apart = kl_penalty(log_probs[None], reference[None], "low_var_kl")
-            found = found + config.kl * agg_loss(apart, mask, "token-mean", **batch)
+            apart = core_algos.kl_penalty(log_probs[None], reference[None], "low_var_kl")
+            found = found + config.kl * core_algos.agg_loss(apart, mask, "token-mean", **batch)
         return torch.as_tensor(found)
 
     return Objective("verl", advantages, loss)

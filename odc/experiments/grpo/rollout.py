@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch import Tensor
 from odc.errors import DataError, OdcError, WaitTimeoutError
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.samples import Response, Sample, Task
+from odc.handover import version, weight_handle
 
 _LOOK_S = 0.2
 
@@ -101,9 +101,7 @@ class Rollout:
     def __enter__(self) -> Rollout:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
@@ -151,8 +149,6 @@ class SampleFeed:
     def _first_handle(self) -> str | None:
         if not self._config.on_demand:
             return None
-        from odc.handover import weight_handle
-
         self._model.publish()
         return weight_handle(self._model) if dist.get_rank() == 0 else None
 
@@ -160,8 +156,6 @@ class SampleFeed:
         """Publish the weights, or gather them, and have them used; nobody waits for the rollout here."""
         config, prompts = self._config, self._task.prompts(step)
         if config.on_demand:
-            from odc.handover import version
-
             self._model.publish()
             if self._rollout is not None:
                 self._rollout.ask(step, prompts, at_least=version(self._model))

@@ -172,9 +172,7 @@ class GrpoTrainer(Trainer):
     def update(
         self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
     ) -> UpdateOutcome:
-        """One optimizer step on all of `samples`; meets the other ranks. Raises `NonFiniteLossError` as `Trainer.step`
-        does.
-        """
+        """One optimizer step on all of `samples`; meets the other ranks. Raises `NonFiniteLossError` on every rank."""
         rank, plan = dist.get_rank(), self.plan(samples)
         mine = [
             batch_of([samples[i] for i in some], [advantages[i] for i in some])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -191,21 +192,13 @@ def _media(modality: Modality, path: Path, geometry: TowerGeometry) -> Media:
 
 def _merged(parts: Iterator[Text | Media]) -> Iterator[Text | Media]:
     """Joins neighbouring texts, so that an example has as few parts as it can."""
-    held: list[Text] = []
-    for part in parts:
-        if isinstance(part, Text):
-            held.append(part)
-            continue
-        if held:
-            yield _joined(held)
-            held = []
-        yield part
-    if held:
-        yield _joined(held)
-
-
-def _joined(texts: Sequence[Text]) -> Text:
-    return Text(np.concatenate([t.tokens for t in texts]), np.concatenate([t.trained for t in texts]))
+    for _, run in groupby(parts, type):
+        group = list(run)
+        texts = [part for part in group if isinstance(part, Text)]
+        if texts:
+            yield Text(np.concatenate([t.tokens for t in texts]), np.concatenate([t.trained for t in texts]))
+        else:
+            yield from group
 
 
 _START, _END = 257, 258  # of ByteTokenizer

@@ -21,6 +21,7 @@ from odc.experiments.multimodal.config import MultimodalConfig
 from odc.experiments.multimodal.examples import MODALITIES, Example, Phase
 from odc.experiments.multimodal.inputs import rows
 from odc.experiments.multimodal.model import TowerGeometry
+from odc.fsdp import default_store
 from odc.trace import COLLECTIVE, FETCH, NO_PEER, recorder
 
 _made = count()  # exchanges of this process, the same number on every rank
@@ -43,21 +44,14 @@ class PhaseCount:
 
 def make_exchange(config: MultimodalConfig, arena_bytes: int) -> Exchange:
     """The exchange of a job; all ranks call it together. `close` it while the process group is still there."""
-    from odc.fsdp import default_store
-
-    job, name = config.job, f"train-mm{next(_made)}"
+    store, timeout_s, name = default_store(), config.job.timeout_s, f"train-mm{next(_made)}"
     if config.balance == "all-gather":
-        return AllGatherExchange(default_store(), timeout_s=job.timeout_s, name=name)
-    if job.arm != "odc":
-        return CollectiveExchange(default_store(), timeout_s=job.timeout_s, name=name)
+        return AllGatherExchange(store, timeout_s=timeout_s, name=name)
+    if config.job.arm != "odc":
+        return CollectiveExchange(store, timeout_s=timeout_s, name=name)
+    ranks, named = range(dist.get_world_size()), channels(MODALITIES)
     return OnDemandExchange(
-        default_store(),
-        range(dist.get_world_size()),
-        dist.get_rank(),
-        channels(MODALITIES),
-        arena_bytes=arena_bytes,
-        timeout_s=job.timeout_s,
-        name=name,
+        store, ranks, dist.get_rank(), named, arena_bytes=arena_bytes, timeout_s=timeout_s, name=name
     )
 
 

@@ -34,9 +34,7 @@ class PhaseTime:
 
     @property
     def bubble(self) -> float:
-        """1 - mean over ranks of busy / the longest rank's time in the phase: lost if ranks meet at its end; 0 if none
-        ran it.
-        """
+        """1 - mean over ranks of busy / the longest rank's time in the phase; 0 where no rank ran it."""
         longest = max(self.spent_s.values())
         return 1.0 - fmean(self.busy_s.values()) / longest if longest else 0.0
 

@@ -36,10 +36,12 @@ def decode(media: Media, geometry: TowerGeometry) -> Tensor:
 
 
 def empty_input(modality: Modality, geometry: TowerGeometry) -> Tensor:
+    """What `decode` returns, of no item."""
     return torch.zeros(0, 3 * geometry.patch**2 if modality == "image" else geometry.bins)
 
 
 def rows(media: Media) -> int:
+    """Rows of what `decode` returns."""
     return media.encoded if media.modality == "image" else media.size[0]
 
 

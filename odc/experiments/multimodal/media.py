@@ -72,7 +72,7 @@ def audio_frames(path: Path) -> int:
 
 
 def log_mel(path: Path, bins: int) -> Array:
-    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32, as long as the clip; channels are averaged."""
+    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32, as long as the clip and of one channel."""
     soundfile = _soundfile()
     try:
         samples, _ = soundfile.read(str(path), dtype="float32", always_2d=True)

@@ -35,6 +35,7 @@ from odc.experiments.results import JobResult, StepRecord
 from odc.experiments.text.loss import loss_scale
 from odc.experiments.update import adamw, agree, set_rate, update
 from odc.experiments.workload import Trainer
+from odc.fsdp import minibatch
 from odc.trace import OPTIMIZER, recorder
 
 NS = 1e-9
@@ -96,15 +97,8 @@ class MultimodalTrainer(Trainer):
     def start(self, first: int) -> None:
         planning = Planning(self.config.balance, self.costs, self.geometry)
         nodes = Nodes(self.config.per_node, budget_s=_PLACING_S)
-        batches = loaded_minibatches(
-            self.examples,
-            self.geometry,
-            self.sampler,
-            planning,
-            self.rank,
-            dist.get_world_size(),
-            self.job.steps - first,
-        )
+        ranks, left = dist.get_world_size(), self.job.steps - first
+        batches = loaded_minibatches(self.examples, self.geometry, self.sampler, planning, self.rank, ranks, left)
         orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=nodes)
         self.loader = PlannedLoader(batches, lambda batch: records(batch.minibatch.drawn[self.rank]), orchestrator)
         self._planned: Iterator[tuple[Loaded, OwnPlan]] = iter(self.loader)
@@ -121,23 +115,23 @@ class MultimodalTrainer(Trainer):
         waited, self._waited_s = self.loader.overlap.waited_s - self._waited_s, self.loader.overlap.waited_s
         self.drawn = loaded.sampler
         start = recorder().now()
-        minibatch, name = loaded.minibatch, f"step {number + 1}"
+        batch, name = loaded.minibatch, f"step {number + 1}"
         set_rate(self.optimizer, self.job, number)
         self.counts = {phase: PhaseCount() for phase in PHASES}
         self.mover.begin(plan.step, self.counts)
         with recorder().window(number + 1), self._minibatch():
-            loss_sum = self._passes(loaded, plan, loss_scale(dist.get_world_size(), minibatch.label_tokens))
+            loss_sum = self._passes(loaded, plan, loss_scale(dist.get_world_size(), batch.label_tokens))
         total, _ = agree(name, loss_sum)
         with recorder().span(OPTIMIZER):
             norm = update(name, self.towers.parameters(), self.optimizer, self.job.clip)
         return MultimodalStep(
             step=number + 1,
-            loss=total / max(1, minibatch.label_tokens),
+            loss=total / max(1, batch.label_tokens),
             norm=norm,
-            samples=len(minibatch.examples),
-            tokens=minibatch.tokens,
-            label_tokens=minibatch.label_tokens,
-            flops=useful_flops(minibatch, self.costs),
+            samples=len(batch.examples),
+            tokens=batch.tokens,
+            label_tokens=batch.label_tokens,
+            flops=useful_flops(batch, self.costs),
             step_s=(recorder().now() - start) * NS,
             plan_s=plan.planning_s,
             waited_s=waited,
@@ -145,11 +139,7 @@ class MultimodalTrainer(Trainer):
         )
 
     def _minibatch(self) -> AbstractContextManager[None]:
-        if not self._on_demand:
-            return nullcontext()
-        from odc.fsdp import minibatch
-
-        return minibatch(*self.towers.values())  # type: ignore[arg-type]
+        return minibatch(*self.towers.values()) if self._on_demand else nullcontext()  # type: ignore[arg-type]
 
     @property
     def _on_demand(self) -> bool:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import Module
 
-from odc.experiments.checkpoint import CheckpointError
+from odc.experiments.checkpoint import together
 from odc.experiments.data.tokenizer import Tokenizer
 
 
@@ -25,15 +24,7 @@ def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> N
     transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            _write(folder, model, weights, tokenizer)
-        except Exception as error:  # of any kind: the other ranks wait for the outcome
-            failure = [f"export: cannot write {folder}: {getattr(error, 'strerror', None) or error}"]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise CheckpointError(failure[0])
+    together(lambda: _write(folder, model, weights, tokenizer), f"export: cannot write {folder}")
 
 
 def _write(folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None) -> None:

@@ -105,15 +105,10 @@ def _random(config: Any, path: Path, dtype: torch.dtype, seed: int) -> Any:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=register(), dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(f"model: {path} is not a causal language model: {error}") from error
-    return _cast(model, dtype).train()
-
-
-def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """Parameters to `dtype`. Buffers (rotary frequencies) keep theirs, as in a loaded checkpoint."""
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # buffers (rotary frequencies) keep fp32, as in a loaded checkpoint
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
-    return model
+    return model.train()
 
 
 def _pretrained(source: Path, dtype: torch.dtype) -> Any:

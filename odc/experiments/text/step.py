@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -91,8 +90,8 @@ class TextTrainer(Trainer):
         model.to(self.device)
         blocks = blocks_of(model)
         if config.activation_checkpointing:
-            for block in blocks:
-                _recompute(block)
+            for block in blocks:  # parameter names and hooks stay as they are
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         options: dict[str, Any] = {}
         if config.precision == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -221,8 +220,3 @@ class TextTrainer(Trainer):
         factor = self.config.slowed().get(dist.get_rank(), 1.0)
         if factor > 1:
             time.sleep((factor - 1) * computed_s)
-
-
-def _recompute(block: nn.Module) -> None:
-    """Runs the block's forward again in backward. Its name, hooks and parameter names stay as they are."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
