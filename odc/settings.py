@@ -29,7 +29,7 @@ class Settings:
         queue_bytes: bytes of each rank's heap for the microbatches it offers in one minibatch (`model.claim`); 0 means
             that there is no queue. Needs libatomic.
         second_buffer: also keep the version before the newest published one, so that readers outside the job
-            (`odc.handover`) always have a whole step to fetch it. Doubles the memory of the published shard.
+            (`odc.handover`) have a whole step to fetch it. Doubles the memory of the published shard.
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, which run on
