@@ -49,8 +49,7 @@ class Peers:
         return len(self.ranks)
 
     def tick(self) -> None:
-        """Report progress of this rank; raises PeerLostError if another failed. Cheap: looks at most five times a
-        second.
+        """Report progress of this rank; raises PeerLostError if another failed. Looks at most five times a second.
 
         A session calls it before each forward of its modules; call it in a long computation without forwards.
         """

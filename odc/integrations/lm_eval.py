@@ -31,13 +31,9 @@ def evaluate(
         cost: cost of a request, for spreading work evenly. None takes the characters of its texts.
         options: options of `simple_evaluate`, except those that keep a cache.
 
-    Returns:
-        What `simple_evaluate` returns, on the session's first rank; None on the others.
-
-    Raises:
-        ConfigError: lm-eval is not installed, or `lm` spreads requests itself.
-        UnsupportedError: an option that cannot work on several ranks.
-        PlanError: ranks built different requests.
+    Returns what `simple_evaluate` returns, on the session's first rank; None on the others. Raises ConfigError if
+    lm-eval is not installed, or `lm` spreads requests itself; UnsupportedError for an option that cannot work on
+    several ranks; PlanError if ranks built different requests.
     """
     try:
         from lm_eval import simple_evaluate

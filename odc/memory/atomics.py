@@ -1,8 +1,7 @@
 """Atomic 64-bit operations on plain addresses: where they come from on this machine.
 
 They are gcc's libatomic, called through `ctypes.PyDLL`: the GIL stays held, because handing it over would cost more
-than the operation. There is nothing to compile, and libatomic is right on every processor. Slim images may lack
-`libatomic.so.1`; x86-64 does without it as long as nobody needs an atomic add.
+than the operation. Slim images may lack `libatomic.so.1`; x86-64 does without as long as nobody needs an atomic add.
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ def plain_x86_64() -> Atomics:
 
 
 def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomics:
-    """The best atomics there are: libatomic's, else plain accesses on x86-64.
-
-    Raises:
-        UnsupportedError: neither works here; names the package to install.
-    """
+    """Atomics of libatomic, else plain accesses on x86-64. Raises UnsupportedError naming the package to install."""
     machine = machine or platform.machine()
     try:
         return libatomic(library)

@@ -1,8 +1,7 @@
 """How much memory this process may still take.
 
 Shared memory is handed out page by page, so a heap that does not fit would otherwise end in the OOM killer or SIGBUS in
-the middle of training. The answer is a snapshot; `ShmHeap` asks again while it prefaults, since other ranks of the host
-take memory at the same time.
+the middle of training. The answer is a snapshot; `ShmHeap` asks again while it prefaults.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
-    """The least that the machine and each control group above this process leave. Reads files, never raises.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroups: where control groups are mounted.
-    """
+    """The least that the machine and each control group above this process leave. Reads files, never raises."""
     found = [_machine(proc), *_v2(proc, cgroups), *_v1(proc, cgroups)]
     known = [free for free in found if free is not None]
     return min(known, key=lambda free: free.nbytes, default=FreeMemory(1 << 62, "nothing that could be read"))

@@ -1,13 +1,12 @@
 """A symmetric heap on CUDA devices of one host, and the lanes (streams and events) of its device.
 
-Data (published shards, accumulators, staging) lies on the device, allocated and mapped by torch's symmetric memory,
-whose pointer table is the one kernels take. Words (status board, counters, locks) lie in a `ShmHeap`: a waiting rank
-polls them without touching the device, the daemon needs no CUDA context to answer for them, and a dead rank's board can
-still be read. In return, a rank must wait for its device (`lanes.settle`) before a word may announce what it did.
+Data (published shards, accumulators, staging) lies on the device, allocated and mapped by torch's symmetric memory.
+Words (status board, counters, locks) lie in a `ShmHeap`: a waiting rank polls them without touching the device, the
+daemon needs no CUDA context, and a dead rank's board can still be read. In return, a rank must wait for its device
+(`lanes.settle`) before a word may announce what it did.
 
-Mapping is a collective of the heap's ranks, because torch exchanges handles among all of them at once. The first use of
-a peer's data is therefore a meeting; `meet` makes sure that every rank is there before torch's exchange begins, with
-the deadlines and the blame of every other wait.
+Mapping is a collective of the heap's ranks. The first use of a peer's data is therefore a meeting; `meet` makes sure
+that every rank is there before torch's exchange begins, with the deadlines and the blame of every other wait.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ _MIB = 1 << 20
 class CudaLanes:
     """`Lanes` of a CUDA device: each lane is a stream, each mark an event.
 
-    Args:
-        device: device of the heap.
-        streams: streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own streams
-            keep their priorities, and what already waits for them keeps its order.
+    `streams` are the streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own
+    streams keep their priorities, and what already waits for them keeps its order.
     """
 
     asynchronous = True
@@ -67,8 +64,6 @@ class CudaHeap:
 
     Args:
         host: unsealed heap for words; it also supplies identity, ranks and member index.
-        device: this rank's CUDA device.
-        lanes: lanes of the device.
         group: process group of exactly the heap's ranks, in their order; torch finds the peers through it.
         meet: returns once every rank of the heap has called it, or raises. Called at most once.
     """
@@ -226,7 +221,6 @@ class CudaHeap:
         return self._host.bytes_by_name() | {name: request.nbytes for name, request in self._requests.items()}
 
     def close(self) -> None:
-        """As in the protocol; device memory is released with the last view of it."""
         self._local, self._bases = None, []
         self._host.close()
 

@@ -2,7 +2,7 @@
 
 Ranks that ask for the same regions in the same order get the same offsets, without negotiating; a digest over what they
 asked for is compared when they attach. Regions start on cache lines and large ones on pages, so neither false sharing
-nor a page's first touch crosses regions; that pads each region by at most a page.
+nor a page's first touch crosses regions.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets and sizes in bytes of all regions of a heap; make it with `build`.
+    """Offsets and sizes in bytes of all regions of a heap, in order; make it with `build`.
 
-    Args:
-        requests: the regions, in order.
-        fingerprint: text that ranks must agree on beyond names and sizes.
-        nbytes: size of the whole heap, a multiple of the page size.
-        digest: sha256 in hex over names, sizes and fingerprint.
+    `fingerprint` is text that ranks must agree on beyond names and sizes; `nbytes`, the size of the whole heap, is a
+    multiple of the page size; `digest` is the sha256 in hex over names, sizes and fingerprint.
     """
 
     requests: tuple[Request, ...]
@@ -46,10 +43,8 @@ class Layout:
 
     @classmethod
     def build(cls, requests: Sequence[Request], fingerprint: str = "") -> Layout:
-        """Place `requests` one after the other.
-
-        Raises:
-            ValueError: a name is empty, contains a line break or occurs twice, or a size is not positive.
+        """Place `requests` one after the other. Raises ValueError for those that `check` refuses, and names that occur
+        twice.
         """
         offsets: dict[str, int] = {}
         end = 0

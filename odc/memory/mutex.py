@@ -62,10 +62,8 @@ def _waiter(libc: Any) -> Callable[[int, float], int]:
 class RobustMutex:
     """The mutex at `address`, initialised once by its owner. Not recursive; released by the thread that acquired it.
 
-    Args:
-        address: of MUTEX_BYTES bytes, 8-byte aligned, mapped for as long as `keepalive` lives.
-        keepalive: whatever owns the memory.
-        what: for messages, what it guards and whose it is.
+    `address` is that of MUTEX_BYTES bytes, 8-byte aligned, which `keepalive` owns; `what` says in messages what it
+    guards and whose it is.
     """
 
     __slots__ = ("_address", "_keepalive", "_what")
@@ -90,10 +88,8 @@ class RobustMutex:
     def acquire(self, timeout_s: float) -> None:
         """Take the lock; waits up to `timeout_s` seconds without the GIL.
 
-        Raises:
-            PeerLostError: a process died while it held the lock, now or earlier.
-            WaitTimeoutError: it was not free in time.
-            RuntimeError: this thread holds it already.
+        Raises PeerLostError if a process died while it held the lock, now or earlier; WaitTimeoutError if it was not
+        free in time; RuntimeError if this thread holds it already.
         """
         code = _pthread().try_lock(self._address)
         if code == errno.ETIMEDOUT:
@@ -129,17 +125,13 @@ class RobustMutex:
         raise OSError(code, f"cannot take {self._what}: {os.strerror(code)}")
 
     def release(self) -> None:
-        """Release the lock.
-
-        Raises:
-            RuntimeError: this thread does not hold it.
-        """
+        """Release the lock; RuntimeError if this thread does not hold it."""
         code = _pthread().unlock(self._address)
         if code:
             raise RuntimeError(f"this thread does not hold {self._what} ({os.strerror(code)})")
 
     def held(self, timeout_s: float) -> _Held:
-        """`with mutex.held(timeout_s):` acquires as `acquire` does and releases at the end of the block."""
+        """As a context manager: acquires as `acquire` does, and releases at the end of the block."""
         return _Held(self, timeout_s)
 
 

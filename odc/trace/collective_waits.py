@@ -1,10 +1,8 @@
 """Waiting and transfer inside a collective, told apart by when each rank arrived.
 
 An all-gather cannot move a byte before its last rank has arrived, yet the rank that calls it sees one long span. Such
-spans are split afterwards, from all ranks' arrival times; a barrier before each collective would change what is
-measured. This assumes that the k-th collective of a unit in an epoch is the same call on every rank, and that it spans
-all ranks given (with subgroup meshes, call it once for each group). Where the counts contradict that, the epoch is left
-unsplit and listed.
+spans are split afterwards, from all ranks' arrival times. This assumes that the k-th collective of a unit in an epoch
+is the same call on every rank, and that it spans all ranks given (with subgroup meshes, call it once for each group).
 
 Time before the last arrival counts as waiting even if some transfer between early ranks could overlap it, so WAIT is an
 upper bound. The bubble does not change: neither waiting nor transfer is busy time.

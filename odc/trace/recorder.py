@@ -1,9 +1,7 @@
 """The recorder: one ring of spans for each process, cheap enough to stay on.
 
 The ring is a bounded deque of plain tuples: `deque.append` is atomic under the interpreter lock and drops the oldest
-span by itself, and one `add` costs well under a microsecond (bench/bench_trace.py). A span takes about 200 bytes, 40 MB
-when the ring is full. A run longer than the ring keeps only its end. The oldest minibatch that is left may then lack
-spans, so `spans()` leaves out its marks, and with them the minibatch from any breakdown.
+span by itself, and one `add` costs well under a microsecond. A span takes about 200 bytes, 40 MB when the ring is full.
 
 A span's epoch and microbatch are the recorder's at the time when the span *ends*; on background lanes this is where the
 training thread is by then.
@@ -26,15 +24,10 @@ CAPACITY: Final = 200_000
 
 
 class Recorder:
-    """Collects the spans of one process. Never synchronizes and never raises for being full.
+    """Collects the newest `capacity` spans of one process. Never synchronizes and never raises for being full.
 
     Only the training thread may call `window` and `microbatch`, because they say where it is; any thread may call the
-    others.
-
-    Args:
-        rank: global rank of this process.
-        enabled: False makes `add` return at once; the marks still keep `epoch` and `microbatch_index` up to date.
-        capacity: number of newest spans to keep.
+    others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
     """
 
     def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
@@ -60,7 +53,6 @@ class Recorder:
         return max(0, total - len(self._spans))
 
     def set_rank(self, rank: int) -> None:
-        """Set the global rank of this process, once it is known."""
         self.rank = rank
 
     now = staticmethod(_clock)
@@ -100,9 +92,9 @@ class Recorder:
         return Mark(self, WINDOW, epoch)
 
     def microbatch(self, index: int) -> Mark:
-        """Mark one forward and backward, even if it raises; `microbatch_index` is `index` inside and -1 after.
+        """Mark one forward and backward, even if it raises; does nothing inside another microbatch.
 
-        Inside another microbatch it does nothing.
+        `microbatch_index` is `index` inside and -1 after.
         """
         return Mark(self, MICROBATCH, index)
 

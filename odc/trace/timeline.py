@@ -2,11 +2,8 @@
 
 Every panel starts at 0 and all share one scale, so a shorter panel *is* a faster arm, and a barrier shows as waits that
 end on one vertical line. A row's upper band is the training thread, as the breakdown counts it; the thin strip below it
-shows the background lanes, which are not counted. Two shades of compute alternate between microbatches. The colours
-differ in lightness as well as in hue, so that colour-blind readers can tell them apart.
-
-Only matplotlib's object interface is used, with a canvas of its own: nothing global changes, so a training job may draw
-from any thread.
+shows the background lanes, which are not counted. The colours differ in lightness as well as in hue, so that
+colour-blind readers can tell them apart. Nothing global of matplotlib is used: any thread of a job may draw.
 """
 
 from __future__ import annotations
@@ -76,9 +73,8 @@ def draw(
         passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
             meaning. Without them two shades alternate.
 
-    Raises:
-        TraceError: there is no panel, or one without a complete minibatch among `epochs`.
-        OdcError: matplotlib is not installed.
+    Raises TraceError if there is no panel, or one without a complete minibatch among `epochs`; OdcError without
+    matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
