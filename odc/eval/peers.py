@@ -35,10 +35,8 @@ class Peers:
     def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float, prefix: str = "") -> None:
         self._store = JobStore(store, max(timeout_s, _STORE_S), ranks[me], prefix)
         self.ranks, self.me, self.timeout_s = tuple(ranks), me, timeout_s
-        self._met = 0
-        self._sent = [0] * len(ranks)
-        self._received = [0] * len(ranks)
-        self._ticked = float("-inf")
+        self._sent, self._received = [0] * len(ranks), [0] * len(ranks)
+        self._met, self._ticked = 0, float("-inf")
 
     @property
     def rank(self) -> int:
@@ -152,8 +150,7 @@ class Peers:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
         backoff, deadline = Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S), Deadline(self.timeout_s)
         next_look = Deadline(self.timeout_s / _LOOKS)
-        told = False
-        seen = -1
+        told, seen = False, -1
         while not ready():
             self.check(f"waiting for {what}")
             backoff.sleep()

@@ -79,12 +79,8 @@ def _refusal(found: str, what: str) -> ResultsError:
 
 def _tensor(value: torch.Tensor, what: str) -> list[Any]:
     kind = type(value)
-    if (
-        kind is not torch.Tensor
-        or value.layout is not torch.strided
-        or value.is_quantized
-        or value.device.type != "cpu"
-    ):
+    dense = kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if not dense or value.device.type != "cpu":
         raise _refusal(f"{kind.__module__}.{kind.__qualname__} ({value.layout} on {value.device})", what)
     flat = value.detach().contiguous().reshape(-1)
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

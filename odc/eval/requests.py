@@ -139,12 +139,7 @@ def run_requests(
         raise PlanError(f"ranks were given different {kind} or owners ({counts}); every rank must build the same ones")
     mine = [number for number, owner in enumerate(owners) if owner == peers.me]
     plan = RequestPlan({kind: tuple(list(owners).count(member) for member in range(peers.world))}, peers.me)
-    padded = pad_requests(
-        [requests[number] for number in mine],
-        plan,
-        kind,
-        mode="pad" if pad else "none",
-        make_pad=lambda: copy.copy(requests[-1]),
-    )
+    own = [requests[number] for number in mine]
+    padded = pad_requests(own, plan, kind, mode="pad" if pad else "none", make_pad=lambda: copy.copy(requests[-1]))
     answers = padded.keep(run(padded.requests)) if padded.requests else []
     return gather_results(answers, mine, peers, expected=len(requests), what=f"answers to {kind}")

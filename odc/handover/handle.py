@@ -1,8 +1,7 @@
 """The weight handle: one line of JSON that lets a process outside the job read its weights.
 
-It says where the ranks' servers listen and where each parameter lies in their memory. It goes through a file, a pipe or
-an actor's arguments alike, and is a password for the weights, good for one run of the job. It takes some 200 bytes for
-each parameter.
+It says where the ranks' servers listen and where each parameter lies in their memory. It is a password for the weights,
+good for one run of the job.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -32,11 +31,8 @@ class Weights(NamedTuple):
 class Reader:
     """Attached to one job; used by one thread at a time. Close it, or use it as a context manager.
 
-    Args:
-        handle: the text that `odc.handover.weight_handle(model)` returned on a rank of the job.
-        timeout_s: seconds to wait for a rank that makes no progress: to answer, or to publish the requested version.
-        tries: copies that the job may overtake before `read` gives up.
-
+    `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
+    to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
     `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
     (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
     rank's server does not answer, LayoutMismatchError if the handle belongs to another run.
@@ -120,8 +116,6 @@ class Reader:
             by_parameter.setdefault(id(known), (known, []))[1].append((name, tensor))
         return list(by_parameter.values())
 
-    # the sequence lock -------------------------------------------------------------------------------------------
-
     def _await_version(self, at_least: int) -> int:
         """The newest version that all ranks have published and none has begun to overwrite."""
         self._refuse_if_gone(f"reading version {at_least} or newer")
@@ -190,8 +184,6 @@ class Reader:
     def _place(self, one: PublishedParameter, version: int) -> int:
         return one.offset + version % self._handle.buffers * one.buffer_bytes
 
-    # the end of the job, and of the reader -----------------------------------------------------------------------
-
     def _refuse_if_gone(self, doing: str) -> None:
         for source in self._sources:
             source.refuse_if_gone(doing)
@@ -205,9 +197,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

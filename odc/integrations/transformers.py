@@ -40,16 +40,12 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     """Shard a Hugging Face model in place so that accelerate takes it as it is; for a loop of your own.
 
     Call it on every rank after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, and
-    before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called.
-
-    Args:
-        model: a `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit;
-            embedding and head stay in the root, because some libraries read their weights outside of their forward.
-        blocks: class names of its blocks, if the model does not name them (`_no_split_modules`).
-        options: options of `fully_shard` for every unit. A `mp_policy` replaces the Accelerator's.
-
-    Raises ConfigError if the Accelerator asks for something odc cannot do, or (at the first forward) was made after
-    this call.
+    before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called. `model` is a
+    `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit; embedding and
+    head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
+    of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
+    and a `mp_policy` among them replaces the Accelerator's. Raises ConfigError if the Accelerator asks for something
+    odc cannot do, or (at the first forward) was made after this call.
     """
     wanted = AcceleratorOptions.current()
     own = options.pop("mp_policy", None)

@@ -82,13 +82,8 @@ class _DeviceRange:
 
     def __init__(self, handle: Any, address: int, nbytes: int) -> None:
         self._handle = handle
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        said = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = said
 
 
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:

@@ -58,10 +58,9 @@ def libatomic(library: str = "libatomic.so.1") -> Atomics:
 def plain_x86_64() -> Atomics:
     """Plain accesses, which suffice on x86-64 for load and store; `add` is refused.
 
-    x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, loads are not reordered with loads,
-    stores not with stores, and no store moves before an earlier load. So each load acquires and each store releases
-    without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes. The fence
-    takes a lock: its atomic exchange is a full barrier on x86-64, also for the streaming stores of a large copy.
+    x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, and each load acquires and each store
+    releases without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes. The
+    fence takes a lock: its atomic exchange is a full barrier on x86-64, also for the streaming stores of a large copy.
     """
     word = ctypes.c_int64
 

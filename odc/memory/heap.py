@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from odc.errors import OdcError
 from odc.memory.layout import Layout
 from odc.memory.words import Words
 
@@ -55,6 +56,28 @@ class HostLanes:
 
     def settle(self) -> None:
         return None
+
+
+class NamedHeap:
+    """What the heaps of all backends share: a name for messages, and a layout once they are sealed."""
+
+    identity: str
+    ranks: tuple[int, ...]
+    me: int
+    _layout: Layout | None = None
+
+    @property
+    def sealed(self) -> bool:
+        return self._layout is not None
+
+    @property
+    def layout(self) -> Layout:
+        if self._layout is None:
+            raise OdcError(f"{self._who()}: the heap is not sealed yet")
+        return self._layout
+
+    def _who(self) -> str:
+        return f"rank {self.ranks[self.me]}, heap {self.identity}"
 
 
 class SymmetricHeap(Protocol):

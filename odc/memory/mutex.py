@@ -1,8 +1,7 @@
-"""A lock in shared memory that survives the death of its holder.
+"""A lock in shared memory that survives the death of its holder: a robust process-shared pthread mutex.
 
-It is a robust process-shared pthread mutex: when its holder is killed, the next rank that asks is told so instead of
-waiting for ever. What the holder left half-done cannot be repaired here, so the mutex is not made consistent: it stays
-poisoned for everyone, and the job restarts from its checkpoint. An uncontended acquire and release takes about 2 us.
+When its holder is killed, the next rank that asks is told so. What the holder left half-done cannot be repaired here,
+so the mutex stays poisoned for everyone, and the job restarts from its checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """64-bit words in memory that several processes share: flags, counters, heads and tails of rings.
 
-Loads acquire and stores release; there is no other ordering. Whoever loads a word sees what its writer wrote before
-storing it. A load or store costs well under a microsecond (one ctypes call); use `as_tensor` for bulk access.
+Loads acquire and stores release: whoever loads a word sees what its writer wrote before storing it. There is no other
+ordering. A load or store costs one ctypes call; use `as_tensor` for bulk access.
 """
 
 from __future__ import annotations

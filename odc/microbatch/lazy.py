@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from odc.errors import WaitTimeoutError
@@ -101,9 +100,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
     def __enter__(self) -> LazyMicrobatches[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

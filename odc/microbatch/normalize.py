@@ -1,16 +1,12 @@
-"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510).
+"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510; see docs/microbatch.md).
 
-Let S be the summed loss of one microbatch and n what it counts (label tokens). Three objectives are offered:
+Let S be the summed loss of one microbatch and n what it counts (label tokens). "global" is the sum of all S over the
+sum of all n; "per_microbatch" the mean over i of the same for the i-th microbatches of all ranks; "per_rank_microbatch"
+the mean of S / n over all microbatches of all ranks.
 
-* "global" (option A of the issue): the sum of all S over the sum of all n, of all microbatches on all ranks.
-* "per_microbatch" (option B of the issue): for the i-th microbatches of all ranks, their summed S over their summed n;
-  then the mean over i.
-* "per_rank_microbatch": the mean over all microbatches of all ranks of each one's own S / n.
-
-Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by the factor that is
-missing to 1 / N. This is exact for any counts on any rank, because the proxy is the same for all microbatches. One
-factor can serve only one divisor; losses over several divisors need their totals before the first backward
-(`announce`).
+Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by what is missing to 1 /
+N: exact for any counts on any rank, because the proxy is the same for all microbatches. One factor can serve only one
+divisor; losses over several divisors need their totals before the first backward (`announce`).
 """
 
 from __future__ import annotations
@@ -60,14 +56,8 @@ class Totals:
 class LossNormalizer:
     """Divides the gradients of each minibatch by what its losses count on all ranks and microbatches together.
 
-        normalizer = LossNormalizer(proxy=token_budget, metrics={"loss": "labels", "reward": "samples"})
-        with model.minibatch():
-            for mb in mine:
-                loss_sum = cross_entropy(..., reduction="sum")
-                normalizer.scaled(loss_sum, mb.labels).backward()
-                normalizer.metric("loss", loss_sum), normalizer.count("samples", mb.samples)
-        totals = normalizer.finish(model.parameters())   # before NaN check, norm and clip
-        if not totals.skip: ...clip, optimizer.step()
+    For each microbatch, call backward on `scaled(loss_sum, count)`; after the minibatch, `finish(parameters)` before
+    NaN check, norm and clip. Use it on the training thread. Only `finish`, `announce` and `microbatches` communicate.
 
     Args:
         proxy: whole number near the divisor of a minibatch (near the number of microbatches unless the normalization is
@@ -81,16 +71,8 @@ class LossNormalizer:
             FSDP2 and odc average. 1.0 where gradients are summed.
         group: ranks that share the minibatch; by default the default group. Without torch.distributed, one rank.
 
-    Use it on the training thread. Only `finish`, `announce` and `microbatches` communicate. Raises ConfigError for a
-    value out of range.
+    Raises ConfigError for a value out of range.
     """
-
-    # Of the minibatch in progress: this rank's sums, the divisors of all ranks as announced, and those of the position.
-    _counted: dict[str, float | Tensor]
-    _numerators: dict[str, float | Tensor]
-    _promised: dict[str, float] | None
-    _current: dict[str, float] | None
-    _positions: int
 
     def __init__(
         self,
@@ -238,10 +220,8 @@ class LossNormalizer:
         return Totals(divisors, metrics, factor)
 
     def discard(self) -> None:
-        """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`. Waits for
-        nobody.
-
-        Every rank calls it; under "per_microbatch" after it has iterated to the end of `microbatches`.
+        """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`. Every rank
+        calls it, under "per_microbatch" after it has iterated to the end of `microbatches`; it waits for nobody.
         """
         self._start()
 
@@ -270,9 +250,11 @@ class LossNormalizer:
         return self.proxy / divisors["microbatches"]
 
     def _start(self) -> None:
-        self._counted = dict.fromkeys(self._names, 0.0)
-        self._numerators = dict.fromkeys(self._metrics, 0.0)
-        self._promised = self._current = None
+        # This rank's sums, the divisors of all ranks as announced, and those of the position.
+        self._counted: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
+        self._numerators: dict[str, float | Tensor] = dict.fromkeys(self._metrics, 0.0)
+        self._promised: dict[str, float] | None = None
+        self._current: dict[str, float] | None = None
         self._positions = 0
 
     def _add(self, sums: dict[str, float | Tensor], name: str, value: float | Tensor) -> None:

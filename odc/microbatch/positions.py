@@ -1,8 +1,7 @@
 """Microbatches of all ranks, position by position, and what the ranks count together at each position.
 
-Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce of a few doubles,
-which starts when the microbatch before it is handed out, so that its latency hides behind that one's compute. A rank
-that has run out of microbatches keeps taking part until no rank has one left.
+Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce, which starts
+when the microbatch before it is handed out, so that its latency hides behind that one's compute.
 """
 
 from __future__ import annotations

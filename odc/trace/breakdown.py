@@ -87,7 +87,6 @@ class Breakdown:
 
     @property
     def bubble(self) -> Stat:
-        """Measured bubble, 0 to 1."""
         return Stat.of(step.bubble for step in self.steps)
 
     def busy(self, rank: int) -> Stat:

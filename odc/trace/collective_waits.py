@@ -27,11 +27,9 @@ class SplitWaits(NamedTuple):
 
 def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
     """Split each collective span into WAIT (from this rank's arrival to the last rank's) and the rest, which keeps its
-    category.
-
-    Collective spans are FETCH or PUSH on the main lane with `peer == COLLECTIVE`. The k-th of one category, unit and
-    epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the lowest of
-    several), carries no bytes, and is left out where it would be empty; the rest keeps the bytes even if it is empty.
+    category. Collective spans are FETCH or PUSH on the main lane with `peer == COLLECTIVE`; the k-th of one category,
+    unit and epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the
+    lowest of several), carries no bytes, and is left out where it would be empty; the rest keeps the bytes.
     """
     calls = {rank: _calls(spans) for rank, spans in spans_by_rank.items()}
     unsplit = _uneven_epochs([set(own.values()) for own in calls.values()])

@@ -1,6 +1,5 @@
 """What a rank's training thread was doing at each moment: nested spans, cut into pieces that do not overlap.
 
-The breakdown, the picture and the trace file all rest on this definition:
 * At each moment the innermost main-lane span counts: of those that cover it, the one that started last (then the one
   that ends first, then the one recorded first). So nesting never counts time twice.
 * Compute is derived: time inside a MICROBATCH mark that no other main-lane span covers.

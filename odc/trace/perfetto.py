@@ -103,24 +103,11 @@ def _name(kind: str, process: int, thread: int, **args: str | int) -> dict[str, 
 
 
 def _event(rank: int, span: Span, process: int, thread: int, origin: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": _title(span),
-        "cat": span.category,
-        "ts": (span.start_ns - origin) / 1000,
-        "dur": (span.end_ns - span.start_ns) / 1000,
-        "pid": process,
-        "tid": thread,
-        "args": {
-            "rank": rank,
-            "epoch": span.epoch,
-            "microbatch": span.microbatch,
-            "unit": span.unit,
-            "peer": span.peer,
-            "bytes": span.nbytes,
-            "lane": span.lane,
-        },
-    }
+    start, length = (span.start_ns - origin) / 1000, (span.end_ns - span.start_ns) / 1000
+    event: dict[str, Any] = {"ph": "X", "name": _title(span), "cat": span.category, "ts": start, "dur": length}
+    args: dict[str, Any] = {"rank": rank, "epoch": span.epoch, "microbatch": span.microbatch, "unit": span.unit}
+    args |= {"peer": span.peer, "bytes": span.nbytes, "lane": span.lane}
+    return event | {"pid": process, "tid": thread, "args": args}
 
 
 def _title(span: Span) -> str:

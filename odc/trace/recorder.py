@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from itertools import count
-from types import TracebackType
 from typing import Final
 
 from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
@@ -33,10 +32,8 @@ class Recorder:
     def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise ValueError(f"a recorder's capacity must be at least one span, not {capacity!r}")
-        self.rank = rank
-        self.enabled = enabled
-        self.epoch = -1
-        self.microbatch_index = -1
+        self.rank, self.enabled = rank, enabled
+        self.epoch = self.microbatch_index = -1
         self._spans: deque[tuple[str, str, int, int, int, int, str, int, int]] = deque(maxlen=capacity)
         # Counts appended spans and its own reads: `next` is atomic under the interpreter lock, `+= 1` is not.
         self._appended = count().__next__
@@ -84,10 +81,10 @@ class Recorder:
         return _SpanContext(self, category, unit, peer, nbytes, lane)
 
     def window(self, epoch: int) -> Mark:
-        """Mark one whole minibatch, from begin to the end of finish, even if it raises.
+        """Mark one whole minibatch, from begin to the end of finish, even if it raises; does nothing inside another
+        window.
 
-        Sets `epoch` until the next window, so that an optimizer step after the window belongs to it. Inside another
-        window it does nothing, so that a job may mark its own steps around a runtime that marks them too.
+        Sets `epoch` until the next window, so that an optimizer step after the window belongs to it.
         """
         return Mark(self, WINDOW, epoch)
 
@@ -125,20 +122,13 @@ class _SpanContext:
     __slots__ = ("_category", "_lane", "_nbytes", "_peer", "_recorder", "_start", "_unit")
 
     def __init__(self, recorder: Recorder, category: str, unit: str, peer: int, nbytes: int, lane: str) -> None:
-        self._recorder = recorder
-        self._category = category
-        self._unit = unit
-        self._peer = peer
-        self._nbytes = nbytes
-        self._lane = lane
-        self._start = 0
+        self._recorder, self._category, self._start = recorder, category, 0
+        self._unit, self._peer, self._nbytes, self._lane = unit, peer, nbytes, lane
 
     def __enter__(self) -> None:
         self._start = _clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._recorder.add(
             self._category, self._start, unit=self._unit, peer=self._peer, nbytes=self._nbytes, lane=self._lane
         )
@@ -150,10 +140,7 @@ class Mark:
     __slots__ = ("_kind", "_number", "_recorder", "_start")
 
     def __init__(self, recorder: Recorder, kind: str, number: int) -> None:
-        self._recorder = recorder
-        self._kind = kind
-        self._number = number
-        self._start = 0
+        self._recorder, self._kind, self._number, self._start = recorder, kind, number, 0
 
     def __enter__(self) -> None:
         recorder, kind = self._recorder, self._kind
@@ -166,9 +153,7 @@ class Mark:
                 recorder.microbatch_index = self._number
             self._start = _clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end(record=True)
 
     def cancel(self) -> None:

@@ -1,7 +1,5 @@
 """Spans: what one rank did from one moment to another, and the file in which a rank saves them.
 
-Times are `time.monotonic_ns()` (CLOCK_MONOTONIC): nanoseconds on one clock for every process of a host.
-
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
 innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
 drawn and exported but not counted, because work that hides behind compute delays no step.
@@ -44,7 +42,7 @@ _FORMAT = "odc-spans-1"
 
 
 class Span(NamedTuple):
-    """What a rank did from `start_ns` up to (not including) `end_ns`, on the host's monotonic clock.
+    """What a rank did from `start_ns` up to `end_ns`, in nanoseconds on one clock of the host (`time.monotonic_ns`).
 
     Args:
         category: one of CATEGORIES or MARKS.

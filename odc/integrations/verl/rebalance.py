@@ -1,8 +1,7 @@
 """LB-Mini inside a verl engine: rows of a minibatch move to the rank that should compute them.
 
-verl's trainers give every rank equally many samples. Moving them inside the engine serves any trainer. Ranks exchange
-lengths, each computes the same plan, and only rows that change rank travel, in one all-to-all over the data-parallel
-group's CPU backend.
+Ranks exchange lengths, each computes the same plan, and only rows that change rank travel, in one all-to-all over the
+data-parallel group's CPU backend.
 """
 
 from __future__ import annotations

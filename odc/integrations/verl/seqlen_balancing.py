@@ -54,9 +54,7 @@ def rearrange_micro_batches(
         max_token_len: hard cap on the tokens of a microbatch, without padding.
         dp_group: torch process group whose ranks agree on one count, if `same_micro_num_in_dp`. Then this is a
             collective: every rank of the group calls it, and if one cannot keep the count all raise.
-        num_batches_divided_by: the count is a multiple of this.
-        same_micro_num_in_dp: without it, or without a group, each rank has its own count.
-        min_num_micro_batch: least number of microbatches.
+        num_batches_divided_by: the count is a multiple of this, and at least `min_num_micro_batch`.
         use_dynamic_bsz_balance: order them with the smallest workloads at both ends, as verl does for pipelines.
         force_group_size: number of consecutive samples that stay in one microbatch.
 
