@@ -8,12 +8,7 @@ from __future__ import annotations
 
 
 class OdcError(RuntimeError):
-    """Base of every public odc error.
-
-    Args:
-        message: see above.
-        culprit: global rank that is to blame, if it is another one.
-    """
+    """Base of every public odc error; `culprit` is the global rank that is to blame, if it is another one."""
 
     def __init__(self, message: str = "", *, culprit: int | None = None) -> None:
         super().__init__(message)

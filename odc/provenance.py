@@ -27,10 +27,7 @@ class Measurement:
     load: float
 
     def facts(self) -> dict[str, Any]:
-        """JSON-able facts of the measurement that ends now; `load_1min` is the load average at its begin and end.
-
-        A load above the number of measured ranks and threads means that other work ran at the same time.
-        """
+        """JSON-able facts of the measurement that ends now; `load_1min` is the load average at its begin and end."""
         load = {"begin": round(self.load, 2), "end": round(os.getloadavg()[0], 2)}
         return {"commit": self.commit, "date": self.date, "load_1min": load}
 

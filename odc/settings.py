@@ -28,12 +28,12 @@ class Settings:
         staging_block_bytes: largest block of one staged push, in bytes.
         queue_bytes: bytes of each rank's heap for the microbatches it offers in one minibatch (`model.claim`); 0 means
             that there is no queue. Needs libatomic.
-        second_buffer: also keep the version before the newest published one, so that readers outside the job
-            (`odc.handover`) always have a whole step to fetch it. Doubles the memory of the published shard.
+        second_buffer: also keep the previously published version, so that readers outside the job (`odc.handover`) have
+            a whole step to fetch it. Doubles the memory of the published shard.
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
-        kernels: what moves data. "torch": torch's copies and adds; "triton": the kernels of `odc.kernels`, which run on
-            CPU memory only in triton's interpreter (for tests; see docs/gpu.md).
+        kernels: what moves data: torch's copies and adds, or the kernels of `odc.kernels`, which run on CPU memory only
+            in triton's interpreter (for tests; see docs/gpu.md).
     """
 
     reproducible: bool = False

@@ -1,8 +1,7 @@
 """`gather_results` and `gather_metrics`: every rank's results on the first rank, in their original order.
 
 Each rank sends its rows sorted, in chunks, and the first rank merges the streams. It holds one chunk of each rank
-beyond what the caller keeps, and notices doubled or missing results where they belong. (`dist.gather_object` moves one
-pickle for each rank, all at once, and returns rows rank by rank.)
+beyond what the caller keeps, and notices doubled or missing results where they belong.
 """
 
 from __future__ import annotations
@@ -34,25 +33,20 @@ def gather_results(
     """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; it returns on all together.
 
     Args:
-        rows: any number of rows of this rank, made of plain values: None, bool, int, float, complex, str, bytes, lists,
-            tuples, sets and dicts of such, NumPy arrays and scalars, dense CPU tensors.
+        rows: any number of rows of this rank, made of plain values (see `plain_json.dumps`).
         index: index of each row: numbers, strings or tuples of them that compare with each other. Tuples such as
             (task, doc_id, filter, repeat) tell apart the rows of one document.
         expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
             first rank.
         allow_missing: accept that expected rows are missing (a budget ran out).
-        into: takes the rows one by one, in order, on the first rank (a file's writer, say); then no list is made and
-            None is returned. If an error follows, it has received the rows that are right.
+        into: takes the rows one by one, in order, on the first rank (a file's writer, say); then None is returned. If
+            an error follows, it has received the rows that are right.
         chunk_bytes: rows are sent in messages of about this size, at least one row each.
         what: names the rows in messages.
 
-    Returns:
-        The rows in order on the first rank (None with `into`), None on the others.
-
-    Raises:
-        ResultsError: a row holds something else than plain values, or indices are doubled, missing or not expected. The
-            message names the type, or the first such indices and the ranks they came from. Inside a session it reaches
-            the other ranks as a PeerLostError.
+    Returns the rows in order on the first rank (None with `into`), None on the others. Raises ResultsError for rows
+    that are not plain values (names the type) and for indices that are doubled, missing or not expected (names the
+    first of them and their ranks). Inside a session it reaches the other ranks as a PeerLostError.
     """
     if len(rows) != len(index):
         raise ResultsError(f"rank {peers.rank}: {len(rows)} {what}, but {len(index)} indices")
@@ -78,13 +72,9 @@ def gather_metrics(
 ) -> dict[Any, list[tuple[Any, Any]]] | None:
     """Scores by metric, from ranks that may have different metrics and numbers of scores. Every rank calls it.
 
-    Args:
-        scores: (index, score) of each document, by metric (a string, or a tuple such as (task, metric, filter)).
-        what: names the scores in messages.
-
-    Returns:
-        On the first rank every metric that any rank has, sorted by its `repr`, with all its (index, score) in order of
-        index; None on the others. Raises ResultsError where a metric has two scores of one index.
+    `scores` holds (index, score) of each document, by metric (a string, or a tuple such as (task, metric, filter)).
+    Returns on the first rank every metric that any rank has, sorted by its `repr`, with all its (index, score) in order
+    of index; None on the others. Raises ResultsError where a metric has two scores of one index.
     """
     metrics = sorted({key for keys in peers.exchange(list(scores), f"metrics of {what}") for key in keys}, key=repr)
     place = {metric: number for number, metric in enumerate(metrics)}

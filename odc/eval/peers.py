@@ -1,11 +1,9 @@
 """The ranks of one evaluation, and the messages they exchange through the job's key-value store.
 
-The store of the process group needs no further group (making one is a collective of the whole job), works beside any
-backend, and can be polled, so one rank's failure ends every wait of the others within a fraction of a second. Results
-pass through the store's server in pieces of 256 KiB, at a few hundred MB/s on one host: right for scores and texts, but
-not for images. Each piece is deleted when it is read, and everything else when the session ends.
-
-Within a session ranks are *members*: indices into the group's ranks; member 0 coordinates. Messages name global ranks.
+The store works beside any backend, needs no further process group, and can be polled, so one rank's failure ends every
+wait of the others within a fraction of a second. Messages pass through its server in pieces of 256 KiB, at a few
+hundred MB/s on one host: right for scores and texts, but not for images. "Members" are indices into the session's
+ranks; member 0 coordinates. Messages name global ranks.
 """
 
 from __future__ import annotations
@@ -30,39 +28,28 @@ _LOOKS = 20  # at a peer's progress, in one timeout
 class Peers:
     """The members of a session, as one of them sees the others. Use it from one thread.
 
-    Args:
-        store: key-value store of the job.
-        ranks: global ranks of the members.
-        me: this rank's index in `ranks`.
-        timeout_s: how many seconds to wait for a member that makes no progress.
-        prefix: prefix of this session's keys.
+    `me` is this rank's index in `ranks`, the members' global ranks; `timeout_s` is how long to wait for a member that
+    makes no progress; `prefix` begins this session's keys in the store.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout_s: float, prefix: str = "") -> None:
         self._store = JobStore(store, max(timeout_s, _STORE_S), ranks[me], prefix)
         self.ranks, self.me, self.timeout_s = tuple(ranks), me, timeout_s
-        self._met = 0
-        self._sent = [0] * len(ranks)
-        self._received = [0] * len(ranks)
-        self._ticked = float("-inf")
+        self._sent, self._received = [0] * len(ranks), [0] * len(ranks)
+        self._met, self._ticked = 0, float("-inf")
 
     @property
     def rank(self) -> int:
-        """Global rank of this process."""
         return self.ranks[self.me]
 
     @property
     def world(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
     def tick(self) -> None:
-        """Report progress of this rank, and raise if another has failed. Cheap: looks at most five times a second.
+        """Report progress of this rank; raises PeerLostError if another failed. Looks at most five times a second.
 
         A session calls it before each forward of its modules; call it in a long computation without forwards.
-
-        Raises:
-            PeerLostError: another rank failed.
         """
         now = time.monotonic()
         if now - self._ticked >= min(_TICK_S, self.timeout_s / _LOOKS):
@@ -163,8 +150,7 @@ class Peers:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
         backoff, deadline = Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S), Deadline(self.timeout_s)
         next_look = Deadline(self.timeout_s / _LOOKS)
-        told = False
-        seen = -1
+        told, seen = False, -1
         while not ready():
             self.check(f"waiting for {what}")
             backoff.sleep()

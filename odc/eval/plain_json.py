@@ -27,10 +27,7 @@ def dumps(value: Any, what: str) -> bytes:
     """JSON of `value`; `what` names it in messages.
 
     Takes None, bool, int, float, complex, str, bytes, and lists, tuples, sets and dicts of such, NumPy arrays and
-    scalars of numbers or texts, and dense CPU tensors.
-
-    Raises:
-        ResultsError: it holds a value of another type; names the type.
+    scalars of numbers or texts, and dense CPU tensors. Raises ResultsError for any other type, and names it.
     """
     try:
         return json.dumps(_marked(value, what), separators=(",", ":")).encode()
@@ -39,11 +36,7 @@ def dumps(value: Any, what: str) -> bytes:
 
 
 def loads(text: bytes, what: str) -> Any:
-    """The value that `dumps` was given; `what` names it in messages.
-
-    Raises:
-        ResultsError: `dumps` did not write the text.
-    """
+    """The value that `dumps` was given; `what` names it in messages. Raises ResultsError for other texts."""
     try:
         return _unmarked(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
@@ -86,12 +79,8 @@ def _refusal(found: str, what: str) -> ResultsError:
 
 def _tensor(value: torch.Tensor, what: str) -> list[Any]:
     kind = type(value)
-    if (
-        kind is not torch.Tensor
-        or value.layout is not torch.strided
-        or value.is_quantized
-        or value.device.type != "cpu"
-    ):
+    dense = kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if not dense or value.device.type != "cpu":
         raise _refusal(f"{kind.__module__}.{kind.__qualname__} ({value.layout} on {value.device})", what)
     flat = value.detach().contiguous().reshape(-1)
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

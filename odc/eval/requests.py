@@ -21,12 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Requests of each kind by member.
-
-    Attributes:
-        counts: number of requests of every member, by kind, in sorted order of kinds.
-        me: this rank's member index.
-    """
+    """Requests of each kind by member: `counts[kind][member]`, in sorted order of kinds; `me` is this rank's member."""
 
     counts: Mapping[str, tuple[int, ...]]
     me: int
@@ -37,7 +32,6 @@ class RequestPlan:
                 raise PlanError(f"counts of {kind!r} do not fit member {self.me}: {counts}")
 
     def own(self, kind: str) -> int:
-        """Requests of `kind` on this rank."""
         return self.counts[kind][self.me]
 
     def pads(self, kind: str) -> int:
@@ -53,10 +47,8 @@ class RequestPlan:
 def plan_requests(counts: Mapping[str, int], peers: Peers) -> RequestPlan:
     """The plan of all ranks' requests. Every rank calls it, with its own counts by kind; it waits for all.
 
-    Every rank gets the same kinds in the same order, even those of which it has no request.
-
-    Raises:
-        PlanError: a count is negative.
+    Every rank gets the same kinds in the same order, even those of which it has no request. Raises PlanError if a count
+    is negative.
     """
     everyone = peers.exchange(dict(counts), "counts of requests")
     kinds = sorted({kind for one in everyone for kind in one})
@@ -88,16 +80,11 @@ def pad_requests(
     """This rank's requests of `kind`, with as many copies of the last one as the plan says, or with none. Local.
 
     Equal counts are not yet equal forwards: generation stops at different lengths and harnesses merge equal requests,
-    so a model with collectives inside can still hang.
+    so a model with collectives inside can still hang. `mode="pad"` adds the copies that such models need; "none" (for
+    odc) adds nothing. `make_pad` makes a request that may be run and discarded, on a rank that has none to copy. Copies
+    are shallow (`copy.copy`), so a harness that appends responses to a list of the request must make its own.
 
-    Args:
-        requests: as many as the plan has for this rank and kind.
-        mode: "pad" adds the copies that collectives inside the model need; "none" (for odc) adds nothing.
-        make_pad: makes a request that may be run and discarded, on a rank that has none to copy. Copies are shallow
-            (`copy.copy`), so a harness that appends responses to a list of the request must make its own.
-
-    Raises:
-        PlanError: the count differs from the plan's, or a rank without requests must pad and has no `make_pad`.
+    Raises PlanError where the count differs from the plan's, or a rank without requests must pad and has no `make_pad`.
     """
     if len(requests) != plan.own(kind):
         raise PlanError(f"member {plan.me} has {len(requests)} requests of {kind!r}, the plan says {plan.own(kind)}")
@@ -131,18 +118,14 @@ def run_requests(
         run: answers this rank's requests, in their order; not called if there are none.
         owners: the member that runs each request, the same on every rank; by default requests are dealt out in turn.
             Any counts will do; `odc.balance.partition(costs, ranks)` makes the work even.
-        pad: run as many requests on every rank as on the one with most, and discard the copies. Only models with
-            collectives inside need it.
+        pad: run equally many requests on every rank and discard the copies, for models with collectives inside.
         key: what ranks compare requests by before any is run: its `repr` must be the same on every rank. None compares
             only how many there are.
         kind: names the requests in messages.
 
-    Returns:
-        The answers in the order of `requests` on the group's first rank, None on the others.
-
-    Raises:
-        PlanError: ranks have different requests, or owners that are not members.
-        ResultsError: `run` returned another number of answers than it had requests.
+    Returns the answers in the order of `requests` on the group's first rank, None on the others. Raises PlanError if
+    ranks have different requests, or owners that are not members; ResultsError if `run` returned another number of
+    answers than it had requests.
     """
     owners = [number % peers.world for number in range(len(requests))] if owners is None else owners
     if len(owners) != len(requests) or not all(0 <= owner < peers.world for owner in owners):
@@ -156,12 +139,7 @@ def run_requests(
         raise PlanError(f"ranks were given different {kind} or owners ({counts}); every rank must build the same ones")
     mine = [number for number, owner in enumerate(owners) if owner == peers.me]
     plan = RequestPlan({kind: tuple(list(owners).count(member) for member in range(peers.world))}, peers.me)
-    padded = pad_requests(
-        [requests[number] for number in mine],
-        plan,
-        kind,
-        mode="pad" if pad else "none",
-        make_pad=lambda: copy.copy(requests[-1]),
-    )
+    own = [requests[number] for number in mine]
+    padded = pad_requests(own, plan, kind, mode="pad" if pad else "none", make_pad=lambda: copy.copy(requests[-1]))
     answers = padded.keep(run(padded.requests)) if padded.requests else []
     return gather_results(answers, mine, peers, expected=len(requests), what=f"answers to {kind}")

@@ -34,16 +34,12 @@ def session(
 
     Args:
         group: the ranks that evaluate together; None takes the world, or just this process without torch.distributed.
-        modules: the models to evaluate. Those with a `publish()` (roots sharded by odc) publish their shards first, so
-            that even a rank without requests serves its peers, and generate `unsynced`. Each forward counts as
-            progress.
+        modules: the models to evaluate. Roots sharded by odc publish their shards first, so that even a rank without
+            requests serves its peers, and generate `unsynced`. Each forward counts as progress.
         timeout_s: how many seconds to wait for a rank that makes no progress: no forward of `modules`, nothing sent,
-            no `peers.tick()`.
+            no `peers.tick()`. Then WaitTimeoutError names it.
 
-    Raises:
-        PeerLostError: another rank failed.
-        WaitTimeoutError: another rank did not reach the end, a gathering or an exchange in time; names it.
-        OdcError: this process is not in the group.
+    Raises PeerLostError if another rank failed, OdcError if this process is not in the group.
     """
     peers = _join(group, timeout_s)
     hooks = contextlib.ExitStack()

@@ -1,8 +1,7 @@
 """`stability`: how much the scores of one sample vary over repeated runs (k-samples mode).
 
-Each sample's figures are computed on the rank that ran it, so only a few numbers for each sample are gathered. Repeats
-of one sample must therefore be on one rank; if they are spread, gather them first (`gather_metrics` with
-(sample, repeat) as index) and call `sample_stability` on the first rank.
+Each sample's figures are computed on the rank that ran all its repeats. If they are spread over ranks, gather them
+first (`gather_metrics` with (sample, repeat) as index) and call `sample_stability` on the first rank.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ from odc.eval.peers import Peers
 
 @dataclass(frozen=True)
 class SampleStability:
-    """Scores of one sample over its runs.
+    """Scores of one sample over its runs, of which there are 2 or more.
 
-    Attributes:
-        runs: number of runs, at least 2.
-        mean: mean score.
-        variance: unbiased variance (divided by runs - 1).
-        consistency: share of the runs that have the most frequent score; 1 when all agree.
+    `variance` is unbiased (divided by runs - 1); `consistency` is the share of runs with the most frequent score.
     """
 
     runs: int
@@ -38,12 +33,8 @@ class SampleStability:
 class Stability:
     """Scores of all samples. Every sample weighs the same, except in `mean`, where every run does.
 
-    Attributes:
-        samples: stability of each sample by index, in order.
-        mean: over all runs (expected accuracy, for scores of 0 and 1).
-        consensus: share of samples whose mean is over one half (right by majority vote, for scores of 0 and 1).
-        variance: mean of the samples' variances.
-        consistent: share of samples whose runs all agree.
+    `consensus` is the share of samples whose mean is over one half (right by majority vote, for scores of 0 and 1),
+    `variance` the mean of the samples' variances, and `consistent` the share of samples whose runs all agree.
     """
 
     samples: dict[Any, SampleStability]
@@ -65,12 +56,8 @@ def sample_stability(scores: Sequence[float]) -> SampleStability:
 def stability(scores: Mapping[Any, Sequence[float]], peers: Peers) -> Stability | None:
     """Stability of all ranks' samples, on the group's first rank; None on the others. Every rank calls it.
 
-    Args:
-        scores: scores of each run, by index of the sample. Each sample is on one rank; a rank may have none.
-
-    Raises:
-        ValueError: as in `sample_stability`, or no rank has a sample.
-        ResultsError: two ranks have the same sample.
+    `scores` holds the scores of each run, by index of the sample; a rank may have none. Raises ValueError as
+    `sample_stability` does or if no rank has a sample, ResultsError if two ranks have the same sample.
     """
     own = {at: sample_stability(runs) for at, runs in scores.items()}
     rows = [(at, one.runs, one.mean, one.variance, one.consistency) for at, one in own.items()]

@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 def weight_handle(model: Any) -> str:
     """Text with which a process of this host and user can read the weights of `model` (`odc.handover.Reader`).
 
-    Args:
-        model: a root of `odc.fully_shard`, not inside a forward or backward.
+    `model` is a root of `odc.fully_shard`, not inside a forward or backward. Call it on one rank or on several; it is
+    not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
+    not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
 
-    Call it on one rank or on several; it is not a collective. It waits until every rank that owns a shard has run the
-    model once or entered `minibatch()`, so do not call it where the other ranks wait for this one. The text is a
-    password for the weights: keep a file with it private.
-
-    Raises:
-        UnsupportedError: a parameter is sharded by tensor parallelism as well.
-        WaitTimeoutError, PeerLostError: a rank did not start.
+    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well; WaitTimeoutError or PeerLostError
+    if a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 

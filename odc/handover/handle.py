@@ -1,8 +1,7 @@
 """The weight handle: one line of JSON that lets a process outside the job read its weights.
 
-It says where the ranks' servers listen and where each parameter lies in their memory. It goes through a file, a pipe or
-an actor's arguments alike, and is a password for the weights, good for one run of the job. It takes some 200 bytes for
-each parameter.
+It says where the ranks' servers listen and where each parameter lies in their memory. It is a password for the weights,
+good for one run of the job.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ class ShardOwner:
 class PublishedParameter:
     """One parameter as the ranks publish it.
 
-    Args:
-        names: names in the model's state dict; several if it is tied.
-        shape: shape of the whole parameter.
-        dtype: compute dtype, in which it is published, without "torch.".
-        shard_dim: dimension that is sharded.
-        shard_numel: elements of one rank's shard, padded to be equal on all ranks.
-        offset: bytes from the heap's start to the shard in the first buffer, the same on every rank.
-        buffer_bytes: bytes from there to the same shard in the second buffer, if there is one.
+    `names` are those in the model's state dict (several if it is tied); `shape` is that of the whole parameter; `dtype`
+    is the compute dtype, without "torch."; `shard_numel` counts the elements of one rank's shard, padded to be equal on
+    all ranks; `offset` is in bytes from the heap's start to the shard in the first buffer, the same on every rank, and
+    `buffer_bytes` from there to the same shard in the second buffer, if there is one.
     """
 
     names: tuple[str, ...]
@@ -52,14 +47,11 @@ class PublishedParameter:
 class WeightHandle:
     """Everything that a reader has to know.
 
-    Args:
-        root: identity of the root's heaps.
-        owners: the ranks to read from, by shard.
-        parameters: in the order of the heap.
-        board, reason: offsets in the heap of the status board and of the text that says why a job was aborted.
-        buffers: number of versions that are kept, 1 or 2.
-        nbytes, digest: size of the heap and hash of its layout, which differ in another run.
-        left_out: names of the state dict that are not published: buffers, and parameters that are not sharded.
+    `root` is the identity of the root's heaps; owners stand in the order of shards, parameters in that of the heap;
+    `board` and `reason` are offsets in the heap of the status board and of the text that says why a job was aborted;
+    `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the heap and the hash
+    of its layout, differ in another run; `left_out` names what the state dict holds and no rank publishes: buffers, and
+    parameters that are not sharded.
     """
 
     root: str
@@ -73,7 +65,6 @@ class WeightHandle:
     left_out: tuple[str, ...]
 
     def to_json(self) -> str:
-        """One line of text, ASCII."""
         return json.dumps({"schema": SCHEMA, **asdict(self)})
 
     @classmethod

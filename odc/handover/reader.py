@@ -2,16 +2,13 @@
 
 A sequence lock keeps job and reader independent. A rank notes which version it begins to publish, copies its shards,
 and notes that the version is there. A reader copies, and discards its copy if a rank has begun to overwrite it. So
-training never waits for a reader. A reader that is slower than the job's steps raises `StaleVersionError` after a
-bounded number of tries; `Settings(second_buffer=True)` gives it a whole step, for a second published shard of memory.
-The reader maps the ranks' memory read-only.
+training never waits for a reader. The reader maps the ranks' memory read-only.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -34,19 +31,11 @@ class Weights(NamedTuple):
 class Reader:
     """Attached to one job; used by one thread at a time. Close it, or use it as a context manager.
 
-    Args:
-        handle: the text that `odc.handover.weight_handle(model)` returned on a rank of the job.
-        timeout_s: seconds to wait for a rank that makes no progress: to answer, or to publish the requested version.
-        tries: copies that the job may overtake before `read` gives up.
-
-    Attributes:
-        overtaken: copies discarded so far because a newer version was published over them.
-        left_out: names in the model's state dict that are not exported: buffers, and parameters not sharded.
-
-    Raises:
-        PeerLostError: a rank of the job is gone.
-        WaitTimeoutError: a rank's server does not answer.
-        LayoutMismatchError: the handle belongs to another run.
+    `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
+    to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
+    `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
+    (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
+    rank's server does not answer, LayoutMismatchError if the handle belongs to another run.
     """
 
     def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8) -> None:
@@ -85,7 +74,8 @@ class Reader:
 
     @torch.no_grad()
     def read(self, into: Mapping[str, torch.Tensor] | None = None, *, at_least: int = 1) -> Weights:
-        """All parameters, whole, of one version: every byte is of that version.
+        """All parameters, whole, of one version: every byte is of that version. It waits for the job, never the job for
+        it.
 
         Args:
             into: tensors to fill, by name, of the right shapes; only these are read, and converted to their dtype and
@@ -93,13 +83,9 @@ class Reader:
                 of which tied names share one.
             at_least: the oldest acceptable version; waits until every rank has published it.
 
-        It waits for the job; the job never waits for it.
-
-        Raises:
-            StaleVersionError: `tries` copies were overtaken by newer versions.
-            WaitTimeoutError: a rank has neither published the version nor called into odc for `timeout_s`.
-            PeerLostError: a rank died, exited or aborted.
-            ValueError: `into` names a tensor that is not exported, or has another shape.
+        Raises StaleVersionError if `tries` copies were overtaken by newer versions; WaitTimeoutError if a rank has
+        neither published the version nor called into odc for `timeout_s`; PeerLostError if a rank died, exited or
+        aborted; ValueError if `into` names a tensor that is not exported, or has another shape.
         """
         wanted = self._destinations(into)
         for _ in range(self._tries):
@@ -129,8 +115,6 @@ class Reader:
                 raise ValueError(f"{name!r} has shape {known.shape}, not {tuple(tensor.shape)}")
             by_parameter.setdefault(id(known), (known, []))[1].append((name, tensor))
         return list(by_parameter.values())
-
-    # the sequence lock -------------------------------------------------------------------------------------------
 
     def _await_version(self, at_least: int) -> int:
         """The newest version that all ranks have published and none has begun to overwrite."""
@@ -200,8 +184,6 @@ class Reader:
     def _place(self, one: PublishedParameter, version: int) -> int:
         return one.offset + version % self._handle.buffers * one.buffer_bytes
 
-    # the end of the job, and of the reader -----------------------------------------------------------------------
-
     def _refuse_if_gone(self, doing: str) -> None:
         for source in self._sources:
             source.refuse_if_gone(doing)
@@ -215,9 +197,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

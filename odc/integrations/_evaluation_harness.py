@@ -1,8 +1,7 @@
 """What the adapters of evaluation harnesses share: running a model's requests on all ranks.
 
 Each harness believes that it runs alone, and its requests are spread over the ranks below it. The first rank sees every
-request and every answer in order, as a single process would, and computes the metrics once. In return all ranks build
-all requests. (The harnesses' own way deals documents to ranks, pads, and concatenates each rank's results.)
+request and every answer in order, as a single process would, and computes the metrics once.
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ def spread_requests(
 ) -> Iterator[None]:
     """Inside, `lm`'s methods named `kinds` run each request on one rank and return the answers on the first.
 
-    Args:
-        pad: see `run_requests`; documents are then dealt out in turn, not by cost, and requests run one by one, because
-            a model that batches or merges them (lm-eval's runs equal requests once) has unequal forwards anyway.
-        cost: cost of a request; None takes the characters of its texts.
-        after: called with each kind that is done on the other ranks, where every answer is None.
-
-    Raises UnsupportedError when a kind is asked for twice: then requests depend on answers, which all ranks would need.
+    With `pad` (see `run_requests`) documents are dealt out in turn, not by cost, and requests run one by one, because a
+    model that batches or merges them (lm-eval's runs equal requests once) has unequal forwards anyway. `cost` of a
+    request is by default the characters of its texts. `after` is called with each kind that is done on the other ranks,
+    where every answer is None. Raises UnsupportedError when a kind is asked for twice: then requests depend on answers,
+    which all ranks would need.
     """
     asked: set[str] = set()
 

@@ -22,22 +22,14 @@ def evaluate(
     """`lm_eval.simple_evaluate(model=lm, tasks=tasks, **options)` with each request run by one rank.
 
     Every rank calls it alike, inside `odc.eval.session(modules=[model])`; it waits for all at each kind of request.
+    `lm` is an `lm_eval.api.model.LM` that believes it runs alone (rank 0 of 1), as `HFLM(pretrained=model)` does;
+    `tasks` are names, configs or task objects, the same on every rank; `options` may not keep a cache. `pad` runs
+    equally many requests on every rank, for a model with collectives in its forward (FSDP2): not a complete remedy, see
+    docs/evaluation.md. `cost` of a request spreads work evenly; by default it is the characters of its texts.
 
-    Args:
-        lm: an `lm_eval.api.model.LM` that believes it runs alone (rank 0 of 1), as `HFLM(pretrained=model)` does.
-        tasks: names, configs or task objects, the same on every rank.
-        pad: run equally many requests on every rank, for a model with collectives in its forward (FSDP2). This is not a
-            complete remedy: see docs/evaluation.md.
-        cost: cost of a request, for spreading work evenly. None takes the characters of its texts.
-        options: options of `simple_evaluate`, except those that keep a cache.
-
-    Returns:
-        What `simple_evaluate` returns, on the session's first rank; None on the others.
-
-    Raises:
-        ConfigError: lm-eval is not installed, or `lm` spreads requests itself.
-        UnsupportedError: an option that cannot work on several ranks.
-        PlanError: ranks built different requests.
+    Returns what `simple_evaluate` returns, on the session's first rank; None on the others. Raises ConfigError if
+    lm-eval is not installed, or `lm` spreads requests itself; UnsupportedError for an option that cannot work on
+    several ranks; PlanError if ranks built different requests.
     """
     try:
         from lm_eval import simple_evaluate

@@ -27,18 +27,10 @@ def evaluate(
 ) -> Any:
     """`lmms_eval.evaluator.simple_evaluate(model=lm, tasks=tasks, **options)` with each request run by one rank.
 
-    Every rank of the world calls it alike, inside `odc.eval.session(modules=[model])`; it waits for all at each kind of
-    request. lmms-eval itself has one barrier of the world, where it loads the data.
-
-    Args:
-        lm: an `lmms_eval.api.model.lmms` around the sharded model. It still holds the model afterwards, unlike in
-            lmms-eval's own way.
-        tasks, pad: as for `odc.integrations.lm_eval.evaluate`.
-        cost: cost of a request, for spreading work evenly. None takes the characters of its texts and ignores images.
-        options: options of `simple_evaluate`, except caches and budgets.
-
-    Returns what `simple_evaluate` returns, on rank 0; None on the others. Raises as lm-eval's `evaluate` does, and
-    UnsupportedError if the session does not hold all ranks.
+    As `odc.integrations.lm_eval.evaluate`, but on every rank of the world (lmms-eval has one barrier of the world,
+    where it loads the data; UnsupportedError if the session does not hold all ranks), and without budgets in `options`.
+    `lm` is an `lmms_eval.api.model.lmms` around the sharded model, and still holds the model afterwards. The default
+    `cost` ignores images.
     """
     try:
         from lmms_eval.evaluator import simple_evaluate

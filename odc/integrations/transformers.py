@@ -40,17 +40,12 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     """Shard a Hugging Face model in place so that accelerate takes it as it is; for a loop of your own.
 
     Call it on every rank after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, and
-    before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called.
-
-    Args:
-        model: a `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit;
-            embedding and head stay in the root, because some libraries read their weights outside of their forward.
-        blocks: class names of its blocks, if the model does not name them (`_no_split_modules`).
-        options: options of `fully_shard` for every unit. A `mp_policy` replaces the Accelerator's.
-
-    Raises:
-        ConfigError: the Accelerator asks for something odc cannot do, or (at the first forward) was made after this
-            call.
+    before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called. `model` is a
+    `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit; embedding and
+    head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
+    of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
+    and a `mp_policy` among them replaces the Accelerator's. Raises ConfigError if the Accelerator asks for something
+    odc cannot do, or (at the first forward) was made after this call.
     """
     wanted = AcceleratorOptions.current()
     own = options.pop("mp_policy", None)
@@ -79,8 +74,6 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 def _refuse_late_accelerator(model: Any) -> None:
-    """Raise at the first forward if an Accelerator was made in the meantime and asks for what was not applied."""
-
     def check(*unused: Any) -> None:
         handle.remove()
         found = AcceleratorOptions.current()
@@ -91,20 +84,13 @@ def _refuse_late_accelerator(model: Any) -> None:
 
 
 class OdcTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose model is sharded over the world with on-demand communication.
+    """A Trainer whose model is sharded over the world, in place, with on-demand communication.
 
     It works with Trainers of other libraries too: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. It runs on every
     rank of a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway;
-    one rank writes the whole model and the whole optimizer state.
-
-    Args:
-        model, args: as for a Trainer. The model is sharded in place.
-        blocks: class names of the model's blocks, if it does not name them itself.
-        settings: settings of the runtime.
-        options: as for a Trainer, without `model_init` and `optimizers`.
-
-    Raises:
-        ConfigError: odc can neither apply nor ignore an argument; the message says what to use instead.
+    one rank writes the whole model and the whole optimizer state. `blocks` are class names of the model's blocks, if it
+    does not name them itself; `options` are a Trainer's, without `model_init` and `optimizers`. Raises ConfigError if
+    odc can neither apply nor ignore an argument, and says what to use instead.
     """
 
     def __init__(

@@ -77,8 +77,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 def refuse_arguments(args: Any) -> None:
     """Raise ConfigError naming the first of a Trainer's arguments that odc can neither apply nor ignore.
 
-    Args:
-        args: a `transformers.TrainingArguments`, or an instance of a subclass, whose further fields are ignored.
+    `args` is a `transformers.TrainingArguments`, or an instance of a subclass, whose further fields are ignored.
     """
     from transformers import TrainingArguments
 
@@ -111,9 +110,7 @@ def settings_for(args: Any, settings: Settings | None) -> Settings | None:
 class AcceleratorOptions:
     """What an Accelerator would do to a model; `odc.integrations.transformers.prepare` does it instead.
 
-    Args:
-        precision: "no" or "bf16".
-        compiled: keyword arguments of `torch.compile`, or None without compilation.
+    `precision` is "no" or "bf16"; `compiled` holds keyword arguments of `torch.compile`, None without compilation.
     """
 
     precision: str = "no"
@@ -128,10 +125,7 @@ class AcceleratorOptions:
 
     @classmethod
     def current(cls) -> AcceleratorOptions:
-        """The options of the Accelerator that this process has made; the defaults if it has made none.
-
-        Raises ConfigError for fp16, fp8 and another library's sharding.
-        """
+        """The options of this process's Accelerator, if any. ConfigError for fp16, fp8 and other sharding."""
         from accelerate.state import AcceleratorState
 
         if not cls.known():

@@ -1,7 +1,6 @@
-"""Every private name of torch's symmetric memory that odc touches.
+"""Every private name of torch's symmetric memory that odc touches, loaded on first use.
 
-torch keeps its symmetric memory in a private module; a release that moves it is noticed here, with a message that names
-what is missing. Nothing is loaded before it is used, because most machines that import odc have no CUDA.
+A release of torch that moves one is noticed here, with a message that names what is missing.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ def require_nvml(library: str = "libnvidia-ml.so.1") -> None:
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] on `device` that peers can map; not filled. Local: waits for nobody.
 
-    Raises:
-        UnsupportedError: torch or the driver lacks a part that this needs.
-        RuntimeError: torch cannot allocate it.
+    Raises UnsupportedError where torch or the driver lacks a part, RuntimeError where torch cannot allocate it.
     """
     _module()
     require_nvml()
@@ -54,15 +51,10 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def map_peers(local: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
-    """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
+    """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group. RuntimeError if torch
+    cannot.
 
-    Args:
-        local: a tensor from `allocate`, equally large on every rank.
-        group: the ranks that call this.
-        me: this rank's index in the group.
-
-    Raises:
-        RuntimeError: torch cannot map a peer's memory.
+    `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group.
     """
     handle = _module().rendezvous(local, group.group_name)
     return [local if peer == me else _view(handle, peer, local) for peer in range(group.size())]
@@ -90,13 +82,8 @@ class _DeviceRange:
 
     def __init__(self, handle: Any, address: int, nbytes: int) -> None:
         self._handle = handle
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        said = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = said
 
 
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:

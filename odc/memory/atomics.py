@@ -1,8 +1,7 @@
 """Atomic 64-bit operations on plain addresses: where they come from on this machine.
 
 They are gcc's libatomic, called through `ctypes.PyDLL`: the GIL stays held, because handing it over would cost more
-than the operation. There is nothing to compile, and libatomic is right on every processor. Slim images may lack
-`libatomic.so.1`; x86-64 does without it as long as nobody needs an atomic add.
+than the operation. Slim images may lack `libatomic.so.1`; x86-64 does without as long as nobody needs an atomic add.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ def libatomic(library: str = "libatomic.so.1") -> Atomics:
 def plain_x86_64() -> Atomics:
     """Plain accesses, which suffice on x86-64 for load and store; `add` is refused.
 
-    x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, loads are not reordered with loads,
-    stores not with stores, and no store moves before an earlier load. So each load acquires and each store releases
-    without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes. The fence
-    takes a lock: its atomic exchange is a full barrier on x86-64, also for the streaming stores of a large copy.
+    x86-64 orders memory as TSO: an aligned 8-byte access is one indivisible move, and each load acquires and each store
+    releases without a fence. The compiler cannot reorder either: each access is a call of its own through ctypes. The
+    fence takes a lock: its atomic exchange is a full barrier on x86-64, also for the streaming stores of a large copy.
     """
     word = ctypes.c_int64
 
@@ -82,11 +80,7 @@ def plain_x86_64() -> Atomics:
 
 
 def choose(library: str = "libatomic.so.1", machine: str | None = None) -> Atomics:
-    """The best atomics there are: libatomic's, else plain accesses on x86-64.
-
-    Raises:
-        UnsupportedError: neither works here; names the package to install.
-    """
+    """Atomics of libatomic, else plain accesses on x86-64. Raises UnsupportedError naming the package to install."""
     machine = machine or platform.machine()
     try:
         return libatomic(library)

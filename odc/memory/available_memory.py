@@ -1,15 +1,18 @@
 """How much memory this process may still take.
 
 Shared memory is handed out page by page, so a heap that does not fit would otherwise end in the OOM killer or SIGBUS in
-the middle of training. The answer is a snapshot; `ShmHeap` asks again while it prefaults, since other ranks of the host
-take memory at the same time.
+the middle of training. The answer is a snapshot; `ShmHeap` asks again while it prefaults.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# Names of a group's limit, its usage, and the page cache that the kernel drops before it refuses memory.
+_V2_FILES = "memory.max", "memory.current", "inactive_file"
+_V1_FILES = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _V1_UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with a number near 2^63
 
 
@@ -22,13 +25,8 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
-    """The least that the machine and each control group above this process leave. Reads files, never raises.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroups: where control groups are mounted.
-    """
-    found = [_machine(proc), *_v2(proc, cgroups), *_v1(proc, cgroups)]
+    """The least that the machine and each control group above this process leave. Reads files, never raises."""
+    found = [_machine(proc), *_groups(proc, cgroups)]
     known = [free for free in found if free is not None]
     return min(known, key=lambda free: free.nbytes, default=FreeMemory(1 << 62, "nothing that could be read"))
 
@@ -40,25 +38,15 @@ def _machine(proc: Path) -> FreeMemory | None:
     return None
 
 
-def _v2(proc: Path, cgroups: Path) -> list[FreeMemory | None]:
-    path = next((p for controllers, p in _memberships(proc) if controllers == ""), None)
-    if path is None:
-        return []
-    return [
-        _group(folder, "memory.max", "memory.current", "inactive_file")
-        for root in (cgroups, cgroups / "unified")
-        for folder in _upwards(root, path)
-    ]
-
-
-def _v1(proc: Path, cgroups: Path) -> list[FreeMemory | None]:
-    path = next((p for controllers, p in _memberships(proc) if "memory" in controllers.split(",")), None)
-    if path is None:
-        return []
-    return [
-        _group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        for folder in _upwards(cgroups / "memory", path)
-    ]
+def _groups(proc: Path, cgroups: Path) -> Iterator[FreeMemory | None]:
+    for controllers, path in _memberships(proc):
+        if controllers == "":
+            roots, files = (cgroups, cgroups / "unified"), _V2_FILES
+        elif "memory" in controllers.split(","):
+            roots, files = (cgroups / "memory",), _V1_FILES
+        else:
+            continue
+        yield from (_group(folder, *files) for root in roots for folder in _upwards(root, path))
 
 
 def _memberships(proc: Path) -> list[tuple[str, str]]:
@@ -76,7 +64,7 @@ def _group(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> 
     limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
     if not limit.isdigit() or not usage.isdigit() or int(limit) > _V1_UNLIMITED:
         return None
-    cached = 0  # page cache that the kernel drops before it refuses memory
+    cached = 0
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == reclaimable:

@@ -1,13 +1,10 @@
 """A symmetric heap on CUDA devices of one host, and the lanes (streams and events) of its device.
 
-Data (published shards, accumulators, staging) lies on the device, allocated and mapped by torch's symmetric memory,
-whose pointer table is the one kernels take. Words (status board, counters, locks) lie in a `ShmHeap`: a waiting rank
-polls them without touching the device, the daemon needs no CUDA context to answer for them, and a dead rank's board can
-still be read. In return, a rank must wait for its device (`lanes.settle`) before a word may announce what it did.
-
-Mapping is a collective of the heap's ranks, because torch exchanges handles among all of them at once. The first use of
-a peer's data is therefore a meeting; `meet` makes sure that every rank is there before torch's exchange begins, with
-the deadlines and the blame of every other wait.
+Data (published shards, accumulators, staging) lies on the device, in torch's symmetric memory. Words (status board,
+counters, locks) lie in a `ShmHeap`: a waiting rank polls them without touching the device, the daemon needs no CUDA
+context, and a dead rank's board can still be read. In return, a rank must wait for its device (`lanes.settle`) before a
+word may announce what it did. The first use of a peer's data maps all ranks' memory, which is a collective; `meet`
+makes sure that every rank is there before torch's exchange begins, with the deadlines and blame of every other wait.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
-from odc.memory.heap import Lanes
+from odc.memory.heap import Lanes, NamedHeap
 from odc.memory.layout import Layout, Request, check
 from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
@@ -32,10 +29,8 @@ _MIB = 1 << 20
 class CudaLanes:
     """`Lanes` of a CUDA device: each lane is a stream, each mark an event.
 
-    Args:
-        device: device of the heap.
-        streams: streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own streams
-            keep their priorities, and what already waits for them keeps its order.
+    `streams` are the streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own
+    streams keep their priorities, and what already waits for them keeps its order.
     """
 
     asynchronous = True
@@ -62,13 +57,11 @@ class CudaLanes:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-class CudaHeap:
-    """A `SymmetricHeap` with one device for each rank; the protocol describes the methods.
+class CudaHeap(NamedHeap):
+    """A `SymmetricHeap` with one device for each rank; `layout` is that of the data there, words have their own.
 
     Args:
         host: unsealed heap for words; it also supplies identity, ranks and member index.
-        device: this rank's CUDA device.
-        lanes: lanes of the device.
         group: process group of exactly the heap's ranks, in their order; torch finds the peers through it.
         meet: returns once every rank of the heap has called it, or raises. Called at most once.
     """
@@ -82,18 +75,14 @@ class CudaHeap:
         meet: Callable[[], None],
     ) -> None:
         self.identity, self.ranks, self.me = host.identity, host.ranks, host.me
-        self.device = device
-        self.lanes = lanes
+        self.device, self.lanes = device, lanes
         self._host, self._group, self._meet = host, group, meet
         self._requests: dict[str, Request] = {}
         self._words: set[str] = set()
         self._order: list[Request] = []
-        self._layout: Layout | None = None
         self._local: torch.Tensor | None = None
         self._bases: list[torch.Tensor] = []  # by member, once mapped; empty before
         self._mapping = threading.Lock()
-
-    # before seal -------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
         request = Request(name, int(nbytes))
@@ -140,8 +129,6 @@ class CudaHeap:
         torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
         return local
 
-    # views -------------------------------------------------------------------------------------------------------
-
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
     ) -> torch.Tensor:
@@ -164,8 +151,6 @@ class CudaHeap:
             self.layout.offset(name)  # KeyError where there is no such region at all
             raise OdcError(f"{self._who()}: region {name!r} lies on {self.device}; ask for it with words=True")
         return self._host.words(member, name)
-
-    # peers -------------------------------------------------------------------------------------------------------
 
     def attached(self, member: int) -> bool:
         return self._host.attached(member) and (member == self.me or bool(self._bases))
@@ -197,19 +182,6 @@ class CudaHeap:
                 "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 in the environment)"
             ) from error
 
-    # accounting and end ------------------------------------------------------------------------------------------
-
-    @property
-    def sealed(self) -> bool:
-        return self._layout is not None
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the data on the device; words have their own."""
-        if self._layout is None:
-            raise OdcError(f"{self._who()}: the heap is not sealed yet")
-        return self._layout
-
     @property
     def nbytes(self) -> int:
         return self._host.nbytes + (self._layout.nbytes if self._layout else 0)
@@ -226,9 +198,5 @@ class CudaHeap:
         return self._host.bytes_by_name() | {name: request.nbytes for name, request in self._requests.items()}
 
     def close(self) -> None:
-        """As in the protocol; device memory is released with the last view of it."""
         self._local, self._bases = None, []
         self._host.close()
-
-    def _who(self) -> str:
-        return f"rank {self.ranks[self.me]}, heap {self.identity}"

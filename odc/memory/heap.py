@@ -1,8 +1,8 @@
 """What every memory backend offers: a symmetric heap, and lanes that order the work of its device.
 
 A symmetric heap is memory laid out the same on every rank, which every rank can reach. Regions have names and are
-allocated before `seal`, in the same order on every rank; nothing is allocated later. Each backend (shared memory, CUDA,
-NVSHMEM) passes one conformance suite. "Member" is an index into `ranks`, the global ranks that share the heap.
+allocated before `seal`, in the same order on every rank. "Member" is an index into `ranks`, the global ranks that share
+the heap. Each backend (shared memory, CUDA, NVSHMEM) passes one conformance suite.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from odc.errors import OdcError
 from odc.memory.layout import Layout
 from odc.memory.words import Words
 
@@ -20,9 +21,7 @@ class Lanes(Protocol):
     """The order of work that a device finishes later than it is asked to; usable from any thread.
 
     One rule holds everywhere: no word may be stored, and no lock released, that announces work which has not settled.
-
-    Attributes:
-        asynchronous: whether work may still be in progress when the call that asked for it has returned.
+    `asynchronous` says whether work may still be in progress when the call that asked for it has returned.
     """
 
     asynchronous: bool
@@ -59,19 +58,34 @@ class HostLanes:
         return None
 
 
+class NamedHeap:
+    """What the heaps of all backends share: a name for messages, and a layout once they are sealed."""
+
+    identity: str
+    ranks: tuple[int, ...]
+    me: int
+    _layout: Layout | None = None
+
+    @property
+    def sealed(self) -> bool:
+        return self._layout is not None
+
+    @property
+    def layout(self) -> Layout:
+        if self._layout is None:
+            raise OdcError(f"{self._who()}: the heap is not sealed yet")
+        return self._layout
+
+    def _who(self) -> str:
+        return f"rank {self.ranks[self.me]}, heap {self.identity}"
+
+
 class SymmetricHeap(Protocol):
     """A heap of one rank. Methods that reach a peer attach to it on demand, and may be called from any thread.
 
-    Attributes:
-        identity: names the heap, the same on every rank.
-        ranks: global ranks by member index.
-        me: this rank's member index.
-        sealed: whether the memory exists.
-        nbytes: size of this rank's memory, 0 before `seal`.
-        digest: hash of the layout, in hex.
-        fd: descriptor to hand to peers, where the backend has one.
-        device: where data regions lie.
-        lanes: the order of work on that device.
+    `identity` names the heap, the same on every rank; `me` is this rank's member index; `nbytes` is the size of this
+    rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers,
+    where the backend has one; data regions lie on `device`, whose work `lanes` orders.
     """
 
     identity: str
@@ -92,34 +106,22 @@ class SymmetricHeap(Protocol):
     def layout(self) -> Layout: ...
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
-        """Ask for region `name` before `seal`, in the same order on every rank. Waits for nobody.
+        """Ask for region `name`, unique in the heap, before `seal`, in the same order on every rank. Waits for nobody.
 
-        Args:
-            name: unique in the heap.
-            nbytes: size of the region.
-            words: processors load and store the region (flags, counters, locks), so it lies in CPU memory whatever
-                `device` is. Only such a region has `words`.
+        With `words`, processors load and store the region (flags, counters, locks), so it lies in CPU memory whatever
+        `device` is. Only such a region has `words`.
         """
 
     def seal(self, fingerprint: str = "") -> None:
-        """Create the memory, zeroed and present; waits for nobody.
-
-        Raises:
-            HeapMemoryError: the heap does not fit; the message says what is needed and what is free.
-        """
+        """Create the memory, zeroed and present; waits for nobody. Raises HeapMemoryError if the heap does not fit."""
 
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
     ) -> torch.Tensor:
-        """1-D view [numel] into region `name` of `member`; it stays valid after `close`.
+        """1-D view [numel] into region `name` of `member` from element `offset` on; it stays valid after `close`.
 
-        Args:
-            offset: first element, in elements of `dtype`.
-            numel: number of elements; by default as many as fit.
-
-        Raises:
-            LayoutMismatchError: the member laid its heap out differently.
-            WaitTimeoutError, PeerLostError: the member could not be attached within the deadline.
+        By default as many elements as fit. Raises LayoutMismatchError if the member laid its heap out differently,
+        WaitTimeoutError or PeerLostError if it could not be attached within the deadline.
         """
 
     def address(self, member: int, name: str) -> int:
@@ -132,10 +134,7 @@ class SymmetricHeap(Protocol):
         """
 
     def words(self, member: int, name: str) -> Words:
-        """Region `name` (allocated with `words`) of `member` as 64-bit words, valid after `close`.
-
-        Raises as `tensor` does.
-        """
+        """Region `name` (allocated with `words`) as 64-bit words, valid after `close`. Raises as `tensor` does."""
 
     def attached(self, member: int) -> bool:
         """Whether the member's memory can be reached without waiting. Always true of this rank's, once sealed."""

@@ -2,7 +2,7 @@
 
 Ranks that ask for the same regions in the same order get the same offsets, without negotiating; a digest over what they
 asked for is compared when they attach. Regions start on cache lines and large ones on pages, so neither false sharing
-nor a page's first touch crosses regions; that pads each region by at most a page.
+nor a page's first touch crosses regions.
 """
 
 from __future__ import annotations
@@ -28,49 +28,41 @@ class Request:
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets and sizes in bytes of all regions of a heap; make it with `build`.
+    """Offsets and sizes in bytes of all regions of a heap, in order; make it with `build`.
 
-    Args:
-        requests: the regions, in order.
-        fingerprint: text that ranks must agree on beyond names and sizes.
-        nbytes: size of the whole heap, a multiple of the page size.
-        digest: sha256 in hex over names, sizes and fingerprint.
+    `fingerprint` is text that ranks must agree on beyond names and sizes; `nbytes`, the size of the whole heap, is a
+    multiple of the page size; `digest` is the sha256 in hex over names, sizes and fingerprint.
     """
 
     requests: tuple[Request, ...]
     fingerprint: str
     nbytes: int
     digest: str
-    _offsets: dict[str, int] = field(repr=False)
-    _sizes: dict[str, int] = field(repr=False)
+    _places: dict[str, tuple[int, int]] = field(repr=False)  # offset and size by name
 
     @classmethod
     def build(cls, requests: Sequence[Request], fingerprint: str = "") -> Layout:
-        """Place `requests` one after the other.
-
-        Raises:
-            ValueError: a name is empty, contains a line break or occurs twice, or a size is not positive.
+        """Place `requests` one after the other. Raises ValueError for those that `check` refuses, and names that occur
+        twice.
         """
-        offsets: dict[str, int] = {}
+        places: dict[str, tuple[int, int]] = {}
         end = 0
         for request in requests:
             check(request)
-            if request.name in offsets:
+            if request.name in places:
                 raise ValueError(f"region {request.name!r} was allocated twice")
-            offsets[request.name] = _up(end, mmap.PAGESIZE if request.nbytes >= LARGE else LINE)
-            end = offsets[request.name] + request.nbytes
-        sizes = {request.name: request.nbytes for request in requests}
-        text = describe(requests, fingerprint)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(tuple(requests), fingerprint, max(_up(end, mmap.PAGESIZE), mmap.PAGESIZE), digest, offsets, sizes)
+            start = _up(end, mmap.PAGESIZE if request.nbytes >= LARGE else LINE)
+            places[request.name], end = (start, request.nbytes), start + request.nbytes
+        digest = hashlib.sha256(describe(requests, fingerprint).encode()).hexdigest()
+        return cls(tuple(requests), fingerprint, max(_up(end, mmap.PAGESIZE), mmap.PAGESIZE), digest, places)
 
     def offset(self, name: str) -> int:
         """Bytes from the heap's base to region `name`, the same on every rank."""
-        return self._offsets[self._known(name)]
+        return self._place(name)[0]
 
     def size(self, name: str) -> int:
         """Bytes of region `name`, as asked for."""
-        return self._sizes[self._known(name)]
+        return self._place(name)[1]
 
     def extent(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> tuple[int, int]:
         """(bytes from the heap's base, elements) of `numel` elements of a region from element `offset` on.
@@ -85,10 +77,10 @@ class Layout:
             )
         return self.offset(name) + offset * dtype.itemsize, count
 
-    def _known(self, name: str) -> str:
-        if name not in self._offsets:
-            raise KeyError(f"no region {name!r} in this heap; it has {', '.join(self._offsets) or 'none'}")
-        return name
+    def _place(self, name: str) -> tuple[int, int]:
+        if name not in self._places:
+            raise KeyError(f"no region {name!r} in this heap; it has {', '.join(self._places) or 'none'}")
+        return self._places[name]
 
 
 def check(request: Request) -> None:

@@ -1,10 +1,9 @@
 """Shared file memory mapped into this process, and the advice odc gives the kernel about pages.
 
 mmap(2) is called through ctypes because Python's `mmap` object lacks three things: here memory is unmapped when its
-last view dies (no BufferError at close), no second descriptor is held, and a forked child lets go of the mapping. In
-the child, private zeros replace the mapping: the child keeps no rank's memory alive, cannot harm the peers of its
-parent, and does not crash if a destructor touches a view. (MADV_DONTFORK would leave a hole where the child may map
-something else, which a late munmap would then destroy.)
+last view dies, no second descriptor is held, and a forked child lets go of the mapping. In the child, private zeros
+replace it: the child keeps no rank's memory alive, cannot harm the peers of its parent, and does not crash if a
+destructor touches a view. (MADV_DONTFORK would leave a hole that a late munmap could tear into something else.)
 """
 
 from __future__ import annotations
@@ -75,10 +74,8 @@ class _MappedRange:
 class Mapping:
     """The first `nbytes` of `fd`, readable and, by default, writable. `fd` may be closed afterwards.
 
-    The memory is unmapped when this object and every tensor made from it are gone. `address` is valid in this process.
-
-    Raises:
-        OSError: the kernel refuses.
+    The memory is unmapped when this object and every tensor made from it are gone. Raises OSError if the kernel
+    refuses.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -98,14 +95,10 @@ class Mapping:
         return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset)
 
     def prefault(self, before_step: Callable[[int], None] = lambda left: None, *, fresh: bool) -> None:
-        """Make every page present and mapped, so that no first touch happens later.
+        """Make every page present and mapped, so that no first touch happens later. Raises OSError where that fails.
 
-        Args:
-            before_step: called every 256 MiB with the number of bytes still to come; may raise.
-            fresh: nobody else uses the memory yet, so it may be written where the kernel cannot populate it.
-
-        Raises:
-            OSError: the pages cannot be provided.
+        `before_step`, which may raise, is called every 256 MiB with the number of bytes still to come. `fresh`: nobody
+        else uses the memory yet, so it may be written where the kernel cannot populate it.
         """
         for start in range(0, self.nbytes, _STEP):
             before_step(self.nbytes - start)
@@ -140,8 +133,8 @@ def _populate(address: int, nbytes: int, advice: int) -> int:
 def advise_huge(buffer: torch.Tensor) -> None:
     """Ask for huge pages under `buffer` (contiguous, on the CPU) if it is large; best effort, never raises.
 
-    Where transparent huge pages are given on request ("madvise", the default of most distributions) this saves two
-    thirds of the page-fault time of filling fresh memory: 64 MiB took 27 ms of CPU time instead of 48.
+    Where transparent huge pages are given on request ("madvise", the usual default) this saves two thirds of the
+    page-fault time of filling fresh memory.
     """
     if buffer.nbytes >= _HUGE_FROM_BYTES:
         start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

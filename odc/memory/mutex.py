@@ -1,8 +1,7 @@
-"""A lock in shared memory that survives the death of its holder.
+"""A lock in shared memory that survives the death of its holder: a robust process-shared pthread mutex.
 
-It is a robust process-shared pthread mutex: when its holder is killed, the next rank that asks is told so instead of
-waiting for ever. What the holder left half-done cannot be repaired here, so the mutex is not made consistent: it stays
-poisoned for everyone, and the job restarts from its checkpoint. An uncontended acquire and release takes about 2 us.
+When its holder is killed, the next rank that asks is told so. What the holder left half-done cannot be repaired here,
+so the mutex stays poisoned for everyone, and the job restarts from its checkpoint.
 """
 
 from __future__ import annotations
@@ -62,10 +61,8 @@ def _waiter(libc: Any) -> Callable[[int, float], int]:
 class RobustMutex:
     """The mutex at `address`, initialised once by its owner. Not recursive; released by the thread that acquired it.
 
-    Args:
-        address: of MUTEX_BYTES bytes, 8-byte aligned, mapped for as long as `keepalive` lives.
-        keepalive: whatever owns the memory.
-        what: for messages, what it guards and whose it is.
+    `address` is that of MUTEX_BYTES bytes, 8-byte aligned, which `keepalive` owns; `what` says in messages what it
+    guards and whose it is.
     """
 
     __slots__ = ("_address", "_keepalive", "_what")
@@ -90,10 +87,8 @@ class RobustMutex:
     def acquire(self, timeout_s: float) -> None:
         """Take the lock; waits up to `timeout_s` seconds without the GIL.
 
-        Raises:
-            PeerLostError: a process died while it held the lock, now or earlier.
-            WaitTimeoutError: it was not free in time.
-            RuntimeError: this thread holds it already.
+        Raises PeerLostError if a process died while it held the lock, now or earlier; WaitTimeoutError if it was not
+        free in time; RuntimeError if this thread holds it already.
         """
         code = _pthread().try_lock(self._address)
         if code == errno.ETIMEDOUT:
@@ -129,17 +124,13 @@ class RobustMutex:
         raise OSError(code, f"cannot take {self._what}: {os.strerror(code)}")
 
     def release(self) -> None:
-        """Release the lock.
-
-        Raises:
-            RuntimeError: this thread does not hold it.
-        """
+        """Release the lock; RuntimeError if this thread does not hold it."""
         code = _pthread().unlock(self._address)
         if code:
             raise RuntimeError(f"this thread does not hold {self._what} ({os.strerror(code)})")
 
     def held(self, timeout_s: float) -> _Held:
-        """`with mutex.held(timeout_s):` acquires as `acquire` does and releases at the end of the block."""
+        """As a context manager: acquires as `acquire` does, and releases at the end of the block."""
         return _Held(self, timeout_s)
 
 

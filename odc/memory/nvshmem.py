@@ -2,9 +2,8 @@
 
 NVSHMEM starts with a unique id that travels through the job's key-value store: it needs no launcher and no collective
 of the process group. It is loaded on first use (extra `nvshmem`) and started once in each process for the whole job;
-its rank numbers ("PEs") are global ranks. It reserves its memory at the start, in one piece whose size is computed
-here from the heaps to come (`needed_bytes`). Allocation is a collective of all ranks, and memory is returned only at
-the job's end.
+its rank numbers ("PEs") are global ranks. It reserves its memory at the start, in one piece (`needed_bytes`).
+Allocation is a collective of all ranks, and memory is returned only at the job's end.
 
 A peer whose memory has no pointer here (on another host) has 0 in the pointer table; kernels reach it by NVSHMEM's
 device calls (`NvshmemHeap.symmetric`). Words stay in shared memory, so for now the ranks of a heap must share a host.
@@ -42,11 +41,7 @@ class KeyValues(Protocol):
 
 
 def core() -> Any:
-    """nvshmem4py.
-
-    Raises:
-        UnsupportedError: it or NVSHMEM is not installed; names the extra.
-    """
+    """nvshmem4py. Raises UnsupportedError, naming the extra, if it or NVSHMEM is not installed."""
     try:
         import nvshmem.core
     except ImportError as error:
@@ -67,16 +62,11 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
 
     Args:
         store: store of the job, where rank 0 leaves the unique id.
-        rank: this process's global rank.
-        ranks: number of ranks in the job.
         device: this rank's CUDA device, which must be current.
         nbytes: memory to reserve, from `needed_bytes`.
         timeout_s: deadline for rank 0's id. NVSHMEM's own meeting after that has no deadline.
 
-    Raises:
-        UnsupportedError: NVSHMEM is not installed.
-        HeapMemoryError: the environment reserves less than is needed.
-        WaitTimeoutError: rank 0 did not leave an id in time.
+    Raises UnsupportedError, HeapMemoryError and WaitTimeoutError as `core`, `reserve` and `exchange_id` do.
     """
     global _started
     if _started is not None:
@@ -93,11 +83,7 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
 
 
 def reserve(nbytes: int, rank: int) -> None:
-    """Make NVSHMEM reserve `nbytes`, or more if the environment already says so.
-
-    Raises:
-        HeapMemoryError: the environment sets a smaller size.
-    """
+    """Make NVSHMEM reserve `nbytes`, or more if the environment already says so; HeapMemoryError if it says less."""
     asked = os.environ.get(_SIZE)
     if asked is None:
         os.environ[_SIZE] = str(nbytes)
@@ -115,7 +101,7 @@ def bytes_of(text: str) -> int:
 
 
 def exchange_id(library: Any, store: KeyValues, rank: int, timeout_s: float) -> Any:
-    """NVSHMEM's unique id, made by rank 0 and left in the store under one key."""
+    """NVSHMEM's unique id, made by rank 0 and left in the store; WaitTimeoutError if it does not come in time."""
     import numpy as np
 
     key = "odc/nvshmem/id"
@@ -169,8 +155,7 @@ def _initialize(function: Any, device: int, key: Any) -> None:
 class NvshmemHeap(CudaHeap):
     """A `CudaHeap` whose data lies in NVSHMEM's symmetric memory; `start` comes first.
 
-    `seal` is a collective of all ranks of the job, because NVSHMEM's allocation is one: its `group` is the world, and
-    `meet` is called first.
+    `seal` is a collective of all ranks of the job: its `group` is the world, and `meet` is called first.
     """
 
     def seal(self, fingerprint: str = "") -> None:

@@ -1,8 +1,7 @@
 """Other processes of this host: whether one is still alive, and what a forked child must release.
 
-A pidfd names a process rather than its number, so a recycled pid cannot look alive, and epoll can wait for it. (A file
-lock would be inherited by forked data loader workers: it hid a death for 6 s.) Where the kernel refuses pidfds, the
-start time in /proc/<pid>/stat tells a recycled pid apart, but has to be polled.
+A pidfd names a process rather than its number, so a recycled pid cannot look alive, and epoll can wait for it. Where
+the kernel refuses pidfds, the start time in /proc/<pid>/stat tells a recycled pid apart, but has to be polled.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ def _close_all() -> None:
 
 
 class ProcessHandle:
-    """Watches one process, which need not be a child. May be used from any thread.
-
-    Args:
-        pid: process id as seen from this process. If it has ended already, the handle is simply not alive.
-        proc: where procfs is mounted.
-    """
+    """Watches one process, which need not be a child and may have ended. May be used from any thread."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         if pid <= 0:

@@ -1,8 +1,8 @@
 """The CPU heap: one memfd for each rank, mapped by every rank of the host that needs it.
 
-An anonymous memory file has no name that a killed rank could leave behind, and no small /dev/shm bounds it; the rank's
-server hands its descriptor out. Memory is taken and zeroed at `seal`, so training never meets a first touch or a full
-machine. The heap begins with a text that describes its layout, so that ranks that disagree can be told where.
+An anonymous memory file leaves no name behind, and no small /dev/shm bounds it; the rank's server hands its descriptor
+out. Memory is taken and zeroed at `seal`, so training never meets a first touch or a full machine. The heap begins with
+a text that describes its layout, so that ranks that disagree can be told where.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory.available_memory import FreeMemory, free_memory
-from odc.memory.heap import HostLanes, Lanes
+from odc.memory.heap import HostLanes, Lanes, NamedHeap
 from odc.memory.layout import Layout, Request, check, describe, difference
 from odc.memory.mapping import Mapping
 from odc.memory.processes import close_after_fork
@@ -40,17 +40,12 @@ class Attachment:
     digest: str
 
 
-class ShmHeap:
+class ShmHeap(NamedHeap):
     """A `SymmetricHeap` in shared memory of one host; the protocol describes the methods.
 
-    Args:
-        identity: names the heap in messages and in /proc.
-        ranks: global ranks by member index.
-        me: this rank's member index.
-        connect: returns the heap of a member, by index; waits for it to come up and raises odc errors itself. Called
-            at most once at a time for each member, from the thread that needs it.
-        deadline_s: seconds a thread waits for another one that attaches to the same member.
-        probe: says how much memory is left.
+    `connect` returns the heap of a member, by index; it waits for it to come up and raises odc errors itself, and is
+    called at most once at a time for each member, from the thread that needs it. `deadline_s` is how long a thread
+    waits for another one that attaches to the same member; `probe` says how much memory is left.
     """
 
     def __init__(
@@ -70,14 +65,11 @@ class ShmHeap:
         self.lanes: Lanes = HostLanes()
         self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
         self._requests: dict[str, Request] = {}
-        self._layout: Layout | None = None
         self._fd = -1
         self._closed = False
         self._mappings: list[Mapping | None] = [None] * len(self.ranks)
         self._locks = [threading.Lock() for _ in self.ranks]
         self._words: dict[tuple[int, str], Words] = {}
-
-    # before seal -------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
         request = Request(name, int(nbytes))
@@ -147,8 +139,6 @@ class ShmHeap:
                 "a smaller model or smaller staging blocks"
             )
 
-    # views -------------------------------------------------------------------------------------------------------
-
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None
     ) -> torch.Tensor:
@@ -168,8 +158,6 @@ class ShmHeap:
             offset, count = self.layout.offset(name), self.layout.size(name) // 8
             found = cache[member, name] = Words(mapping.address + offset, count, mapping)
         return found
-
-    # peers -------------------------------------------------------------------------------------------------------
 
     def attached(self, member: int) -> bool:
         return self._mappings[member] is not None
@@ -220,18 +208,6 @@ class ShmHeap:
             "every rank must shard the same modules in the same order, with the same settings"
         )
 
-    # accounting and end ------------------------------------------------------------------------------------------
-
-    @property
-    def sealed(self) -> bool:
-        return self._layout is not None
-
-    @property
-    def layout(self) -> Layout:
-        if self._layout is None:
-            raise OdcError(f"{self._who()}: the heap is not sealed yet")
-        return self._layout
-
     @property
     def nbytes(self) -> int:
         return self._layout.nbytes if self._layout else 0
@@ -259,9 +235,6 @@ class ShmHeap:
         # Views hold their mapping, so the memory is released with the last of them.
         self._mappings = [None] * len(self.ranks)
         self._words = {}
-
-    def _who(self) -> str:
-        return f"rank {self.ranks[self.me]}, heap {self.identity}"
 
 
 def _read_description(fd: int, size: int) -> str:

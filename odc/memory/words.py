@@ -1,7 +1,7 @@
 """64-bit words in memory that several processes share: flags, counters, heads and tails of rings.
 
-Loads acquire and stores release; there is no other ordering. Whoever loads a word sees what its writer wrote before
-storing it. A load or store costs well under a microsecond (one ctypes call); use `as_tensor` for bulk access.
+Loads acquire and stores release: whoever loads a word sees what its writer wrote before storing it. There is no other
+ordering. A load or store costs one ctypes call; use `as_tensor` for bulk access.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ _TOP = 1 << 63
 class Words:
     """`count` signed 64-bit words from `address` on; usable from any thread and process.
 
-    Args:
-        address: address of the first word, 8-byte aligned, mapped for as long as `keepalive` lives.
-        count: number of words, 0 or more.
-        keepalive: owner of the memory; held by this object and by its tensors.
-        atomics: the operations to use; by default the best this machine has.
+    `address` is 8-byte aligned and mapped for as long as `keepalive` lives, which this object and its tensors hold.
     """
 
     __slots__ = ("_address", "_atomics", "_count", "_keepalive")
@@ -58,8 +54,7 @@ class Words:
     def add(self, i: int, delta: int) -> int:
         """Add to word `i` atomically, wrapping around at 64 bits, and return its previous value.
 
-        Raises:
-            UnsupportedError: this machine lacks libatomic.
+        Raises UnsupportedError where this machine lacks libatomic.
         """
         return self._atomics.add(self._at(i), _fits(delta))
 

@@ -1,9 +1,7 @@
 """Microbatches pulled and prepared shortly before they are used, instead of all at the start of a step.
 
 With many microbatches a step, inputs take a fraction of the memory, and in RL a sample is as young as it can be when it
-is used (Fast-LLM issue 510). The background thread competes for the interpreter, and nothing is known about a later
-microbatch when an earlier one runs, so what a loss is divided by has to wait (see `normalize`). The trace records every
-input; `input_figures` reads memory, ages and waiting from it.
+is used (Fast-LLM issue 510). The trace records every input; `input_figures` reads memory, ages and waiting from it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from odc.errors import WaitTimeoutError
@@ -27,7 +24,7 @@ INPUTS, PREPARE, HELD, AGE = "inputs", "inputs prepared", "inputs held", "input 
 
 
 class _PreparedInput(NamedTuple):
-    """A prepared microbatch: when its sample was made, when it was ready, and how many bytes its tensors take."""
+    """`born_ns` is when its sample was made, `ready_ns` when it was prepared, `nbytes` what its tensors take."""
 
     item: Any
     born_ns: int
@@ -103,9 +100,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
     def __enter__(self) -> LazyMicrobatches[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -179,13 +174,9 @@ def _nbytes(item: Any) -> int:
 class InputFigures:
     """Inputs of one rank, measured.
 
-    Args:
-        microbatches: number of microbatches used.
-        peak_bytes: most bytes of prepared inputs at one time, from ready until the next one was asked for.
-        most_held: most prepared microbatches at one time.
-        mean_age_s, max_age_s: from when a sample was made (or pulled, see `LazyMicrobatches`) to its use.
-        prepare_s: seconds spent pulling and preparing, on whichever thread.
-        waited_s: seconds the training thread had no input.
+    `peak_bytes` and `most_held` count prepared inputs at one time, from ready until the next one was asked for. Ages
+    run from when a sample was made (or pulled, see `LazyMicrobatches`) to its use. `prepare_s` is spent pulling and
+    preparing, on whichever thread; for `waited_s` the training thread had no input.
     """
 
     microbatches: int

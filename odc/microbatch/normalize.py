@@ -1,16 +1,12 @@
-"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510).
+"""Losses divided by a number that is known only when a minibatch is over (Fast-LLM issue 510; see docs/microbatch.md).
 
-Let S be the summed loss of one microbatch and n what it counts (label tokens). Three objectives are offered:
+Let S be the summed loss of one microbatch and n what it counts (label tokens). "global" is the sum of all S over the
+sum of all n; "per_microbatch" the mean over i of the same for the i-th microbatches of all ranks; "per_rank_microbatch"
+the mean of S / n over all microbatches of all ranks.
 
-* "global" (option A of the issue): the sum of all S over the sum of all n, of all microbatches on all ranks.
-* "per_microbatch" (option B of the issue): for the i-th microbatches of all ranks, their summed S over their summed n;
-  then the mean over i.
-* "per_rank_microbatch": the mean over all microbatches of all ranks of each one's own S / n.
-
-Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by the factor that is
-missing to 1 / N. This is exact for any counts on any rank, because the proxy is the same for all microbatches. (The
-issue's proxy, each microbatch's own number of tokens, weights microbatches against each other.) One factor can serve
-only one divisor, so losses over several divisors need their totals before the first backward: see `announce`.
+Under "global" backward runs on S * grad_scale / proxy, and `finish` multiplies every gradient by what is missing to 1 /
+N: exact for any counts on any rank, because the proxy is the same for all microbatches. One factor can serve only one
+divisor; losses over several divisors need their totals before the first backward (`announce`).
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ class Totals:
         divisors: the true divisors by name; unless the normalization is "global", also "microbatches", the number that
             the objective is a mean over.
         metrics: each metric's numerators over its divisor; NaN where that is 0.
-        factor: the factor that gradients were multiplied by; None if the step is to be skipped.
+        factor: what gradients were multiplied by; None if the step is to be skipped.
     """
 
     divisors: dict[str, float]
@@ -60,39 +56,23 @@ class Totals:
 class LossNormalizer:
     """Divides the gradients of each minibatch by what its losses count on all ranks and microbatches together.
 
-        normalizer = LossNormalizer(proxy=token_budget, metrics={"loss": "labels", "reward": "samples"})
-        with model.minibatch():
-            for mb in mine:
-                loss_sum = cross_entropy(..., reduction="sum")
-                normalizer.scaled(loss_sum, mb.labels).backward()
-                normalizer.metric("loss", loss_sum), normalizer.count("samples", mb.samples)
-        totals = normalizer.finish(model.parameters())   # before NaN check, norm and clip
-        if not totals.skip: ...clip, optimizer.step()
+    For each microbatch, call backward on `scaled(loss_sum, count)`; after the minibatch, `finish(parameters)` before
+    NaN check, norm and clip. Use it on the training thread. Only `finish`, `announce` and `microbatches` communicate.
 
     Args:
         proxy: whole number near the divisor of a minibatch (near the number of microbatches unless the normalization is
             "global"), the same on all ranks, which `finish` checks. It cancels; it keeps 16-bit gradients in range.
         metrics: name -> the divisor it is a mean over. A rank without a microbatch must know the names too.
-        divisor: name of the losses' divisor, or several names for losses with different divisors that are added up.
+        divisor: name of the losses' divisor, or several names for losses with different divisors that are added up;
+            "per_rank_microbatch" takes one.
         normalization: the objective; see the module's text.
         grad_scale: scale of a gradient scaler for fp16; `finish` removes it again.
         gradient_divide_factor: what the reduction of gradients divides by; by default the number of ranks, because
             FSDP2 and odc average. 1.0 where gradients are summed.
         group: ranks that share the minibatch; by default the default group. Without torch.distributed, one rank.
 
-    Use it on the training thread. Only `finish`, `announce` and `microbatches` communicate.
-
-    Raises:
-        ConfigError: a value is out of range, or there are several divisors with "per_rank_microbatch", whose
-            microbatches would have to be counted for each divisor separately.
+    Raises ConfigError for a value out of range.
     """
-
-    # Of the minibatch in progress: this rank's sums, the divisors of all ranks as announced, and those of the position.
-    _counted: dict[str, float | Tensor]
-    _numerators: dict[str, float | Tensor]
-    _promised: dict[str, float] | None
-    _current: dict[str, float] | None
-    _positions: int
 
     def __init__(
         self,
@@ -128,13 +108,9 @@ class LossNormalizer:
         """Tell all ranks what this rank's microbatches of the coming minibatch count, and return the totals.
 
         Needed with "global" and several divisors: their losses share one backward, so each needs its true divisor
-        before that backward. Costs one all-reduce of a few doubles at the beginning of a minibatch.
-
-        Args:
-            counts: by divisor, over all microbatches that this rank will run; a missing divisor counts 0.
-
-        Every rank of the group calls it once a minibatch, before its first `scaled`; waits for all of them. `finish`
-        raises if the ranks then train on other counts.
+        before. `counts` holds, by divisor, the sum over all microbatches that this rank will run; a missing divisor
+        counts 0. Every rank of the group calls it once a minibatch, before its first `scaled`; waits for all of them
+        (one all-reduce). `finish` raises if the ranks then train on other counts.
         """
         if self.normalization != "global" or self._promised is not None:
             when = "was announced already" if self.normalization == "global" else f"needs none: {self.normalization}"
@@ -151,13 +127,10 @@ class LossNormalizer:
     def microbatches(self, source: Iterable[T], counts: Callable[[T], Counts]) -> Iterator[T]:
         """Iterates over this rank's microbatches under "per_microbatch", in step with the other ranks.
 
-        Args:
-            source: any number of microbatches, including zero; one is taken before the previous is handed out.
-            counts: what a microbatch adds to its divisor, or to each divisor by name.
-
-        The divisor of the i-th microbatches is summed over ranks, so a rank waits until the slowest one is at most one
-        microbatch behind: this normalization gives up part of what unequal ranks gain by communication on demand.
-        Every rank must iterate to the end, inside the minibatch. Waits have the group's own timeout.
+        `source` may hold any number, including zero; one is taken before the previous is handed out. `counts` says what
+        a microbatch adds to its divisor, or to each divisor by name. The divisor of the i-th microbatches is summed
+        over ranks, so a rank waits (with the group's timeout) until the slowest one is at most one microbatch behind.
+        Every rank must iterate to the end, inside the minibatch.
         """
         if self.normalization != "per_microbatch":
             raise ConfigError(f"microbatches() is not for {self.normalization!r}, which does not keep ranks in step")
@@ -183,9 +156,8 @@ class LossNormalizer:
             count: what this microbatch adds to the divisor: labels it trains on. A tensor is not waited for.
             divisor: one of the normalizer's divisors; by default the first.
 
-        Raises:
-            ConfigError: the normalizer does not know the divisor, or needs its total now and does not know it yet.
-            ValueError: `loss_sum` is not a scalar, or `count` is negative.
+        Raises ConfigError if the normalizer does not know the divisor, or needs its total now and does not know it yet;
+        ValueError if `loss_sum` is not a scalar, or `count` is negative.
         """
         name = self._trained[0] if divisor is None else divisor
         if name not in self._trained:
@@ -216,16 +188,10 @@ class LossNormalizer:
     def finish(self, parameters: Iterable[Tensor]) -> Totals:
         """Reduce all counts and numerators in one all-reduce, complete the gradients, and start the next minibatch.
 
-        Args:
-            parameters: the trained ones. Each `.grad` (of a DTensor its local shard) is multiplied in place, or set to
-                None if no rank had anything to train on.
-
-        Every rank of the group calls it, outside of the minibatch, before it uses gradients. Waits for the group with
-        the group's own timeout.
-
-        Raises:
-            OdcError: ranks had different proxies, or trained on other counts than they had announced; the gradients
-                cannot be repaired.
+        Each `.grad` of `parameters` (of a DTensor its local shard) is multiplied in place, or set to None if no rank
+        had anything to train on. Every rank of the group calls it, outside of the minibatch, before it uses gradients.
+        Waits for the group with the group's own timeout. Raises OdcError if ranks had different proxies, or trained on
+        other counts than they had announced; then the gradients cannot be repaired.
         """
         grown = [parameter for parameter in parameters if parameter.grad is not None]
         ranks, sums = self._reduced(grown)
@@ -254,10 +220,8 @@ class LossNormalizer:
         return Totals(divisors, metrics, factor)
 
     def discard(self) -> None:
-        """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`.
-
-        Every rank calls it; it waits for nobody. Under "per_microbatch" every rank must still have iterated to the end
-        of `microbatches`.
+        """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`. Every rank
+        calls it, under "per_microbatch" after it has iterated to the end of `microbatches`; it waits for nobody.
         """
         self._start()
 
@@ -286,9 +250,11 @@ class LossNormalizer:
         return self.proxy / divisors["microbatches"]
 
     def _start(self) -> None:
-        self._counted = dict.fromkeys(self._names, 0.0)
-        self._numerators = dict.fromkeys(self._metrics, 0.0)
-        self._promised = self._current = None
+        # This rank's sums, the divisors of all ranks as announced, and those of the position.
+        self._counted: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
+        self._numerators: dict[str, float | Tensor] = dict.fromkeys(self._metrics, 0.0)
+        self._promised: dict[str, float] | None = None
+        self._current: dict[str, float] | None = None
         self._positions = 0
 
     def _add(self, sums: dict[str, float | Tensor], name: str, value: float | Tensor) -> None:

@@ -1,8 +1,7 @@
 """Microbatches of all ranks, position by position, and what the ranks count together at each position.
 
-Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce of a few doubles,
-which starts when the microbatch before it is handed out, so that its latency hides behind that one's compute. A rank
-that has run out of microbatches keeps taking part until no rank has one left.
+Position i holds the i-th microbatch of every rank. Its counts are summed over ranks by one all-reduce, which starts
+when the microbatch before it is handed out, so that its latency hides behind that one's compute.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ Counts = Count | Mapping[str, Count]
 
 
 class Position(NamedTuple, Generic[T]):
-    """One microbatch of this rank, and the counts of all ranks at its position.
-
-    Args:
-        items: the microbatch, or nothing if this rank has run out of them.
-        totals: counts by name, summed over ranks.
-    """
+    """One microbatch of this rank (nothing if it has run out of them), and the counts by name summed over all ranks."""
 
     items: tuple[T, ...]
     totals: dict[str, float]
@@ -35,15 +29,12 @@ class Position(NamedTuple, Generic[T]):
 def positions(
     source: Iterable[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
 ) -> Iterator[Position[T]]:
-    """Yields a `Position` until no rank has a microbatch left; every rank gets equally many.
+    """Yields a `Position` until no rank has a microbatch left; every rank gets equally many and must iterate to the
+    end.
 
-    Args:
-        source: any number of microbatches of this rank, including zero. One is taken before the previous is yielded.
-        counts: counts of a microbatch by name; a single number stands for the first of `names`.
-        names: names of the counts, the same on every rank.
-        group: ranks that take part; without torch.distributed, this one alone.
-
-    Every rank must iterate to the end. Waits until the slowest rank is within one position of this one.
+    One microbatch of `source`, which may be empty, is taken before the previous is yielded. `counts` gives what one
+    counts by name; a single number stands for the first of `names`, which are the same on every rank. Waits until the
+    slowest rank is within one position of this one.
     """
     remaining = iter(source)
     coming = _sent(remaining, counts, names, group)

@@ -7,12 +7,9 @@
 * busy = compute + optimizer; bubble = 1 - mean over ranks of busy / step. Fetch, push and wait are not busy, whether
   they wait or transfer, so an arm gains nothing by how its collectives are split.
 
-Time between steps (reading data, logging, evaluation) belongs to no step. Where ranks drift apart after finish, one
-rank may begin its next step while another ends this one; that overlap counts in both steps.
-
+Time between steps (reading data, logging, evaluation) belongs to no step; steps of ranks that drift apart may overlap.
 Epochs that some rank lacks (it died, or its recorder dropped their spans for newer ones) are left out and listed, never
-estimated. Figures are medians over epochs with min and max, so the medians of categories need not add up to the median
-step; those of one epoch do.
+estimated. Figures are medians over epochs with min and max.
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ class Stat:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Stat:
-        """The figure of one value or more."""
         ordered = sorted(values)
         return cls(float(median(ordered)), float(ordered[0]), float(ordered[-1]))
 
     def to_dict(self) -> dict[str, float]:
-        """`{"median", "min", "max"}` as floats."""
         return {"median": self.median, "min": self.min, "max": self.max}
 
 
@@ -88,12 +83,10 @@ class Breakdown:
 
     @property
     def step_s(self) -> Stat:
-        """Seconds of a step."""
         return Stat.of(step.step_s for step in self.steps)
 
     @property
     def bubble(self) -> Stat:
-        """Measured bubble, 0 to 1."""
         return Stat.of(step.bubble for step in self.steps)
 
     def busy(self, rank: int) -> Stat:
@@ -104,12 +97,9 @@ class Breakdown:
 def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> Breakdown:
     """Seconds by category for every rank and epoch, and the measured bubble.
 
-    Args:
-        spans_by_rank: all spans of every rank, by global rank, in the order they were recorded.
-        skip: leading epochs to leave out (warm-up).
-
-    Raises:
-        TraceError: no epoch is left that every rank recorded completely, or a span's category is unknown.
+    `spans_by_rank` holds all spans of every rank, by global rank, in the order they were recorded; `skip` leading
+    epochs are left out (warm-up). Raises TraceError if no epoch is left that every rank recorded completely, or a
+    span's category is unknown.
     """
     if skip < 0:
         raise ValueError(f"skip must be 0 epochs or more, not {skip!r}")
@@ -130,8 +120,7 @@ def breakdown(spans_by_rank: Mapping[int, Sequence[Span]], *, skip: int = 0) -> 
 def own_steps(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
     """One rank's own step of each epoch, `epoch -> (start_ns, end_ns)`: its window, and its optimizer if later.
 
-    Raises:
-        TraceError: an epoch has two windows that lie apart.
+    Raises TraceError if an epoch has two windows that lie apart.
     """
     windows: dict[int, tuple[int, int]] = {}
     optimizers: dict[int, int] = {}

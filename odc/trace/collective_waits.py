@@ -1,10 +1,8 @@
 """Waiting and transfer inside a collective, told apart by when each rank arrived.
 
 An all-gather cannot move a byte before its last rank has arrived, yet the rank that calls it sees one long span. Such
-spans are split afterwards, from all ranks' arrival times; a barrier before each collective would change what is
-measured. This assumes that the k-th collective of a unit in an epoch is the same call on every rank, and that it spans
-all ranks given (with subgroup meshes, call it once for each group). Where the counts contradict that, the epoch is left
-unsplit and listed.
+spans are split afterwards, from all ranks' arrival times. This assumes that the k-th collective of a unit in an epoch
+is the same call on every rank, and that it spans all ranks given (with subgroup meshes, call it once for each group).
 
 Time before the last arrival counts as waiting even if some transfer between early ranks could overlap it, so WAIT is an
 upper bound. The bubble does not change: neither waiting nor transfer is busy time.
@@ -29,11 +27,9 @@ class SplitWaits(NamedTuple):
 
 def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
     """Split each collective span into WAIT (from this rank's arrival to the last rank's) and the rest, which keeps its
-    category.
-
-    Collective spans are FETCH or PUSH on the main lane with `peer == COLLECTIVE`. The k-th of one category, unit and
-    epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the lowest of
-    several), carries no bytes, and is left out where it would be empty; the rest keeps the bytes even if it is empty.
+    category. Collective spans are FETCH or PUSH on the main lane with `peer == COLLECTIVE`; the k-th of one category,
+    unit and epoch is matched over all ranks by start time. The WAIT names the last rank to arrive as its peer (the
+    lowest of several), carries no bytes, and is left out where it would be empty; the rest keeps the bytes.
     """
     calls = {rank: _calls(spans) for rank, spans in spans_by_rank.items()}
     unsplit = _uneven_epochs([set(own.values()) for own in calls.values()])

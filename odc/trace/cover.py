@@ -1,6 +1,5 @@
 """What a rank's training thread was doing at each moment: nested spans, cut into pieces that do not overlap.
 
-The breakdown, the picture and the trace file all rest on this definition:
 * At each moment the innermost main-lane span counts: of those that cover it, the one that started last (then the one
   that ends first, then the one recorded first). So nesting never counts time twice.
 * Compute is derived: time inside a MICROBATCH mark that no other main-lane span covers.
@@ -35,16 +34,9 @@ def marked_epochs(spans_by_rank: Mapping[int, Sequence[Span]]) -> frozenset[int]
 def cover(spans: Iterable[Span], marked: frozenset[int]) -> list[Span]:
     """Cut one rank's main-lane spans into pieces, ordered in time, of which no two overlap.
 
-    Args:
-        spans: all spans of one rank, in the order they were recorded; other lanes are left out.
-        marked: `marked_epochs` of all ranks together.
-
-    Returns:
-        Pieces as spans, with their epoch, microbatch, unit and peer, including derived compute but not idle time. Each
-        piece carries the `nbytes` of its whole span, so never sum them over pieces.
-
-    Raises:
-        TraceError: a main-lane span has an unknown category.
+    `spans` are all spans of one rank, in the order they were recorded; `marked` is `marked_epochs` of all ranks. Pieces
+    keep epoch, microbatch, unit and peer, and include derived compute but not idle time. Each carries the `nbytes` of
+    its whole span, so never sum them over pieces. Raises TraceError for a main-lane span of unknown category.
     """
     layers = _layers(spans, marked)
     moments = sorted({moment for span in layers for moment in (span.start_ns, span.end_ns)})

@@ -2,9 +2,8 @@
 
 A span takes some 290 bytes; a path that ends in ".gz" is compressed, which Perfetto opens as it is. Each rank is a
 process and each lane a thread (more where spans of a lane overlap without nesting). Besides the recorded spans and
-marks the file holds the derived compute (`args.derived`), so that the breakdown's figures can be seen. Times are
-microseconds after the first span; `otherData.origin_ns` is that span's time on the host's monotonic clock. A recorder
-keeps only its newest spans, so a file may begin in the middle of a run.
+marks the file holds the derived compute (`args.derived`). Times are microseconds after the first span;
+`otherData.origin_ns` is that span's time on the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class _Rows:
         self._lanes: dict[str, list[tuple[int, list[int]]]] = {}  # lane -> rows: thread, ends of its open spans
 
     def place(self, span: Span) -> int:
-        """The thread to draw a span on."""
         rows = self._lanes.setdefault(span.lane, [])
         for thread, open_ends in rows:
             while open_ends and open_ends[-1] <= span.start_ns:
@@ -105,24 +103,11 @@ def _name(kind: str, process: int, thread: int, **args: str | int) -> dict[str, 
 
 
 def _event(rank: int, span: Span, process: int, thread: int, origin: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": _title(span),
-        "cat": span.category,
-        "ts": (span.start_ns - origin) / 1000,
-        "dur": (span.end_ns - span.start_ns) / 1000,
-        "pid": process,
-        "tid": thread,
-        "args": {
-            "rank": rank,
-            "epoch": span.epoch,
-            "microbatch": span.microbatch,
-            "unit": span.unit,
-            "peer": span.peer,
-            "bytes": span.nbytes,
-            "lane": span.lane,
-        },
-    }
+    start, length = (span.start_ns - origin) / 1000, (span.end_ns - span.start_ns) / 1000
+    event: dict[str, Any] = {"ph": "X", "name": _title(span), "cat": span.category, "ts": start, "dur": length}
+    args: dict[str, Any] = {"rank": rank, "epoch": span.epoch, "microbatch": span.microbatch, "unit": span.unit}
+    args |= {"peer": span.peer, "bytes": span.nbytes, "lane": span.lane}
+    return event | {"pid": process, "tid": thread, "args": args}
 
 
 def _title(span: Span) -> str:

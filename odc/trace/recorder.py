@@ -1,9 +1,7 @@
 """The recorder: one ring of spans for each process, cheap enough to stay on.
 
 The ring is a bounded deque of plain tuples: `deque.append` is atomic under the interpreter lock and drops the oldest
-span by itself, and one `add` costs well under a microsecond (bench/bench_trace.py). A span takes about 200 bytes, 40 MB
-when the ring is full. A run longer than the ring keeps only its end. The oldest minibatch that is left may then lack
-spans, so `spans()` leaves out its marks, and with them the minibatch from any breakdown.
+span by itself, and one `add` costs well under a microsecond. A span takes about 200 bytes, 40 MB when the ring is full.
 
 A span's epoch and microbatch are the recorder's at the time when the span *ends*; on background lanes this is where the
 training thread is by then.
@@ -15,7 +13,6 @@ import threading
 import time
 from collections import deque
 from itertools import count
-from types import TracebackType
 from typing import Final
 
 from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
@@ -26,24 +23,17 @@ CAPACITY: Final = 200_000
 
 
 class Recorder:
-    """Collects the spans of one process. Never synchronizes and never raises for being full.
+    """Collects the newest `capacity` spans of one process. Never synchronizes and never raises for being full.
 
     Only the training thread may call `window` and `microbatch`, because they say where it is; any thread may call the
-    others.
-
-    Args:
-        rank: global rank of this process.
-        enabled: False makes `add` return at once; the marks still keep `epoch` and `microbatch_index` up to date.
-        capacity: number of newest spans to keep.
+    others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
     """
 
     def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise ValueError(f"a recorder's capacity must be at least one span, not {capacity!r}")
-        self.rank = rank
-        self.enabled = enabled
-        self.epoch = -1
-        self.microbatch_index = -1
+        self.rank, self.enabled = rank, enabled
+        self.epoch = self.microbatch_index = -1
         self._spans: deque[tuple[str, str, int, int, int, int, str, int, int]] = deque(maxlen=capacity)
         # Counts appended spans and its own reads: `next` is atomic under the interpreter lock, `+= 1` is not.
         self._appended = count().__next__
@@ -60,7 +50,6 @@ class Recorder:
         return max(0, total - len(self._spans))
 
     def set_rank(self, rank: int) -> None:
-        """Set the global rank of this process, once it is known."""
         self.rank = rank
 
     now = staticmethod(_clock)
@@ -92,17 +81,17 @@ class Recorder:
         return _SpanContext(self, category, unit, peer, nbytes, lane)
 
     def window(self, epoch: int) -> Mark:
-        """Mark one whole minibatch, from begin to the end of finish, even if it raises.
+        """Mark one whole minibatch, from begin to the end of finish, even if it raises; does nothing inside another
+        window.
 
-        Sets `epoch` until the next window, so that an optimizer step after the window belongs to it. Inside another
-        window it does nothing, so that a job may mark its own steps around a runtime that marks them too.
+        Sets `epoch` until the next window, so that an optimizer step after the window belongs to it.
         """
         return Mark(self, WINDOW, epoch)
 
     def microbatch(self, index: int) -> Mark:
-        """Mark one forward and backward, even if it raises; `microbatch_index` is `index` inside and -1 after.
+        """Mark one forward and backward, even if it raises; does nothing inside another microbatch.
 
-        Inside another microbatch it does nothing.
+        `microbatch_index` is `index` inside and -1 after.
         """
         return Mark(self, MICROBATCH, index)
 
@@ -133,20 +122,13 @@ class _SpanContext:
     __slots__ = ("_category", "_lane", "_nbytes", "_peer", "_recorder", "_start", "_unit")
 
     def __init__(self, recorder: Recorder, category: str, unit: str, peer: int, nbytes: int, lane: str) -> None:
-        self._recorder = recorder
-        self._category = category
-        self._unit = unit
-        self._peer = peer
-        self._nbytes = nbytes
-        self._lane = lane
-        self._start = 0
+        self._recorder, self._category, self._start = recorder, category, 0
+        self._unit, self._peer, self._nbytes, self._lane = unit, peer, nbytes, lane
 
     def __enter__(self) -> None:
         self._start = _clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._recorder.add(
             self._category, self._start, unit=self._unit, peer=self._peer, nbytes=self._nbytes, lane=self._lane
         )
@@ -158,10 +140,7 @@ class Mark:
     __slots__ = ("_kind", "_number", "_recorder", "_start")
 
     def __init__(self, recorder: Recorder, kind: str, number: int) -> None:
-        self._recorder = recorder
-        self._kind = kind
-        self._number = number
-        self._start = 0
+        self._recorder, self._kind, self._number, self._start = recorder, kind, number, 0
 
     def __enter__(self) -> None:
         recorder, kind = self._recorder, self._kind
@@ -174,9 +153,7 @@ class Mark:
                 recorder.microbatch_index = self._number
             self._start = _clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end(record=True)
 
     def cancel(self) -> None:

@@ -1,12 +1,8 @@
 """Spans: what one rank did from one moment to another, and the file in which a rank saves them.
 
-Times are `time.monotonic_ns()` (CLOCK_MONOTONIC): nanoseconds on one clock for every process of a host. Spans of
-different hosts must not be compared without aligning their clocks first.
-
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
 innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
-drawn and exported but not counted, because work that hides behind compute delays no step. It does compete for cores,
-which shows as longer spans of the main lane.
+drawn and exported but not counted, because work that hides behind compute delays no step.
 """
 
 from __future__ import annotations
@@ -46,13 +42,11 @@ _FORMAT = "odc-spans-1"
 
 
 class Span(NamedTuple):
-    """What a rank did from `start_ns` to `end_ns`. A flat tuple, so that recording one from any thread is cheap.
+    """What a rank did from `start_ns` up to `end_ns`, in nanoseconds on one clock of the host (`time.monotonic_ns`).
 
     Args:
         category: one of CATEGORIES or MARKS.
         lane: the thread it ran on, "main" for the training thread.
-        start_ns: first nanosecond, on the host's monotonic clock.
-        end_ns: the nanosecond after the last one.
         epoch: number of the minibatch; -1 before the first.
         microbatch: index of the microbatch within the rank's minibatch; -1 outside of one.
         unit: name of the `fully_shard`ed module, "" if it concerns none.
@@ -74,8 +68,7 @@ class Span(NamedTuple):
 def save_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
     """Write spans to `path` as JSON lines, about 65 bytes a span; creates the folder if needed.
 
-    Each rank writes a file of its own, so gathering a trace needs no collective and no live peer. The file is replaced
-    as a whole: a rank that is killed never leaves half of one.
+    The file is replaced as a whole: a rank that is killed never leaves half of one.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,12 +84,7 @@ def save_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
 
 
 def load_spans(path: str | os.PathLike[str]) -> list[Span]:
-    """Read what `save_spans` wrote, in the same order.
-
-    Raises:
-        TraceError: the file is of another kind or version, or a line of it is damaged.
-        OSError: it cannot be read.
-    """
+    """What `save_spans` wrote, in the same order. Raises TraceError for another kind or version, or a damaged line."""
     with Path(path).open(encoding="utf-8") as file:
         try:
             header = json.loads(file.readline())

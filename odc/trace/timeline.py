@@ -2,11 +2,8 @@
 
 Every panel starts at 0 and all share one scale, so a shorter panel *is* a faster arm, and a barrier shows as waits that
 end on one vertical line. A row's upper band is the training thread, as the breakdown counts it; the thin strip below it
-shows the background lanes, which are not counted. Two shades of compute alternate between microbatches. The colours
-differ in lightness as well as in hue, so that colour-blind readers can tell them apart.
-
-Only matplotlib's object interface is used, with a canvas of its own: nothing global changes, so a training job may draw
-from any thread.
+shows the background lanes, which are not counted. The colours differ in lightness as well as in hue, so that
+colour-blind readers can tell them apart. Nothing global of matplotlib is used: any thread of a job may draw.
 """
 
 from __future__ import annotations
@@ -76,9 +73,8 @@ def draw(
         passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
             meaning. Without them two shades alternate.
 
-    Raises:
-        TraceError: there is no panel, or one without a complete minibatch among `epochs`.
-        OdcError: matplotlib is not installed.
+    Raises TraceError if there is no panel, or one without a complete minibatch among `epochs`; OdcError without
+    matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,7 +85,8 @@ def draw(
         raise TraceError("a timeline needs at least one panel")
     wanted = None if epochs is None else frozenset(epochs)
     prepared = [_prepare(title, spans_by_rank, wanted, skip) for title, spans_by_rank in panels]
-    row = _row_height(max(len(panel.pieces) for panel in prepared))
+    # Inches: 2 ranks must not become slabs, and 32 must fit on a page.
+    row = max(0.2, min(0.46, 4.2 / max(len(panel.pieces) for panel in prepared)))
     heights = [row * len(panel.pieces) for panel in prepared]
     height = _TOP + sum(heights) + len(panels) * _HEADER + (len(panels) - 1) * _GAP + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
@@ -129,16 +126,9 @@ def _prepare(
         pieces[rank] = _clip(cover(inside, marked), windows)
         starts[rank] = [span.start_ns for span in _clip(inside, windows) if span.category == MICROBATCH]
         background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category not in MARKS), whole)
-    return _Panel(
-        title=title,
-        figures=figures,
-        origin=min(step.start_ns for step in drawn),
-        end=max(step.end_ns for step in drawn),
-        steps=tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn),
-        pieces=pieces,
-        starts=starts,
-        background=background,
-    )
+    origin, end = min(step.start_ns for step in drawn), max(step.end_ns for step in drawn)
+    brackets = tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn)
+    return _Panel(title, figures, origin, end, brackets, pieces, starts, background)
 
 
 def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Span]:
@@ -151,12 +141,9 @@ def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Spa
     return parts
 
 
-def _row_height(ranks: int) -> float:
-    """Inches of a row: 2 ranks must not become slabs, and 32 must fit on a page."""
-    return max(0.2, min(0.46, 4.2 / ranks))
-
-
 def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -> None:
+    from matplotlib.collections import LineCollection, PolyCollection
+
     bars: dict[str, list[tuple[float, float, float, float]]] = {}  # colour -> left, top, width, height
 
     def add(colour: str, start: int, end: int, top: float, height: float) -> None:
@@ -175,25 +162,13 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
         for span in panel.background[rank]:
             add(COLOURS[span.category], span.start_ns, span.end_ns, row + 0.26, 0.14)
     for colour, boxes in bars.items():
-        _add_boxes(axes, boxes, colour)
+        corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0), autolim=False)
     lines = [
         [((start - panel.origin) / scale, row + top), ((start - panel.origin) / scale, row + top + height)]
         for row, rank in enumerate(panel.pieces)
         for start in panel.starts[rank]
     ]
-    _add_lines(axes, lines)
-
-
-def _add_boxes(axes: Axes, boxes: Sequence[tuple[float, float, float, float]], colour: str) -> None:
-    from matplotlib.collections import PolyCollection
-
-    corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
-    axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0), autolim=False)
-
-
-def _add_lines(axes: Axes, lines: Sequence[Sequence[tuple[float, float]]]) -> None:
-    from matplotlib.collections import LineCollection
-
     axes.add_collection(LineCollection(lines, colors="white", linewidths=1.1, capstyle="butt"), autolim=False)
 
 

@@ -19,11 +19,9 @@ from odc.settings import Settings
 
 @dataclass
 class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
-    """verl's `FSDPEngineConfig` with `odc`, which holds `rebalance` and any field of `odc.Settings`.
+    """verl's `FSDPEngineConfig` with `odc`, which holds `rebalance` and any field of `odc.Settings` (see `options_of`).
 
-    Args:
-        strategy: "odc"; "fsdp" and "fsdp2" are accepted because RL sets it only after construction.
-        odc: options, read by `options_of`.
+    The strategies "fsdp" and "fsdp2" are accepted because RL sets the strategy only after construction.
     """
 
     strategy: str = "odc"
@@ -40,10 +38,8 @@ class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
 class EngineOptions:
     """What odc has to know of one engine.
 
-    Args:
-        rebalance: spread the rows of each training minibatch over the data-parallel ranks by LB-Mini. False trains on
-            the rows that verl's trainer gave to each rank.
-        settings: settings of the runtime.
+    With `rebalance`, rows of each training minibatch are spread over the data-parallel ranks by LB-Mini; without, ranks
+    train on the rows that verl's trainer gave to each.
     """
 
     rebalance: bool

@@ -1,8 +1,7 @@
 """verl's platform "cpu": its engines and trainers run without an accelerator when VERL_PLATFORM=cpu.
 
-verl asks the platform for everything it does to a device, so nothing of verl is patched. The platform is never detected
-automatically: a driver without an accelerator must still find the cluster's. Memory figures are 0, and there is nothing
-to profile and no IPC.
+The platform is never detected automatically: a driver without an accelerator must still find the cluster's. Memory
+figures are 0, and there is nothing to profile and no IPC.
 """
 
 from __future__ import annotations
@@ -59,23 +58,14 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """There is only one device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs asynchronously."""
+    # There is one device, no cache, no allocator and no profiler of its own, and nothing runs asynchronously.
+    set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_nothing)
+    profiler_start = profiler_stop = cudart = staticmethod(_nothing)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Memory comes from the system's allocator."""
-
-    def empty_cache(self) -> None:
-        """There is no cache."""
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -90,12 +80,6 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        """There is no profiler."""
-
-    def profiler_stop(self) -> None:
-        """There is no profiler."""
-
     def ray_resource_name(self) -> str:
         return "CPU"
 
@@ -104,6 +88,3 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None

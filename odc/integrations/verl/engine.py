@@ -1,11 +1,8 @@
-"""verl engines on `odc.fully_shard`: strategy `odc`, for language models and for value heads.
+"""verl engines on `odc.fully_shard`: strategy `odc`, for language models and for value heads. For verl 0.9 only.
 
-Subclasses of verl's FSDP engines replace two things: how the module is sharded, and the loop over microbatches. Loss,
-clipping, optimizer, checkpoints and export stay verl's code, because an odc module is an `FSDPModule` with DTensor
-parameters. verl makes all ranks run equally many microbatches; here each rank runs as many as its own samples need, and
-ranks meet once for each minibatch. This relies on verl's internals, so it is for verl 0.9 only.
-
-Importing this module registers the engines; verl does so through its entry point (`odc.integrations.verl.plugin`).
+Subclasses of verl's FSDP engines replace two things: how the module is sharded, and the loop over microbatches; the
+rest stays verl's code. verl makes all ranks run equally many microbatches; here each rank runs as many as its own
+samples need, and ranks meet once for each minibatch. Importing this module registers the engines.
 """
 
 from __future__ import annotations

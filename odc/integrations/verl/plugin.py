@@ -1,8 +1,8 @@
 """What verl loads through the entry point `verl.plugins`: importing this registers the engines and the platform "cpu".
 
-An installed odc is found with nothing set. verl logs a plugin that failed only at level DEBUG and continues without it;
-`odc doctor` says whether this one works. verl's engines are imported, which fixes its platform, as soon as verl is.
-Next to a plugin that brings its own platform, leave this one out: `VERL_USE_EXTERNAL_PLUGINS=<name of the other>`.
+verl logs a plugin that failed only at level DEBUG and continues without it; `odc doctor` says whether this one works.
+Importing verl's engines fixes its platform: next to a plugin that brings its own platform, leave this one out by
+`VERL_USE_EXTERNAL_PLUGINS=<name of the other>`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """LB-Mini inside a verl engine: rows of a minibatch move to the rank that should compute them.
 
-verl's trainers give every rank equally many samples. Moving them inside the engine serves any trainer. Ranks exchange
-lengths, each computes the same plan, and only rows that change rank travel, in one all-to-all over the data-parallel
-group's CPU backend.
+Ranks exchange lengths, each computes the same plan, and only rows that change rank travel, in one all-to-all over the
+data-parallel group's CPU backend.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ Lengths = Sequence[Sequence[int]]
 def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
     """Raise PlanError, on every rank alike, if rows that stay together do not fit into one microbatch.
 
-    Args:
-        lengths: tokens of each row on each data-parallel rank.
-        max_tokens: largest number of tokens of a microbatch.
-        group_size: number of consecutive rows that stay together.
+    `lengths` are the tokens of each row on each data-parallel rank; `group_size` consecutive rows stay together.
     """
     for rank, rows in enumerate(lengths):
         if len(rows) % group_size:
@@ -50,12 +46,8 @@ def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[in
     """The rank that should compute each row, by the rank that has it; every rank gets some. A pure function.
 
     Parts of nearly equal cost go to ranks so that many tokens stay where they are. No row moves if that would save less
-    than 1% of the longest rank's cost.
-
-    Args:
-        lengths: tokens of each row on each rank; every rank has at least one.
-        cost: cost of a row by its length.
-        group_size: number of consecutive rows that stay together; divides each rank's number of rows.
+    than 1% of the longest rank's cost. Every rank of `lengths` has at least one row; `cost` is that of a row by its
+    length; `group_size`, the number of consecutive rows that stay together, divides each rank's number of rows.
     """
     ranks = len(lengths)
     homes = [rank for rank, rows in enumerate(lengths) for _ in range(len(rows) // group_size)]
@@ -80,9 +72,7 @@ def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[in
 def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
     """A rank for each part, the largest overlaps first: at least half as many tokens stay as could.
 
-    Args:
-        stay: tokens of a part that are on a rank, by (part, rank), if there are any.
-        ranks: number of ranks, and of parts.
+    `stay` holds the tokens of a part that are on a rank, by (part, rank), if there are any.
     """
     taken: dict[int, int] = {}
     free = set(range(ranks))
@@ -97,13 +87,9 @@ def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
 def move_rows(data: Any, owners: Sequence[Sequence[int]], group: Any) -> Any:
     """This rank's rows after each has moved to its owner: those that stay, then those that arrive, by source rank.
 
-    A collective over `group`, through CPU memory, unless no row moves at all. What the batch holds once instead of for
-    each row (settings, counts) stays.
-
-    Args:
-        data: TensorDict of this rank, on the CPU.
-        owners: from `owners_of`, the same on every rank, with at least one row for each.
-        group: process group, whose CPU backend is used.
+    A collective over `group`, through CPU memory, unless no row moves at all. What the batch (a TensorDict on the CPU)
+    holds once instead of for each row (settings, counts) stays. `owners` come from `owners_of`, the same on every rank,
+    with at least one row for each.
     """
     me, ranks = dist.get_rank(group), len(owners)
     if all(owner == rank for rank, rows in enumerate(owners) for owner in rows):

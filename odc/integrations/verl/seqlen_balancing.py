@@ -1,9 +1,7 @@
 """Drop-ins for two functions of `verl.utils.seqlen_balancing` (0.9), with verl's own signatures and shapes of results.
 
-A caller imports them from here and changes nothing else. Compared with verl's, partitions are more even and made in a
-fraction of the time, microbatches are as few as the cap allows, and ranks agree on a count with one all-reduce instead
-of one for each attempt; plans are not verl's sample for sample. torch is imported when a batch is rearranged, and
-verl's slicing is used if it is installed.
+A caller imports them from here and changes nothing else; plans are not verl's sample for sample. torch is imported when
+a batch is rearranged, and verl's slicing is used if it is installed.
 """
 
 from __future__ import annotations
@@ -25,12 +23,8 @@ WORKLOAD: Cost = quadratic(24576, 1)
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Partition indices of `seqlen_list` into `k_partitions` lists of nearly equal sum, none empty, each sorted.
 
-    Args:
-        seqlen_list: lengths or workloads: numbers >= 0.
-        k_partitions: number of lists, at most as many as there are numbers.
-        equal_size: all lists get the same number of indices.
-
-    Raises PlanError (a ValueError; verl: AssertionError) if the numbers do not allow that.
+    The numbers are lengths or workloads, >= 0; with `equal_size` all lists get the same number of indices. Raises
+    PlanError (a ValueError; verl: AssertionError) if the numbers do not allow that.
     """
     costs = np.asarray(seqlen_list)
     if len(costs) < k_partitions:
@@ -60,9 +54,7 @@ def rearrange_micro_batches(
         max_token_len: hard cap on the tokens of a microbatch, without padding.
         dp_group: torch process group whose ranks agree on one count, if `same_micro_num_in_dp`. Then this is a
             collective: every rank of the group calls it, and if one cannot keep the count all raise.
-        num_batches_divided_by: the count is a multiple of this.
-        same_micro_num_in_dp: without it, or without a group, each rank has its own count.
-        min_num_micro_batch: least number of microbatches.
+        num_batches_divided_by: the count is a multiple of this, and at least `min_num_micro_batch`.
         use_dynamic_bsz_balance: order them with the smallest workloads at both ends, as verl does for pipelines.
         force_group_size: number of consecutive samples that stay in one microbatch.
 

@@ -1,8 +1,7 @@
 """verl's SFT trainer on CPU ranks: `torchrun --nproc-per-node 2 -m odc.integrations.verl.sft_on_cpu key=value ...`.
 
 `verl.trainer.sft_trainer` opens its process group with the backend "cpu:gloo,<device>:<backend>", which torch refuses
-if the device is the CPU; trainer and configuration are verl's. Set VERL_PLATFORM=cpu. With an accelerator, run verl's
-own module.
+if the device is the CPU. Set VERL_PLATFORM=cpu. With an accelerator, run verl's own module.
 """
 
 from __future__ import annotations

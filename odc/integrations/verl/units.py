@@ -14,12 +14,7 @@ from odc.blocks import blocks_of
 
 
 def units_of(module: nn.Module, blocks: str | Iterable[str] | None = None) -> list[nn.Module]:
-    """Modules to shard before the root.
-
-    Args:
-        module: a model with a `config`.
-        blocks: class names of its blocks, as for `blocks_of`, which also raises the errors.
-    """
+    """Modules to shard before the root of a model with a `config`; `blocks` and errors are those of `blocks_of`."""
     found = blocks_of(module, blocks)
     if getattr(module.config, "tie_word_embeddings", False):
         return found
