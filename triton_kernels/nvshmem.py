@@ -25,17 +25,11 @@ SIGNAL_SET = tl.constexpr(9)  # nvshmemx_signal_op_t
 
 @dataclass(frozen=True)
 class Symmetric:
-    """How a launch reaches peers without a pointer, whose entry in the pointer table is 0.
+    """How a launch reaches peers without a pointer, whose entry in the pointer table is 0."""
 
-    Args:
-        own: address in NVSHMEM's heap of this rank's copy of the memory that the table's entries point to.
-        pes: int32 [peers], on the launching device: NVSHMEM's number of each peer.
-        library: NVSHMEM's device library; by default as `device_library` finds it.
-    """
-
-    own: int
-    pes: torch.Tensor
-    library: Path | None = None
+    own: int  # address in NVSHMEM's heap of this rank's copy of the memory that the table's entries point to
+    pes: torch.Tensor  # int32 [peers], on the launching device: NVSHMEM's number of each peer
+    library: Path | None = None  # NVSHMEM's device library; by default as `device_library` finds it
 
 
 def device_library() -> Path:

@@ -33,17 +33,11 @@ _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginn
 
 @dataclass(frozen=True)
 class Signal:
-    """The word that tells the peer that a put is complete.
+    """The word that tells the peer that a put is complete."""
 
-    Args:
-        offset: of an int64 word in the peer's memory, in bytes; 8-byte aligned.
-        value: to store there.
-        arrived: int32 [1] on the launching device, zero; for one stream alone.
-    """
-
-    offset: int
-    value: int
-    arrived: torch.Tensor
+    offset: int  # of an int64 word in the peer's memory, in bytes; 8-byte aligned
+    value: int  # to store there
+    arrived: torch.Tensor  # int32 [1] on the launching device, zero; for one stream alone
 
 
 @triton.jit

@@ -82,11 +82,7 @@ Types = Callable[[torch.dtype, torch.dtype], tuple[Any, Any]]
 
 
 def launch_pairs(
-    kernel: Any,
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    types: Types,
-    block: int | None,
+    kernel: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], types: Types, block: int | None
 ) -> None:
     """Launch `kernel(rows_at, rows, TO, FROM, BLOCK)` over all elements of all pairs, once for each pair of dtypes.
 

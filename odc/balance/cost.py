@@ -42,16 +42,11 @@ def quadratic(a: float, b: float) -> QuadraticCost:
 
 @dataclass(frozen=True)
 class WindowedCost:
-    """`a * length + b * length**2`, plus layers whose attention sees only the last tokens.
-
-    Args:
-        a, b: as in QuadraticCost; b of the layers that see the whole document.
-        windows: (tokens seen, b of the layers that see so many), one entry for each window size.
-    """
+    """`a * length + b * length**2`, plus layers whose attention sees only the last tokens."""
 
     a: float
-    b: float
-    windows: tuple[tuple[int, float], ...]
+    b: float  # of the layers that see the whole document
+    windows: tuple[tuple[int, float], ...]  # for each window size: (tokens seen, b of the layers that see so many)
 
     def __call__(self, length: int) -> float:
         """The cost of one sample of `length` tokens."""

@@ -21,23 +21,14 @@ from odc.errors import PlanError
 
 @dataclass(frozen=True)
 class Fit:
-    """`seconds of a microbatch = fixed + scale * sum of cost(length)` over its samples.
+    """`seconds of a microbatch = fixed + scale * sum of cost(length)` over its samples."""
 
-    Args:
-        cost: of one sample. From `fit` it is in seconds and `scale` is 1.
-        scale: seconds for each unit of `cost`.
-        fixed: seconds of any microbatch, however short.
-        error: root mean square of the relative errors on what was measured: 0.05 is 5%.
-        worst: the largest relative error.
-        count: microbatches it was fitted to.
-    """
-
-    cost: Cost
-    scale: float
-    fixed: float
-    error: float
-    worst: float
-    count: int
+    cost: Cost  # of one sample. From `fit` it is in seconds and `scale` is 1.
+    scale: float  # seconds for each unit of `cost`
+    fixed: float  # seconds of any microbatch, however short
+    error: float  # root mean square of the relative errors on what was measured: 0.05 is 5%
+    worst: float  # the largest relative error
+    count: int  # microbatches it was fitted to
 
     def predict(self, lengths: Sequence[int]) -> float:
         """Predicted seconds of a microbatch of samples of these lengths."""

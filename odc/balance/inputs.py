@@ -23,25 +23,15 @@ from odc.errors import DataError, PlanError
 
 @dataclass(frozen=True)
 class Inputs:
-    """A minibatch to plan, checked.
+    """A minibatch to plan, checked."""
 
-    Args:
-        lengths: tokens of every sample.
-        costs: cost of every sample on a rank of speed 1.
-        caps: most tokens of a microbatch on each rank.
-        speeds: of each rank, or None when all are alike.
-        groups: lists of samples that stay on one rank together, in arrival order.
-        sticky: whether any group has more than one sample.
-        seed: decides between samples (groups) of equal cost and length.
-    """
-
-    lengths: list[int]
-    costs: list[float]
-    caps: list[int]
-    speeds: list[float] | None
-    groups: list[list[int]]
-    sticky: bool
-    seed: int
+    lengths: list[int]  # tokens of every sample
+    costs: list[float]  # of every sample on a rank of speed 1
+    caps: list[int]  # most tokens of a microbatch on each rank
+    speeds: list[float] | None  # of each rank, or None when all are alike
+    groups: list[list[int]]  # lists of samples that stay on one rank together, in arrival order
+    sticky: bool  # whether any group has more than one sample
+    seed: int  # decides between samples (groups) of equal cost and length
 
     @property
     def ranks(self) -> int:

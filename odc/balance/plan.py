@@ -17,22 +17,16 @@ from odc.errors import PlanError
 
 @dataclass(frozen=True)
 class Plan:
-    """The samples of one minibatch, spread over ranks and microbatches. Immutable.
+    """The samples of one minibatch, spread over ranks and microbatches. Immutable."""
 
-    Args:
-        ranks: `ranks[r][m]` lists the sample indices of microbatch m of rank r. A rank may have no microbatch. An empty
-            microbatch is a placeholder in plans with equal counts: the rank joins the barrier with a dummy.
-        costs: `costs[r][m]` is the predicted cost of that microbatch, divided by the rank's speed where there are
-            speeds.
-        bound: no plan over these ranks has a longest rank below this cost.
-        speeds: of each rank, or None when all are alike.
-        splits: samples that run as pieces on several ranks, before all microbatches and in this order.
-    """
-
+    # `ranks[r][m]` lists the sample indices of microbatch m of rank r. A rank may have no microbatch. An empty
+    # microbatch is a placeholder in plans with equal counts: the rank joins the barrier with a dummy.
     ranks: list[list[list[int]]]
+    # `costs[r][m]` is the predicted cost of that microbatch, divided by the rank's speed where there are speeds
     costs: list[list[float]]
-    bound: float
-    speeds: list[float] | None = None
+    bound: float  # no plan over these ranks has a longest rank below this cost
+    speeds: list[float] | None = None  # of each rank, or None when all are alike
+    # samples that run as pieces on several ranks, before all microbatches and in this order
     splits: list[SplitSample] = field(default_factory=list)
 
     @classmethod

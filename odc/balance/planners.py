@@ -202,13 +202,7 @@ def local_sort(
 
 
 def lb_dynamic(
-    lengths: Sequence[int],
-    ranks: int,
-    max_tokens: int,
-    cost: Cost = linear_cost,
-    seed: int = 0,
-    *,
-    per_rank: int = 8,
+    lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost = linear_cost, seed: int = 0, *, per_rank: int = 8
 ) -> Plan:
     """One list of many small microbatches, costliest first, from which whichever rank is free takes the next.
 

@@ -50,23 +50,14 @@ class Assignment(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What trades between parts are for.
+    """What trades between parts are for."""
 
-    Args:
-        goal: a part that ends by then is left alone.
-        counts: no part changes its number of samples.
-        reach: samples on either side of the ideal trade that are tried; 0 where rooms forbid nothing.
-        worth: share by which a trade must lower the later end of two parts.
-        everywhere: where nothing helps the latest part, go on with the next.
-        partners: earliest parts that a late one tries, once rounds no longer help.
-    """
-
-    goal: float
-    counts: bool = False
-    reach: int = 0
-    worth: float = 0.0
-    everywhere: bool = False
-    partners: int = 64
+    goal: float  # a part that ends by then is left alone
+    counts: bool = False  # no part changes its number of samples
+    reach: int = 0  # samples on either side of the ideal trade that are tried; 0 where rooms forbid nothing
+    worth: float = 0.0  # share by which a trade must lower the later end of two parts
+    everywhere: bool = False  # where nothing helps the latest part, go on with the next
+    partners: int = 64  # earliest parts that a late one tries, once rounds no longer help
 
 
 def new_assignment(

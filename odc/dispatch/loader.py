@@ -23,17 +23,11 @@ _POLL_S = 0.1
 
 @dataclass
 class Overlap:
-    """What planning ahead saved, in seconds on this rank.
+    """What planning ahead saved, in seconds on this rank."""
 
-    Args:
-        steps: planned and handed out.
-        planning_s: gathering records and planning, on the loader's thread; waits for slower ranks included.
-        waited_s: that the training loop waited for a planned batch, drawing it included.
-    """
-
-    steps: int = 0
-    planning_s: float = 0.0
-    waited_s: float = 0.0
+    steps: int = 0  # planned and handed out
+    planning_s: float = 0.0  # gathering records and planning, on the loader's thread; waits for slower ranks included
+    waited_s: float = 0.0  # that the training loop waited for a planned batch, drawing it included
 
     @property
     def hidden_s(self) -> float:

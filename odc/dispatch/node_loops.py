@@ -109,15 +109,7 @@ def _fill(firsts: Any, node: Any, members: Any) -> None:
 
 
 def _best_swap(
-    volume: Any,
-    begins: Any,
-    having: Any,
-    firsts: Any,
-    node_of: Any,
-    sent: Any,
-    node: Any,
-    members: Any,
-    worst: int,
+    volume: Any, begins: Any, having: Any, firsts: Any, node_of: Any, sent: Any, node: Any, members: Any, worst: int
 ) -> tuple[int, int]:
     """Two batches whose exchange leaves every sender of both nodes below what `worst`, the greatest, sends; or -1."""
     home = node_of[worst]

@@ -33,23 +33,14 @@ _KICK = 2  # random exchanges after none helps
 
 @dataclass(frozen=True, eq=False)
 class NodeWise:
-    """Where the new mini-batches go.
+    """Where the new mini-batches go."""
 
-    Args:
-        rearrangement: with the same mini-batches on other instances.
-        places: int64 [d] the instance that gets what the given rearrangement had on each instance.
-        cost: the most that any instance sends off its node.
-        before: the same without this.
-        bound: no placement has a lower cost.
-        method: "exact" or "exchange".
-    """
-
-    rearrangement: Rearrangement
-    places: Ints
-    cost: int
-    before: int
-    bound: float
-    method: str
+    rearrangement: Rearrangement  # with the same mini-batches on other instances
+    places: Ints  # int64 [d] the instance that gets what the given rearrangement had on each instance
+    cost: int  # the most that any instance sends off its node
+    before: int  # the same without this
+    bound: float  # no placement has a lower cost
+    method: str  # "exact" or "exchange"
 
     @property
     def gap(self) -> float:
@@ -135,18 +126,12 @@ def place_batches(
 
 @dataclass(frozen=True, eq=False)
 class _Placement:
-    """What each sender has of each batch, as the entries that are not zero and as a matrix.
+    """What each sender has of each batch, as the entries that are not zero and as a matrix."""
 
-    Args:
-        batches, senders, sizes: int64 [e] sorted by batch, then sender.
-        totals: int64 [d] all that a sender has.
-        per_node: instances of a node.
-    """
-
-    batches: Ints
+    batches: Ints  # int64 [e] as the next two, sorted by batch, then sender
     senders: Ints
     sizes: Ints
-    totals: Ints
+    totals: Ints  # int64 [d] all that a sender has
     per_node: int
 
     @classmethod

@@ -31,25 +31,15 @@ def channels(encoders: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class OwnPlan:
-    """A step's plan and one rank's part of it.
+    """A step's plan and one rank's part of it."""
 
-    Args:
-        step: number, the same on all ranks.
-        whole: the plan of all ranks.
-        me: this instance.
-        outbound: by encoder: route of the encoder's output.
-        text: route of text tokens.
-        interleaving: int64 [tokens here] see `StepPlan.interleaving`.
-        planning_s: seconds that gathering and planning took.
-    """
-
-    step: int
-    whole: StepPlan
-    me: int
-    outbound: dict[str, Route]
-    text: Route
-    interleaving: Ints
-    planning_s: float
+    step: int  # number, the same on all ranks
+    whole: StepPlan  # of all ranks
+    me: int  # this instance
+    outbound: dict[str, Route]  # by encoder: route of the encoder's output
+    text: Route  # route of text tokens
+    interleaving: Ints  # int64 [tokens here] see `StepPlan.interleaving`
+    planning_s: float  # seconds that gathering and planning took
 
     @property
     def lengths(self) -> Ints:
@@ -72,12 +62,7 @@ class Orchestrator:
     """
 
     def __init__(
-        self,
-        encoders: Sequence[Phase],
-        llm: Phase,
-        exchange: Exchange,
-        *,
-        nodes: Nodes | None = None,
+        self, encoders: Sequence[Phase], llm: Phase, exchange: Exchange, *, nodes: Nodes | None = None
     ) -> None:
         self.encoders, self.llm, self.exchange = tuple(encoders), llm, exchange
         self._nodes = nodes

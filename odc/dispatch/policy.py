@@ -23,23 +23,17 @@ Padding = Literal["none", "full", "attention"]
 
 @dataclass(frozen=True)
 class BalancePolicy:
-    """What a batch of a phase costs, and with it how the phase is balanced.
+    """What a batch of a phase costs, and with it how the phase is balanced."""
 
-    Args:
-        padding: "none": examples are packed; "full": every example is padded to the batch's longest; "attention":
-            packed but for attention, which pads (a convolutional encoder, appendix A).
-        alpha: cost of a token, > 0.
-        beta: cost of a pair of tokens in attention, >= 0; 0 where it does not matter.
-        tolerance: balance sums of lengths, and within this many tokens of each other sums of squares (algorithm 4 as
-            published); None balances the cost itself. Only with padding "none" and beta > 0.
-        longest: the most tokens of one example; a longer one is refused.
-    """
-
+    # "none": examples are packed; "full": every example is padded to the batch's longest; "attention": packed but for
+    # attention, which pads (a convolutional encoder, appendix A)
     padding: Padding = "none"
-    alpha: float = 1.0
-    beta: float = 0.0
+    alpha: float = 1.0  # cost of a token, > 0
+    beta: float = 0.0  # cost of a pair of tokens in attention, >= 0; 0 where it does not matter
+    # balance sums of lengths, and within this many tokens of each other sums of squares (algorithm 4 as published);
+    # None balances the cost itself. Only with padding "none" and beta > 0.
     tolerance: int | None = None
-    longest: int | None = None
+    longest: int | None = None  # the most tokens of one example; a longer one is refused
 
     def __post_init__(self) -> None:
         if self.padding not in ("none", "full", "attention"):

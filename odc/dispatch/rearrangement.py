@@ -23,17 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Rearrangement:
-    """A bijection between the examples of d source and d destination mini-batches. Immutable.
+    """A bijection between the examples of d source and d destination mini-batches. Immutable."""
 
-    Args:
-        counts: int64 [d] examples of each source instance.
-        new_counts: int64 [d] examples of each destination instance; the sums agree.
-        order: int64 [n] the flat source place of what comes to each flat destination place.
-    """
-
-    counts: Ints
-    new_counts: Ints
-    order: Ints
+    counts: Ints  # int64 [d] examples of each source instance
+    new_counts: Ints  # int64 [d] examples of each destination instance; the sums agree
+    order: Ints  # int64 [n] the flat source place of what comes to each flat destination place
 
     @classmethod
     def identity(cls, counts: ArrayLike) -> Rearrangement:

@@ -23,21 +23,14 @@ _COLUMNS = 4
 class Records:
     """The examples of one instance, p subsequences in all. Immutable.
 
-    Args:
-        examples: number of examples.
-        example: int64 [p] the slot of the example that a subsequence belongs to, never falling.
-        phase: int64 [p] 0 for text, else 1 + the encoder's place in the list of encoders.
-        length: int64 [p] tokens that enter the encoder; of text its tokens.
-        tokens: int64 [p] tokens that enter the LLM: length after the connector's downsampling; of text its tokens.
-
     Subsequences of an example are listed in the order in which the LLM sees them.
     """
 
     examples: int
-    example: Ints
-    phase: Ints
-    length: Ints
-    tokens: Ints
+    example: Ints  # int64 [p] the slot of the example that a subsequence belongs to, never falling
+    phase: Ints  # int64 [p] 0 for text, else 1 + the encoder's place in the list of encoders
+    length: Ints  # int64 [p] tokens that enter the encoder; of text its tokens
+    tokens: Ints  # int64 [p] tokens that enter the LLM: length after the connector's downsampling; of text its tokens
 
     @classmethod
     def of(

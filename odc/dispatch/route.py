@@ -25,19 +25,12 @@ Run = tuple[int, int, int]  # first row there, first row here, rows
 
 @dataclass(frozen=True, eq=False)
 class FieldRoute:
-    """One field's part of a route.
+    """One field's part of a route."""
 
-    Args:
-        sent: int64 [d] rows for each destination, itself among them.
-        received: int64 [d] rows from each source.
-        pack: int64 [rows sent] local row at each place of the send order.
-        unpack: int64 [rows received] place in the receive order of each local row.
-    """
-
-    sent: Ints
-    received: Ints
-    pack: Ints
-    unpack: Ints
+    sent: Ints  # int64 [d] rows for each destination, itself among them
+    received: Ints  # int64 [d] rows from each source
+    pack: Ints  # int64 [rows sent] local row at each place of the send order
+    unpack: Ints  # int64 [rows received] place in the receive order of each local row
 
     def inverse(self) -> FieldRoute:
         """The way back, of gradients for example."""
@@ -56,17 +49,11 @@ class FieldRoute:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One instance's part of a move.
+    """One instance's part of a move."""
 
-    Args:
-        me: the instance.
-        fields: by name.
-        digest: of the whole move, the same on every instance.
-    """
-
-    me: int
-    fields: dict[str, FieldRoute]
-    digest: bytes
+    me: int  # the instance
+    fields: dict[str, FieldRoute]  # by name
+    digest: bytes  # of the whole move, the same on every instance
 
     @classmethod
     def of(cls, move: Rearrangement, rows: Mapping[str, ArrayLike], me: int) -> Route:

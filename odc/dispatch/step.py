@@ -27,58 +27,34 @@ from odc.errors import PlanError
 
 @dataclass(frozen=True)
 class Phase:
-    """An encoder, or the LLM.
+    """An encoder, or the LLM."""
 
-    Args:
-        name: of the phase; of an encoder as in `Records`.
-        policy: how it is balanced; None leaves everything where the data loader put it.
-        longest: the most tokens of one subsequence (of an encoder) or of one interleaved example (of the LLM).
-        bytes_in: bytes of one input token in a move, for node-wise rearrangement; the LLM's inputs are text tokens.
-        bytes_out: bytes of one token of an encoder's output.
-    """
-
-    name: str
-    policy: BalancePolicy | None
-    longest: int | None = None
-    bytes_in: int = 1
-    bytes_out: int = 1
+    name: str  # of the phase; of an encoder as in `Records`
+    policy: BalancePolicy | None  # how it is balanced; None leaves everything where the data loader put it
+    longest: int | None = None  # most tokens of one subsequence (of an encoder) or interleaved example (of the LLM)
+    bytes_in: int = 1  # of one input token in a move, for node-wise rearrangement; the LLM's inputs are text tokens
+    bytes_out: int = 1  # of one token of an encoder's output
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How instances lie on nodes, and how much planning that is worth.
+    """How instances lie on nodes, and how much planning that is worth."""
 
-    Args:
-        size: instances of a node; node a has instances a * size and following.
-        budget_s: about how long each placement may take, see `node_wise`.
-        method: of the placement.
-        tolerance: lengths that differ by less than this share count as equal, see `keep_local`.
-    """
-
-    size: int
-    budget_s: float = 0.004
-    method: Method = "exchange"
-    tolerance: float = 0.0
+    size: int  # instances of a node; node a has instances a * size and following
+    budget_s: float = 0.004  # about how long each placement may take, see `node_wise`
+    method: Method = "exchange"  # of the placement
+    tolerance: float = 0.0  # lengths that differ by less than this share count as equal, see `keep_local`
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderPlan:
-    """Where one encoder's subsequences go. "Flat" places count them as `inbound` does.
-
-    Args:
-        name: of the encoder.
-        inbound: Pi_Ek, from the source to the encoder's instance.
-        outbound: Pi_M o Pi_Ek^-1, from the encoder's to the LLM's instance.
-        lengths: int64 [n_k] tokens that enter the encoder, by flat source place.
-        tokens: int64 [n_k] tokens that enter the LLM, by flat source place.
-        policy: as given.
-    """
+    """Where one encoder's subsequences go. "Flat" places count them as `inbound` does."""
 
     name: str
-    inbound: Rearrangement
-    outbound: Rearrangement
-    lengths: Ints
-    tokens: Ints
+    inbound: Rearrangement  # Pi_Ek, from the source to the encoder's instance
+    outbound: Rearrangement  # Pi_M o Pi_Ek^-1, from the encoder's to the LLM's instance
+    lengths: Ints  # int64 [n_k] tokens that enter the encoder, by flat source place
+    tokens: Ints  # int64 [n_k] tokens that enter the LLM, by flat source place
     policy: BalancePolicy | None
 
     def lengths_at(self, instance: int) -> Ints:
@@ -92,25 +68,15 @@ class EncoderPlan:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """The plan of one step, the same on every rank.
-
-    Args:
-        encoders: by name, in the order they were listed.
-        llm: Pi_M, over examples.
-        lengths: int64 [n] interleaved length of each example, by flat source place.
-        text: int64 [n] text tokens of each example, by flat source place.
-        parts: phase (0 text, else 1 + encoder) and tokens of every subsequence in interleaving order, int64 [2, p].
-        counts: int64 [n] subsequences of each example, by flat source place.
-        policy: of the LLM phase.
-    """
+    """The plan of one step, the same on every rank."""
 
     encoders: dict[str, EncoderPlan]
-    llm: Rearrangement
-    lengths: Ints
-    text: Ints
-    parts: Ints
-    counts: Ints
-    policy: BalancePolicy | None
+    llm: Rearrangement  # Pi_M, over examples
+    lengths: Ints  # int64 [n] interleaved length of each example, by flat source place
+    text: Ints  # int64 [n] text tokens of each example, by flat source place
+    parts: Ints  # phase (0 text, else 1 + encoder) and tokens of every subsequence in interleaving order, int64 [2, p]
+    counts: Ints  # int64 [n] subsequences of each example, by flat source place
+    policy: BalancePolicy | None  # of the LLM phase
 
     def lengths_at(self, instance: int) -> Ints:
         """Interleaved lengths of the examples that the LLM sees on `instance`, in order."""
@@ -145,11 +111,7 @@ class StepPlan:
 
 
 def plan_step(
-    records: Sequence[Records],
-    encoders: Sequence[Phase],
-    llm: Phase,
-    *,
-    nodes: Nodes | None = None,
+    records: Sequence[Records], encoders: Sequence[Phase], llm: Phase, *, nodes: Nodes | None = None
 ) -> StepPlan:
     """Plan all phases of one step.
 
@@ -182,12 +144,7 @@ def plan_step(
         mine, first = joined.phase == k, inbound[encoder.name]
         last = move.lift(np.bincount(joined.example[mine], minlength=joined.examples))
         plans[encoder.name] = EncoderPlan(
-            encoder.name,
-            first,
-            last.compose(first.inverse()),
-            joined.length[mine],
-            joined.tokens[mine],
-            encoder.policy,
+            encoder.name, first, last.compose(first.inverse()), joined.length[mine], joined.tokens[mine], encoder.policy
         )
     parts = np.stack([joined.phase, joined.tokens])
     counts = np.bincount(joined.example, minlength=joined.examples)

@@ -17,25 +17,16 @@ from odc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of accelerator and its links.
+    """One kind of accelerator and its links."""
 
-    Args:
-        flops: dense bf16 peak, per second.
-        intra_bandwidth, inter_bandwidth: bytes/s of one rank each direction, in the node and to other nodes.
-        ranks_per_node: accelerators in a node.
-        intra_latency, inter_latency: seconds for each hop or transfer.
-        call_seconds: host time of each collective or transfer.
-        about: source.
-    """
-
-    flops: float
-    intra_bandwidth: float
-    inter_bandwidth: float
-    ranks_per_node: int = 8
-    intra_latency: float = 3e-6
+    flops: float  # dense bf16 peak, per second
+    intra_bandwidth: float  # bytes/s of one rank in the node, each direction
+    inter_bandwidth: float  # the same to other nodes
+    ranks_per_node: int = 8  # accelerators in a node
+    intra_latency: float = 3e-6  # seconds for each hop or transfer
     inter_latency: float = 10e-6
-    call_seconds: float = 25e-6
-    about: str = ""
+    call_seconds: float = 25e-6  # host time of each collective or transfer
+    about: str = ""  # source
 
 
 _FREE = math.inf

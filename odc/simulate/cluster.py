@@ -21,38 +21,25 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and links. Infinite bandwidth and no latency are allowed: communication then costs nothing.
-
-    Args:
-        ranks: number of ranks.
-        ranks_per_node: ranks that share a node; divides `ranks`. None: all of them.
-        intra_bandwidth: bytes/s of one rank to and from the ranks of its node, each direction.
-        inter_bandwidth: bytes/s of one rank to and from other nodes, each direction.
-        intra_latency, inter_latency: seconds before the first byte, per transfer or hop.
-        accumulate_bandwidth: bytes/s at which one owner adds up pushed gradients, all sources together.
-        collective: "ring" (ranks - 1 hops of latency) or "tree" (log2 of that).
-        reductions_in_flight: gradient reductions a rank may have under way while it computes. 1: FSDP2 on a GPU, which
-            waits for the last unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
-        call_seconds: fixed time of every collective and every transfer on demand (launch, rendezvous, bookkeeping).
-        owner_skew: share of a unit that the fullest owner holds, over the mean share. 1: even shards; the number of
-            ranks: one owner holds everything, as a single parameter server does.
-        slow: rank -> factor >= 0 on its compute time (1.5: half as slow again).
-        jitter: sigma of lognormal noise of mean 1 on each unit's compute time; 0 is none.
-    """
+    """Ranks and links. Infinite bandwidth and no latency are allowed: communication then costs nothing."""
 
     ranks: int
-    ranks_per_node: int | None = None
-    intra_bandwidth: float = math.inf
-    inter_bandwidth: float = math.inf
-    intra_latency: float = 0.0
+    ranks_per_node: int | None = None  # ranks that share a node; divides `ranks`. None: all of them.
+    intra_bandwidth: float = math.inf  # bytes/s of one rank to and from the ranks of its node, each direction
+    inter_bandwidth: float = math.inf  # bytes/s of one rank to and from other nodes, each direction
+    intra_latency: float = 0.0  # seconds before the first byte, per transfer or hop
     inter_latency: float = 0.0
-    accumulate_bandwidth: float = math.inf
-    collective: Algorithm = "ring"
+    accumulate_bandwidth: float = math.inf  # bytes/s at which one owner adds up pushed gradients, all sources together
+    collective: Algorithm = "ring"  # "ring" (ranks - 1 hops of latency) or "tree" (log2 of that)
+    # gradient reductions a rank may have under way while it computes. 1: FSDP2 on a GPU, which waits for the last
+    # unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
     reductions_in_flight: int = 1
-    call_seconds: float = 0.0
+    call_seconds: float = 0.0  # fixed time of every collective or transfer (launch, rendezvous, bookkeeping)
+    # share of a unit that the fullest owner holds, over the mean share. 1: even shards; the number of ranks: one owner
+    # holds everything, as a single parameter server does.
     owner_skew: float = 1.0
-    slow: Mapping[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)  # rank -> factor >= 0 on its compute time
+    jitter: float = 0.0  # sigma of lognormal noise of mean 1 on each unit's compute time; 0 is none
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

@@ -19,19 +19,12 @@ from odc.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Lognormal lengths, cut at `longest`, whose mean after the cut is `mean`.
+    """Lognormal lengths, cut at `longest`, whose mean after the cut is `mean`."""
 
-    Args:
-        mean: tokens.
-        longest: tokens.
-        sigma: of the logarithm.
-        about: where mean and longest are from, and what is assumed.
-    """
-
-    mean: float
-    longest: int
-    sigma: float
-    about: str = ""
+    mean: float  # tokens
+    longest: int  # tokens
+    sigma: float  # of the logarithm
+    about: str = ""  # where mean and longest are from, and what is assumed
 
     def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
         """`count` lengths of at least 16 tokens, cut at `longest` (the distribution's own unless given)."""

@@ -38,29 +38,19 @@ CELLS: dict[str, Scenario] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One published figure.
+    """One published figure."""
 
-    Args:
-        source: where it stands.
-        cell: of CELLS.
-        samples: per rank in a minibatch ("mb4": 4).
-        kind: "speedup" of `arm` over `base`, or "bubble" of `arm`.
-        arm, base: names of arms.
-        low, high: the published figure; a range where the source gives one.
-        free: links cost nothing. So the paper made its bubbles: the packer's estimate of compute and waiting.
-        why: what explains a difference, where there is one.
-    """
-
-    source: str
-    cell: str
-    samples: int
-    kind: Kind
+    source: str  # where it stands
+    cell: str  # of CELLS
+    samples: int  # per rank in a minibatch ("mb4": 4)
+    kind: Kind  # "speedup" of `arm` over `base`, or "bubble" of `arm`
     arm: str
-    low: float
+    low: float  # the published figure, or the range from `low` to `high`
     base: str = "fsdp2-equal-samples"
     high: float | None = None
+    # links cost nothing. So the paper made its bubbles: the packer's estimate of compute and waiting.
     free: bool = False
-    why: str = ""
+    why: str = ""  # what explains a difference, where there is one
 
 
 _TABLES = "reviews"

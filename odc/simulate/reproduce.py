@@ -20,24 +20,15 @@ NEAR_SPEEDUP, NEAR_BUBBLE = 0.05, 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure or statement and ours.
+    """One published figure or statement and ours."""
 
-    Args:
-        source: where it stands.
-        what: cell and arms.
-        published, ours: as text.
-        spread: least and most of ours when the assumed lengths vary; "" for statements.
-        agrees: by the rule above.
-        why: what explains a disagreement.
-    """
-
-    source: str
-    what: str
+    source: str  # where it stands
+    what: str  # cell and arms
     published: str
     ours: str
-    spread: str
-    agrees: bool
-    why: str
+    spread: str  # least and most of ours when the assumed lengths vary; "" for statements
+    agrees: bool  # by the rule above
+    why: str  # what explains a disagreement
 
 
 class Studies:

@@ -22,26 +22,17 @@ from odc.simulate.workload import Model, checked_seconds
 
 @dataclass(frozen=True)
 class Step:
-    """One minibatch under one transport.
-
-    Args:
-        cluster: ranks and links.
-        model: units and what they move.
-        seconds: `seconds[r][m]`, compute of microbatch m of rank r on a rank of factor 1 without jitter; a rank may
-            have none. Under "dynamic" only the list of all of them counts, not whose they are.
-        transport: see `odc.arms.Arm`.
-        within_node: parameters and gradients sharded within each node.
-        prefetch: units fetched or gathered ahead of use, 0 or 1; never across the start of a pass.
-        seed: of the jitter.
-    """
+    """One minibatch under one transport."""
 
     cluster: Cluster
     model: Model
+    # `seconds[r][m]`, compute of microbatch m of rank r on a rank of factor 1 without jitter; a rank may have none.
+    # Under "dynamic" only the list of all of them counts, not whose they are.
     seconds: Sequence[Sequence[float]]
-    transport: Transport
-    within_node: bool = False
-    prefetch: int = 1
-    seed: int = 0
+    transport: Transport  # see `odc.arms.Arm`
+    within_node: bool = False  # parameters and gradients sharded within each node
+    prefetch: int = 1  # units fetched or gathered ahead of use, 0 or 1; never across the start of a pass
+    seed: int = 0  # of the jitter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", checked_seconds(self.seconds, self.cluster.ranks))
@@ -84,19 +75,12 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One simulated minibatch.
+    """One simulated minibatch."""
 
-    Args:
-        seconds: from the first rank's start to the end of the optimizer's update.
-        busy: compute seconds by rank, the optimizer's included.
-        transfer: seconds by rank in which it waited while its transfer or collective moved bytes.
-        microbatches: by rank, dummies included.
-    """
-
-    seconds: float
-    busy: tuple[float, ...]
-    transfer: tuple[float, ...]
-    microbatches: tuple[int, ...]
+    seconds: float  # from the first rank's start to the end of the optimizer's update
+    busy: tuple[float, ...]  # compute seconds by rank, the optimizer's included
+    transfer: tuple[float, ...]  # seconds by rank in which it waited while its transfer or collective moved bytes
+    microbatches: tuple[int, ...]  # by rank, dummies included
 
     @property
     def bubble(self) -> float:

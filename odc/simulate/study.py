@@ -60,41 +60,25 @@ AXES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ArmFigures:
-    """One arm over all minibatches, simulated.
-
-    Args:
-        arm: its name.
-        step_s: mean seconds a step.
-        speedup: all steps of the first arm / all steps of this one.
-        bubble: 1 - busy / step over all steps.
-        transfer, waiting: the bubble's two parts: waiting for transfers, and for other ranks.
-        microbatches: mean for each rank and step, dummies included.
-        steps_s: each step.
-    """
+    """One arm over all minibatches, simulated."""
 
     arm: str
-    step_s: float
-    speedup: float
-    bubble: float
-    transfer: float
-    waiting: float
-    microbatches: float
+    step_s: float  # mean seconds a step
+    speedup: float  # all steps of the first arm / all steps of this one
+    bubble: float  # 1 - busy / step over all steps
+    transfer: float  # the part of the bubble that waits for transfers
+    waiting: float  # the part that waits for other ranks
+    microbatches: float  # mean for each rank and step, dummies included
     steps_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A simulated scenario: figures of its arms, in its order, and the bound on every plan.
-
-    Args:
-        scenario: what was simulated.
-        arms: figures by arm.
-        bound_s: mean over minibatches of the lower bound on the longest rank's compute, on ranks of factor 1.
-    """
+    """A simulated scenario: figures of its arms, in its order, and the bound on every plan."""
 
     scenario: Scenario
     arms: tuple[ArmFigures, ...]
-    bound_s: float
+    bound_s: float  # mean over minibatches of the lower bound on the longest rank's compute, on ranks of factor 1
 
     def __getitem__(self, arm: str) -> ArmFigures:
         return next(figures for figures in self.arms if figures.arm == arm)

@@ -33,20 +33,13 @@ def simulate_vectorised(step: Step) -> StepResult:
 
 
 class _Chain(NamedTuple):
-    """Microbatches that run alone; arrays of shape (microbatches,), in seconds.
+    """Microbatches that run alone; arrays of shape (microbatches,), in seconds."""
 
-    Args:
-        duration: from its start to the end of its compute.
-        arrived: from its start until its last gradient has arrived, if no older push delays it.
-        pushing: that its pushes occupy the rank's link.
-        busy, transfer: compute, and waiting for fetches.
-    """
-
-    duration: _Floats
-    arrived: _Floats
-    pushing: float
+    duration: _Floats  # from its start to the end of its compute
+    arrived: _Floats  # from its start until its last gradient has arrived, if no older push delays it
+    pushing: float  # that its pushes occupy the rank's link
     busy: _Floats
-    transfer: _Floats
+    transfer: _Floats  # waiting for fetches
 
 
 def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Chain:

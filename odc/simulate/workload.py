@@ -14,36 +14,22 @@ from odc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Unit:
-    """One `fully_shard`ed module.
+    """One `fully_shard`ed module."""
 
-    Args:
-        parameter_bytes: of the whole unit as fetched or gathered.
-        gradient_bytes: of the whole unit as pushed or reduced.
-        share: of a microbatch's compute, 0 to 1.
-        kept: stays gathered after forward, so it is not fetched again in backward (the root).
-    """
-
-    parameter_bytes: float
-    gradient_bytes: float
-    share: float
-    kept: bool = False
+    parameter_bytes: float  # of the whole unit as fetched or gathered
+    gradient_bytes: float  # of the whole unit as pushed or reduced
+    share: float  # of a microbatch's compute, 0 to 1
+    kept: bool = False  # stays gathered after forward, so it is not fetched again in backward (the root)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Units in the order forward uses them; backward uses them in reverse.
+    """Units in the order forward uses them; backward uses them in reverse."""
 
-    Args:
-        units: at least one; their shares add up to 1.
-        forward: share of a microbatch's compute that is forward: 1/3, or 1/4 when backward computes forward again.
-        unit_seconds: fixed compute time of each use of a unit, however short the microbatch.
-        optimizer_seconds: from the meeting at the end of a minibatch to the end of the optimizer's update.
-    """
-
-    units: tuple[Unit, ...]
-    forward: float = 1 / 3
-    unit_seconds: float = 0.0
-    optimizer_seconds: float = 0.0
+    units: tuple[Unit, ...]  # at least one; their shares add up to 1
+    forward: float = 1 / 3  # share of a microbatch's compute; 1/4 when backward computes forward again
+    unit_seconds: float = 0.0  # fixed compute time of each use of a unit, however short the microbatch
+    optimizer_seconds: float = 0.0  # from the meeting at the end of a minibatch to the end of the optimizer's update
 
     def __post_init__(self) -> None:
         if not self.units:

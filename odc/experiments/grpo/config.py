@@ -30,39 +30,29 @@ class GrpoConfig:
         metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name."),
     )
     arm: GrpoArm = field(default="odc", metadata=option("odc, odc-equal, fsdp2 or fsdp2-resident."))
-    balance: Balance = field(
-        default="arm", metadata=option("arm (the arm's own planner) or verl (equal counts on all ranks).")
-    )
-    ranks: int = field(
-        default=2, metadata=option("Training processes on this machine; one more process generates.", "Work")
-    )
+    balance: Balance = field(default="arm", metadata=option("arm (the arm's own planner) or verl (equal counts)."))
+    ranks: int = field(default=2, metadata=option("Training processes on this machine; one more generates.", "Work"))
     steps: int = field(default=20, metadata=option("Rollouts, each followed by its updates."))
     prompts: int = field(default=8, metadata=option("Prompts of a step, over all ranks.", "Rollout"))
-    group: int = field(
-        default=4, metadata=option("Responses to each prompt, which GRPO compares with each other.", "Rollout")
-    )
+    group: int = field(default=4, metadata=option("Responses to each prompt, which are compared.", "Rollout"))
     prompt_tokens: int = field(default=6, metadata=option("Tokens of a prompt.", "Rollout"))
     response_tokens: int = field(default=32, metadata=option("Most tokens of a response.", "Rollout"))
     lengths: Lengths = field(
         default="model", metadata=option("model, or drawn: cut at skewed lengths, for measurements.", "Rollout")
     )
-    minibatches: int = field(
-        default=1, metadata=option("Optimizer steps a rollout; prompts are dealt to them.", "Objective")
-    )
+    minibatches: int = field(default=1, metadata=option("Optimizer steps a rollout.", "Objective"))
     max_tokens: int = field(default=256, metadata=option("Most tokens of one microbatch."))
-    lag: Literal[0, 1] = field(
-        default=0, metadata=option("1: rollouts are made one step ahead, while training.", "Rollout")
-    )
+    lag: Literal[0, 1] = field(default=0, metadata=option("1: generate one step ahead, while training.", "Rollout"))
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 3.0
     kl: float = field(
         default=0.0,
-        metadata=option("Weight of the KL divergence to the initial model; 0 leaves its forward out.", "Objective"),
+        metadata=option("Weight of the KL to the initial model.", "Objective"),
     )
     objective: ObjectiveName = field(
         default="auto",
-        metadata=option("Whose formulae: verl, odc (the same) or auto: verl's if installed.", "Objective"),
+        metadata=option("Whose formulae: verl, odc (the same) or auto.", "Objective"),
     )
     lr: float = field(default=5e-3, metadata=option("Learning rate.", "Objective"))
     weight_decay: float = 0.0
@@ -74,7 +64,7 @@ class GrpoConfig:
     )
     timeout_s: float = field(
         default=600.0,
-        metadata=option("Seconds to wait for a rank or a rollout without progress.", "Runtime", "--timeout"),
+        metadata=option("Seconds to wait for a rank or rollout.", "Runtime", "--timeout"),
     )
     spans: str | None = None
     output: str | None = field(default=None, metadata=option("New file that gets one line of JSON a step."))
