@@ -1,8 +1,6 @@
-"""Every private torch name that odc touches, checked at import.
+"""Every private torch name that odc touches, checked at import, which fails and names what is missing.
 
-odc builds on FSDP2's own state machine and parameter bookkeeping, so that mixed precision, tied weights, DTensor
-layouts and checkpointing stay torch's. When torch renames one of these names, importing odc.fsdp fails here and names
-what is missing. Where supported versions differ, the code asks which names exist, never for a version number.
+Where supported versions differ, the code asks which names exist, never for a version number.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 class Resettable(Protocol):
     """What is reset with a root's iteration: its parameter groups."""
 
-    def give_up(self) -> None:
-        """Give up fetches, gradients and unsharded parameters of the interrupted iteration."""
+    def give_up(self) -> None: ...
 
 
 _SUPPORTED = ("2.11", "2.15")
@@ -186,7 +183,6 @@ class Iteration:
         self._root: Any = state
 
     def forget_order(self) -> None:
-        """Forget the order of forwards, as torch does when a backward is the last."""
         self._root._comm_ctx.post_forward_order.clear()
 
     def is_last_backward(self) -> bool:

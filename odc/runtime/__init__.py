@@ -1,7 +1,4 @@
-"""What the ranks of a job say to each other: publish, fetch, push, meet, and the daemon behind every rank.
-
-Begin with `protocol`, then read `fetch`, `push` and `service`; `member` shows how the parts are put together.
-"""
+"""What the ranks of a job say to each other. Begin with `protocol`; then `fetch`, `push`, `service` and `member`."""
 
 from __future__ import annotations
 

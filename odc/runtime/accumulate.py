@@ -1,10 +1,7 @@
-"""Adding pushed gradients into an owner's accumulator.
+"""Adding pushed gradients into an owner's accumulator, at least fp32, one for each unit, guarded by one robust lock.
 
-There is one accumulator per owner and unit, at least fp32, guarded by one robust lock. Whoever adds goes through an
-`Adder`: the owner's daemon, the owner itself for its own chunk, or with `accumulate="direct"` the pusher. One turn of
-the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and nobody waits
-for the lock for more than milliseconds. Sums in fp32 depend on the order of arrival in their last bits; those in fp64
-(`reproducible=True`) practically do not.
+One turn of the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and
+nobody waits for the lock for more than milliseconds.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ def accumulator_dtype(reproducible: bool) -> torch.dtype:
 
 
 def turn_elements(itemsize: int) -> int:
-    """Elements to add in one turn of the lock, for an accumulator of `itemsize` bytes."""
+    """Elements to add in one turn of the lock."""
     return TURN_BLOCKS * BLOCK_BYTES // itemsize
 
 
 def block_elements(itemsize: int) -> int:
-    """Elements to add in one op, for an accumulator of `itemsize` bytes.
+    """Elements to add in one op.
 
     With several torch threads blocks stay under torch's parallel grain: a daemon or sender thread that crossed it would
     start a second team of workers and fight the training thread for cores.
@@ -44,9 +41,7 @@ def block_elements(itemsize: int) -> int:
 class Adder:
     """Adds into the accumulators of one root's members, upcasting; one thread at a time.
 
-    Args:
-        layout: the root's heaps.
-        source: this rank's shard index. A per-source accumulator has one writer and needs no lock; others ignore it.
+    `source` is this rank's shard index: a per-source accumulator has one writer and needs no lock. Others ignore it.
     """
 
     def __init__(self, layout: HeapLayout, source: int = 0) -> None:
@@ -57,13 +52,10 @@ class Adder:
         self._sum = layout.mover.accumulate if layout.settings.accumulate == "direct" else layout.mover.add
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
-        """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
-
-        Small pieces share a turn of the lock, large ones take several: nobody waits for more than a turn.
+        """Add all `pieces` of `unit` to the accumulator of `owner` (member index), in one turn of the lock or several.
 
         Raises:
-            PeerLostError: a rank died while it held the lock; the accumulator may be half-added and the job must
-                restart.
+            PeerLostError: a rank died while it held the lock; the accumulator may be half-added.
             WaitTimeoutError: the lock was not had in `timeout_s` seconds.
         """
         peer = self._layout.peer(owner)
@@ -78,7 +70,7 @@ class Adder:
 
 
 def _whole(pieces: Sequence[Piece]) -> tuple[list[int], list[torch.Tensor]]:
-    """All pieces in one turn: on a device what a turn costs is the launch and the wait for its end."""
+    """All in one turn: on a device what a turn costs is the launch and the wait for its end."""
     return [piece.first for piece in pieces], [piece.values for piece in pieces]
 
 

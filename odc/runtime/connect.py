@@ -1,9 +1,7 @@
 """Finding a peer's heap: its announcement in the job's store, then its descriptor through the peer's listener.
 
-A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs
-the world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one
-of them has ended. A rank whose job was aborted leaves the reason in the store, so that a rank that attaches too late
-blames the culprit and not the messenger.
+The announcement carries what the layouts must agree on, so both sides can name a mismatch even if one has ended. A rank
+whose job was aborted leaves the reason in the store, so that one that attaches too late blames the culprit.
 
 Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
 `R/aborted` and `departed`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
@@ -68,11 +66,7 @@ def ask_member(
     """Ask the listener of `rank` (global) at `address`, for as long as the rank lives.
 
     `who` begins every message, and `hint` ends the one that says that nobody listens. `check` is called once a second
-    and may end the wait.
-
-    Raises:
-        WaitTimeoutError: no answer within `timeout_s`.
-        PeerLostError: nobody listens there.
+    and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
     while True:
@@ -128,16 +122,10 @@ class Rendezvous:
         settings: str = "",
         calls: Sequence[int] = (),
     ) -> None:
-        """Tell the peers where to connect, and what must agree: layout digest, units, settings.
+        """Tell the peers where this rank's listener is, the token to show there, and what must agree.
 
-        Args:
-            address: of this rank's listener.
-            token: that a peer must show there.
-            digest: of the layout.
-            units: of the root.
-            settings: their fingerprint.
-            calls: numbers of the calls of `fully_shard` that made the root's tree. Two ranks whose trees share a call
-                have the same tree, or it is a mismatch.
+        `settings` is their fingerprint. `calls` are the numbers of the calls of `fully_shard` that made the root's
+        tree: two ranks whose trees share a call have the same tree, or it is a mismatch.
         """
         # Enough to name the first unit in which two ranks differ.
         short = [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
@@ -153,7 +141,7 @@ class Rendezvous:
             self._list(self.grid.rank, sorted(calls))
 
     def _list(self, rank: int, calls: list[int] | None) -> None:
-        """Have this root in the list of this rank's roots, with its calls, or no longer."""
+        """List this root, with its calls, among this rank's roots; with None no longer."""
         with _listing:
             listed = self._listed(self._patient, rank)
             listed.pop(self._identity, None)
@@ -239,7 +227,7 @@ class Rendezvous:
         return said
 
     def _await_key(self, key: str, member: int, what: str, late: Callable[[int, int], None]) -> None:
-        """Return once the member has set `key` in the store; `what` it is waited for to do, `late` raises."""
+        """Return once the member has set `key`; `what` it is waited for to do, `late` raises at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
         deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
@@ -268,10 +256,7 @@ class Rendezvous:
                 raise LayoutMismatchError(self._difference(said, member, rank, me, identity))
 
     def meet(self) -> None:
-        """Return once every member has called it; once a root, before its device memory is mapped.
-
-        Raises as `connect` does.
-        """
+        """Return once every member has called it, before its device memory is mapped. Raises as `connect` does."""
         me = self.grid.rank
         self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
@@ -324,11 +309,7 @@ class Rendezvous:
         return f": rank {me} has {mine}, rank {rank} has {theirs}" if mine else ""
 
     def notify(self, member: int) -> None:
-        """Wake the member's daemon (attached before).
-
-        Raises:
-            OdcError: this root has left the job.
-        """
+        """Wake the daemon of a member that was attached before; OdcError if this root has left the job."""
         with self._notifying:
             doorbell = self.doorbells.get(member)
             if doorbell is None:
@@ -346,10 +327,7 @@ class Rendezvous:
         self._patient.set(self._key(self.grid.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
-        """Those of `members` that may still attach to this rank: they live, and have neither settled nor shut down.
-
-        A member whose job was aborted never settles, but leaves the reason in the store.
-        """
+        """Those of `members` that may still attach to this rank: they live, and have neither settled nor aborted."""
         if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
             return []
         return [member for member in members if not self._said_enough(member) and not self._dead(member)]

@@ -43,12 +43,8 @@ class PublishedShards:
     def fetch(self, unit: UnitSpec, destinations: Sequence[torch.Tensor], *, lane: str = "main") -> int:
         """Copy a whole unit out of its owners' heaps, one copy a shard; returns the bytes that came from peers.
 
-        Args:
-            unit: which.
-            destinations: for each parameter 1-D contiguous [shards * padded shard] in compute dtype.
-            lane: trace lane of the waiting thread.
-
-        Waits until every owner has published the current epoch, then copies, starting with the next shard.
+        `destinations`: for each parameter 1-D contiguous [shards * padded shard] in compute dtype. `lane` is the
+        waiting thread's in the trace. Waits until every owner has published the current epoch.
         """
         protocol = self._protocol
         protocol.await_published(self._owners, lane)

@@ -1,7 +1,6 @@
 """What the daemon does for one root: accumulate what was pushed, watch the peers, answer for the heap.
 
-Every fact that the service works on is in the heap itself (rings, counters, board), and none in Python state that
-training also writes, so the service needs no lock against its own rank.
+All that the service works on is in the heap itself, so it needs no lock against its own rank.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ class Service:
 
     @torch.no_grad()
     def drain(self) -> bool:
-        """Add at most a quarter of a ring of every source; True if there was anything.
-
-        Blocks are added in batches, so that an owner whose training holds the GIL is asked for it once a batch.
-        """
+        """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)

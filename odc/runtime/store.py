@@ -1,12 +1,10 @@
 """The job's key-value store, with a deadline on every call, and what ranks say of themselves in it.
 
-torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given, and one connection runs
-one call at a time. A thread of this process therefore makes the calls on a connection of its own, and the caller waits
-for the thread as long as its deadline allows.
+torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
+process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
 
-A rank says which process it is when it first shards a module, long before it has a heap, so that a peer that waits for
-the heap sees the process end at once (by a pidfd). Only ranks that see the same process ids (one host, one PID
-namespace) can look; for the others the deadline of the wait remains.
+A rank says which process it is when it first shards a module, so that a peer that waits for its heap sees the process
+end at once. Only ranks that see the same process ids (one host, one PID namespace) can look.
 """
 
 from __future__ import annotations
@@ -34,8 +32,6 @@ def _nothing() -> None:
 
 
 class _Call:
-    """One call of the store, made by the thread of a `_StoreConnection`."""
-
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._name, self._arguments = name, arguments
         self.given_up = False
@@ -94,12 +90,9 @@ def _connect(store: Any) -> _StoreConnection:
 class KeyValueStore(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+    def set(self, key: str, value: str, /) -> None: ...
 
-    def get(self, key: str, /) -> bytes:
-        """Read a value that is there."""
-        ...
+    def get(self, key: str, /) -> bytes: ...
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""

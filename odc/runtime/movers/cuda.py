@@ -1,8 +1,7 @@
 """Data moved on a CUDA device by torch and the driver's copies. Nothing here waits for the device.
 
-Large pieces go by the copy engine, which takes no multiprocessor from compute; all small ones together go by one kernel
-of torch's, because a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a guess
-until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
+Pieces from `COPY_ENGINE_BYTES` on go by the copy engine, which takes no multiprocessor from compute; all small ones
+together by one kernel of torch's, because a copy each would drown in launches. docs/gpu.md says how to set the bound.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def _copy_function() -> ctypes._FuncPointer:
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes between device addresses, in the current stream of the current device.
-
-    Raises:
-        OdcError: the driver refuses; the number is CUDA's.
-    """
+    """Copy bytes between device addresses, in the current stream; OdcError with CUDA's number if the driver refuses."""
     function, stream = _copy_function(), torch.cuda.current_stream()
     code = function(target, source, nbytes, stream.cuda_stream)
     if code == _NO_CONTEXT:
