@@ -20,11 +20,8 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
 
     Opens all at once (so ranks without microbatches hold up nobody); at exit flushes all before it waits for any. A
-    rank that gives one of them up gives up all. Calls no collective.
-
-    Raises:
-        AbandonedMinibatchError: as `OdcModule.minibatch`.
-        OdcError: already inside a minibatch of one of the roots, or one is given twice.
+    rank that gives one of them up gives up all, and AbandonedMinibatchError is raised. OdcError inside a minibatch of
+    one of the roots, or where one is given twice. Calls no collective.
     """
     opened = [root_of(root) for root in roots]
     for number, root in enumerate(opened):
@@ -75,11 +72,10 @@ def finish(module: compat.FSDPModule) -> None:
         raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
     machine.explicit = True  # a backward that was cut short is met for here, not before
     try:
-        abandoned = _meet([machine])
+        if (abandoned := _meet([machine])) is not None:
+            raise abandoned
     finally:
         machine.explicit = False
-    if abandoned is not None:
-        raise abandoned
 
 
 class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
@@ -102,8 +98,7 @@ class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
             return
         if machine.epoch != self._epoch or machine.state is not RootState.FINISHING:
             raise OdcError(f"the gradients of epoch {self._epoch} will not come: the minibatch has failed")
-        if (abandoned := machine.collect()) is not None:
-            raise abandoned
+        machine.collect_or_raise()
 
 
 def set_manual(module: compat.FSDPModule, enabled: bool) -> None:

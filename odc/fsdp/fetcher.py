@@ -21,10 +21,6 @@ from odc.trace import FETCH, recorder
 _HOST = HostLanes()
 
 
-def _nothing() -> None:
-    return
-
-
 class Fetch:
     """A unit on its way into this rank."""
 
@@ -34,7 +30,7 @@ class Fetch:
         params: list[ShardedParam],
         by_shard: list[torch.Tensor],
         shards: int,
-        follow: Callable[[], None] = _nothing,
+        follow: Callable[[], None],
     ) -> None:
         self._job, self._params, self._by_shard, self._shards = job, params, by_shard, shards
         self._follow = follow  # what comes next in this thread's lane waits for the copies

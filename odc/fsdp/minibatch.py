@@ -86,7 +86,7 @@ class Minibatch:
         self.begin()
         self._close()
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
-        compat.queue_after_backward(self._collect_or_raise)
+        compat.queue_after_backward(self.collect_or_raise)
 
     def partial_backward(self) -> None:
         """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
@@ -100,7 +100,7 @@ class Minibatch:
             if self.state is not RootState.FINISHING and not self._iteration.final_callback_queued():
                 self.begin()
                 self._close(partial=True)
-                compat.queue_after_backward(self._collect_or_raise)
+                compat.queue_after_backward(self.collect_or_raise)
 
         compat.queue_after_backward(end)
 
@@ -156,7 +156,8 @@ class Minibatch:
             self.abort(error)
             raise
 
-    def _collect_or_raise(self) -> None:
+    def collect_or_raise(self) -> None:
+        """As `collect`, but raises the error that a minibatch was given up."""
         if (abandoned := self.collect()) is not None:
             raise abandoned
 

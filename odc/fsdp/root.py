@@ -114,11 +114,7 @@ class Root:
         `note` is what a peer is told that waits for this rank in vain. Returns `Departure.wait`.
         """
         self._note.append(note)
-        return self._end() or _nothing
-
-
-def _nothing() -> None:
-    return
+        return self._end() or (lambda: None)
 
 
 def _shut_down(member: Member, fetcher: Fetcher, sender: Sender, note: Sequence[str]) -> Callable[[], None] | None:

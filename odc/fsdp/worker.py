@@ -29,13 +29,13 @@ class Job:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = _nothing  # drop what the work refers to, before anyone is told that it is over
+            self._work = lambda: None  # drop what the work refers to, before anyone is told that it is over
             self._done.set()
 
     def cancel(self) -> None:
         """Never begin; if begun, wait for the end and forget an error."""
         if self._claim.acquire(blocking=False):
-            self._work = _nothing
+            self._work = lambda: None
             self._done.set()
         self._done.wait()
 
@@ -53,10 +53,6 @@ class Job:
         """Run here if not begun, else wait; raises what the work raised."""
         self.run()
         self.wait()
-
-
-def _nothing() -> None:
-    return
 
 
 class Worker:

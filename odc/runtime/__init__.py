@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import LISTENER_PREFIX, Daemon, await_departures, daemon, stop_daemon
+from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.layout import HeapLayout, RankGrid
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
@@ -18,7 +18,6 @@ from odc.runtime.wait import Backoff, Deadline, Waiter, last_in_chain
 from odc.runtime.words import Outcome, RootState, Word
 
 __all__ = [
-    "LISTENER_PREFIX",
     "Adder",
     "Backoff",
     "Claimed",

@@ -54,9 +54,8 @@ class Adder:
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index), in one turn of the lock or several.
 
-        Raises:
-            PeerLostError: a rank died while it held the lock; the accumulator may be half-added.
-            WaitTimeoutError: the lock was not had in `timeout_s` seconds.
+        Raises PeerLostError if a rank died while it held the lock (the accumulator may be half-added), WaitTimeoutError
+        if the lock was not had in `timeout_s` seconds.
         """
         peer = self._layout.peer(owner)
         total = peer.accumulator(unit, self._source)

@@ -27,10 +27,6 @@ _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix a
 _POLL_S = 0.2
 
 
-def _nothing() -> None:
-    return
-
-
 class Daemon:
     """The daemon of this process; see `daemon()`. Methods may be called from any thread."""
 
@@ -57,7 +53,7 @@ class Daemon:
         self._services[service.identity] = service
         self.notify()
 
-    def dismiss(self, service: Service, then: Callable[[], None] = _nothing) -> Callable[[], None]:
+    def dismiss(self, service: Service, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.
 
         Does not wait for that: the garbage collector may end a root on any thread, and the loop may wait for something

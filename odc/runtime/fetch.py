@@ -24,11 +24,9 @@ class PublishedShards:
     def publish(self, shards: Sequence[Sequence[torch.Tensor]], dirty: Sequence[bool]) -> None:
         """Open the next epoch: copy this rank's shards to where peers can read them, in compute dtype.
 
-        Args:
-            shards: for each unit and parameter this rank's padded shard, 1-D, in its own dtype.
-            dirty: for each unit whether its accumulator was added to since it was last zeroed.
-
-        Waits for nobody: the caller has made sure that no peer reads or pushes any more.
+        `shards`: for each unit and parameter this rank's padded shard, 1-D, in its own dtype; `dirty`: for each unit
+        whether its accumulator was added to since it was last zeroed. Waits for nobody: no peer may read or push any
+        more.
         """
         layout, mine = self._layout, self._layout.mine
         epoch = self._protocol.begin_publishing()

@@ -98,12 +98,8 @@ class Ring:
 class HeapLayout:
     """The heaps of all members of a root, laid out alike; no waiting, no protocol.
 
-    Args:
-        heap: an unsealed heap, the same on every member; it is sealed here.
-        grid: the members.
-        units: in the same order on every rank.
-        settings: of the root.
-        fingerprint: further text on which the members must agree.
+    `heap` is unsealed, the same on every member, and is sealed here; `units` are in the same order on every rank;
+    `fingerprint` is further text on which the members must agree.
 
     Attributes:
         param_base: for each unit the number of parameters in the units before it.

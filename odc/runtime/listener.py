@@ -256,9 +256,8 @@ class Answer:
 def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
     """Ask the listener at `address` and wait for its answer, on any thread.
 
-    Raises:
-        ConnectionError: nobody listens there, it is of another user or container, or it hung up without an answer.
-        TimeoutError: it did not answer within `timeout_s` seconds.
+    Raises ConnectionError if nobody listens there, it is of another user or container, or it hung up without an answer;
+    TimeoutError if it did not answer within `timeout_s` seconds.
     """
     deadline = Deadline(timeout_s)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

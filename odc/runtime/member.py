@@ -64,14 +64,8 @@ class Endpoint:
 class Member(Endpoint):
     """A rank's membership in the job of one root: an `Endpoint` that peers can find, and a service of its daemon.
 
-    Args:
-        store: of the job.
-        identity: of the root's heap, the same on every rank.
-        grid: the members.
-        units: in the same order on every rank.
-        settings: of the root.
-        fingerprint: further text on which the layouts must agree.
-        open_heap: makes an unsealed heap whose peers are attached by the given rendezvous.
+    `identity` of the root's heap and `units` are the same on every rank; `fingerprint` is further text on which the
+    layouts must agree; `open_heap` makes an unsealed heap whose peers are attached by the given rendezvous.
     """
 
     def __init__(
@@ -126,11 +120,8 @@ class ReadOnlyMember:
     """A member's heap as a process outside the job sees it: mapped without the right to write. Close it.
 
     `root`, `token`, `nbytes` and `digest` are of the weight handle; `board` and `reason` are offsets in the heap.
-
-    Raises:
-        PeerLostError: it is gone.
-        WaitTimeoutError: its listener does not answer within `timeout_s`.
-        LayoutMismatchError: its heap is another one.
+    Raises PeerLostError if it is gone, WaitTimeoutError if its listener does not answer within `timeout_s`,
+    LayoutMismatchError if its heap is another one.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ class RingWords:
     def __init__(self, owner: LocalPeer, source: int) -> None:
         sent, accumulated = owner.sent, owner.accumulated
         self.posted: Callable[[], int] = functools.partial(sent.load, source)
-        self.post: Callable[[int], None] = functools.partial(sent.store, source)
-        self.added: Callable[[], int] = functools.partial(accumulated.load, source)
-        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)
+        self.post: Callable[[int], None] = functools.partial(sent.store, source)  # data and headers are in place
+        self.added: Callable[[], int] = functools.partial(accumulated.load, source)  # slots that may be filled again
+        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
 
 
 class MemberProtocol:

@@ -45,15 +45,10 @@ class Queue:
         self.drained = 0  # the newest epoch whose end this rank has seen
 
     def offer(self, microbatches: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> None:
-        """Put microbatches where everybody can claim them, once in the open epoch. Waits for nobody.
+        """Put microbatches (dense CPU tensors by name; copied) where everybody can claim them, once in the open epoch.
 
-        Args:
-            microbatches: dense CPU tensors by name; copied here.
-            costs: of each, finite; larger ones are computed first. None takes their bytes.
-
-        Raises:
-            UnsupportedError: they do not fit (says what does), or cannot travel.
-            OdcError: a second offer in this epoch.
+        Those of larger `costs` (finite; None takes their bytes) are computed first. Waits for nobody. Raises
+        UnsupportedError if they do not fit (says what does) or cannot travel, OdcError at a second offer in this epoch.
         """
         epoch = self._protocol.epoch
         if self.offered == epoch:

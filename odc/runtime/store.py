@@ -27,10 +27,6 @@ _DEATH_S = 1.0  # for the death of the store's host to show, once its connection
 _FAILED = "odc/failed"
 
 
-def _nothing() -> None:
-    return
-
-
 class _Call:
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._name, self._arguments = name, arguments
@@ -103,14 +99,9 @@ class JobStore:
     """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
-    gone with the process that hosts it.
-
-    Args:
-        store: of the job, or another JobStore, whose connection is shared.
-        timeout_s: seconds a call may take.
-        rank: this rank's global rank, for messages.
-        prefix: put before every key.
-        watch: called every 0.1 s while a call takes long; raises to end the wait.
+    gone with the process that hosts it. `store` may be another JobStore, whose connection is then shared; `rank` is for
+    messages, `prefix` stands before every key, and `watch`, called every 0.1 s while a call takes long, may end the
+    wait.
     """
 
     def __init__(
@@ -119,7 +110,7 @@ class JobStore:
         timeout_s: float,
         rank: int | None = None,
         prefix: str = "",
-        watch: Callable[[], None] = _nothing,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection: _StoreConnection = store._connection if isinstance(store, JobStore) else _connect(store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
@@ -134,7 +125,6 @@ class JobStore:
         return JobStore(self, timeout_s, self._rank, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._call("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
@@ -143,7 +133,6 @@ class JobStore:
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
         return bool(self._call("check", [self._prefix + key for key in keys]))
 
     def add(self, key: str, number: int) -> int:

@@ -90,17 +90,11 @@ class Waiter:
             self._raise_abort(self._grid.me, doing)
 
     def until(self, ready: Callable[[], bool], member: int, what: str, *, lane: str = "main") -> None:
-        """Return once `ready()`, which must be cheap and free of side effects, holds.
+        """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
-        Args:
-            ready: evaluated again and again.
-            member: whose progress makes it true.
-            what: for messages, after "waiting for"; names what the member has to do.
-            lane: trace lane of the waiting thread.
-
-        Raises:
-            PeerLostError: the member died, shut down or aborted.
-            WaitTimeoutError: it made no progress for `timeout_s`.
+        `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
+        thread's in the trace. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
+        made no progress for `timeout_s`.
         """
         self.check(f"waiting for {what}")
         if ready():

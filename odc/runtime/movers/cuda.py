@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from odc.errors import OdcError
+from odc.runtime.movers import cpu
 
 COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
@@ -38,12 +39,7 @@ def copy(target: int, source: int, nbytes: int) -> None:
         raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
 
 
-put = copy
-
-
-def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.publish`."""
-    torch._foreach_copy_(list(places), list(shards))
+put, publish, add, accumulate = copy, cpu.publish, cpu.add, cpu.add
 
 
 def gather(
@@ -64,11 +60,3 @@ def gather(
                 values.append(memory[offset : offset + nbytes].view(out.dtype))
     if places:
         torch._foreach_copy_(places, values)
-
-
-def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.add`."""
-    torch._foreach_add_(list(places), list(values))
-
-
-accumulate = add
