@@ -129,10 +129,8 @@ def shutdown() -> None:
     """Shut this rank down: peers that wait for it are told, heaps are closed, the daemon stops. Runs at exit by itself.
 
     On this rank only; calls no collective. Sharded modules must not be run after it. Waits until no peer needs this
-    rank's shards any more; for nobody if an error is being handled or ends the process, which the peers are told.
-
-    Raises WaitTimeoutError if a peer, which is named, was given up after `Settings.timeout_s`; this rank has shut down
-    all the same.
+    rank's shards any more (WaitTimeoutError if one, which is named, was given up after `Settings.timeout_s`, but this
+    rank has shut down); for nobody if an error is being handled or ends the process, which the peers are told.
     """
     failed = hooks.ended_by_error()
     for root in live_roots():

@@ -63,9 +63,7 @@ class Fetcher:
         self._next: dict[str, dict[int, weakref.ref[compat.FSDPParamGroup]]] = {}
 
     def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
-        """Allocate the unsharded parameters and get the fetch under way; with `now` the caller waits at once and
-        copies.
-        """
+        """Allocate the unsharded parameters and get the fetch under way; with `now` the caller waits for it at once."""
         shards = self._shards.count
         outputs = [param.allocate(shards) for param in params]
         lanes = self._lanes

@@ -45,8 +45,7 @@ class OdcModule(compat.FSDPModule):
         return minibatch(self)
 
     def claim(self, mine: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> Claims:
-        """Microbatches of this minibatch, the costliest first, each computed by whichever rank is free
-        (docs/balance.md).
+        """Microbatches of this minibatch, the costliest first, each computed by whichever rank is free.
 
         On the root, inside `with model.minibatch():`, once, on every rank, with `Settings(queue_bytes=...)`. Each step
         of the loop claims the next of all ranks' microbatches; every rank goes on to the end. Calls no collective; the
@@ -79,10 +78,9 @@ class OdcModule(compat.FSDPModule):
         root_of(self).minibatch.abandon(reason)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True, `finalize_backward()` ends minibatches; no backward does, whatever it is marked as.
+        """With True, `finalize_backward()` ends minibatches; no backward does, whatever it is marked as. torch 2.15's.
 
-        On the root, before the first backward of a minibatch; else OdcError. torch has it from 2.15 on, odc on every
-        version.
+        On the root, before the first backward of a minibatch; else OdcError.
         """
         set_manual(self, enabled)
 

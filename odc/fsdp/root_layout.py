@@ -29,9 +29,7 @@ _calls: Counter[tuple[int, ...]] = Counter()
 
 @dataclass(frozen=True)
 class ShardCall:
-    """One call of `fully_shard`: the `sequence`-th on a mesh of these ranks, the same on all of them. `settings` is
-    None to take the root's.
-    """
+    """One call of `fully_shard`, the `sequence`-th on a mesh of these ranks; `settings` are None to take the root's."""
 
     sequence: int
     rank: int

@@ -6,7 +6,7 @@ nobody waits for the lock for more than milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -22,11 +22,6 @@ TURN_BLOCKS = 8
 def accumulator_dtype(reproducible: bool) -> torch.dtype:
     """fp64 when sums must not depend on the order of arrival, else fp32: bf16 swamps over many pushes."""
     return torch.float64 if reproducible else torch.float32
-
-
-def turn_elements(itemsize: int) -> int:
-    """Elements to add in one turn of the lock."""
-    return TURN_BLOCKS * BLOCK_BYTES // itemsize
 
 
 def block_elements(itemsize: int) -> int:
@@ -60,7 +55,9 @@ class Adder:
         peer = self._layout.peer(owner)
         total = peer.accumulator(unit, self._source)
         mutex = peer.mutex(unit) if self._locks else None
-        turns = [_whole(pieces)] if self._lanes.asynchronous else _turns(pieces, total.itemsize)
+        turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)
+        if self._lanes.asynchronous:  # what a turn costs there is the launch and the wait for its end
+            turns = [([piece.first for piece in pieces], [piece.values for piece in pieces])]
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._layout.settings.timeout_s) if mutex else nullcontext():
@@ -68,14 +65,9 @@ class Adder:
                 self._lanes.settle()
 
 
-def _whole(pieces: Sequence[Piece]) -> tuple[list[int], list[torch.Tensor]]:
-    """All in one turn: on a device what a turn costs is the launch and the wait for its end."""
-    return [piece.first for piece in pieces], [piece.values for piece in pieces]
-
-
 def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """(first elements, values) of each turn of the lock; no value longer than a block, no turn much over its size."""
-    block, turn_size = block_elements(itemsize), turn_elements(itemsize)
+    block, turn_size = block_elements(itemsize), TURN_BLOCKS * BLOCK_BYTES // itemsize
     first: list[int] = []
     turn: list[torch.Tensor] = []
     size = 0

@@ -176,10 +176,12 @@ class Daemon:
         service = self._services.get(str(request.get("root")))
         if request.get("op") not in ("attach", "read") or service is None:
             return {"error": f"no root {request.get('root')!r} here"}, ()
-        if request["op"] == "read":
-            return service.answer_read(request)
-        reply = service.answer_attach(request)
-        return reply, () if "error" in reply else (service.layout.heap.fd, self.doorbell)
+        reading = request["op"] == "read"
+        reply = service.answer_attach(request, reading=reading)
+        if "error" in reply:
+            return reply, ()
+        fd = service.layout.heap.fd
+        return reply, (fd,) if reading else (fd, self.doorbell)
 
 
 _daemon: Daemon | None = None

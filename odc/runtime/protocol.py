@@ -31,9 +31,7 @@ HOME = 0  # the member whose CLAIMED counts
 
 
 class RingWords:
-    """SENT and ACCUMULATED of one staging ring: its head, which the pusher moves, and its tail, which the daemon moves.
-    Both count blocks since the start.
-    """
+    """SENT and ACCUMULATED of one staging ring, which the pusher and the owner's daemon move; they count blocks."""
 
     def __init__(self, owner: LocalPeer, source: int) -> None:
         sent, accumulated = owner.sent, owner.accumulated

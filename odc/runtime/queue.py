@@ -25,9 +25,7 @@ _ROW = 3  # words of a table's row: cost (a float's bits), offset of the microba
 
 @dataclass(frozen=True)
 class Claimed:
-    """A microbatch to compute: the `number`-th of the queue (0 is the longest), which `member` offered. `nbytes` and
-    `tensors` are of this rank's own copy.
-    """
+    """A microbatch to compute: the `number`-th of the queue (0 is the longest), which `member` offered."""
 
     number: int
     member: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,18 +75,13 @@ class Service:
         """Set ABORT here and on every attached peer; may be called from any thread, never raises."""
         abort(self.layout, reason, culprit)
 
-    def answer_attach(self, request: dict[str, Any], token: str | None = None) -> dict[str, Any]:
-        """Reply to a process that wants the heap's descriptor; it must show `token` (default: the peers')."""
-        wanted = self.token if token is None else token
+    def answer_attach(self, request: dict[str, Any], *, reading: bool = False) -> dict[str, Any]:
+        """Reply to a process that wants the heap's descriptor: a peer, or a reader outside the job."""
+        wanted = reading_token(self.token) if reading else self.token
         if not secrets.compare_digest(str(request.get("token", "")).encode(), wanted.encode()):
             return {"error": "wrong token"}
         heap = self.layout.heap
         return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
-
-    def answer_read(self, request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
-        """Reply to a reader outside the job, and the heap's descriptor. Nobody watches the reader or waits for it."""
-        reply = self.answer_attach(request, reading_token(self.token))
-        return reply, () if "error" in reply else (self.layout.heap.fd,)
 
     def status(self) -> dict[str, Any]:
         """For `odc status`: plain values. May be called from any thread."""

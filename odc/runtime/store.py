@@ -99,9 +99,8 @@ class JobStore:
     """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
-    gone with the process that hosts it. `store` may be another JobStore, whose connection is then shared; `rank` is for
-    messages, `prefix` stands before every key, and `watch`, called every 0.1 s while a call takes long, may end the
-    wait.
+    gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
+    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait.
     """
 
     def __init__(

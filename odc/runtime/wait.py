@@ -65,8 +65,8 @@ class Backoff:
 
 
 def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
-    """Whom to blame if `member` is late: the one it waits for, or the one that one waits for, and so on. `waits_for`
-    returns None for a member that waits for nobody.
+    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
+    nobody.
     """
     seen = {me, member}
     while (following := waits_for(member)) is not None and following not in seen:
@@ -76,9 +76,7 @@ def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) 
 
 
 class Waiter:
-    """Waits for words of a root's members; may be used from several threads of its rank. `abort` ends the job
-    everywhere, given a reason and the culprit's global rank.
-    """
+    """Waits for words of a root's members, from any thread; `abort` is given a reason and the culprit's global rank."""
 
     def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
         self._layout, self._grid, self._abort = layout, layout.grid, abort

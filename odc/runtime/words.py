@@ -1,6 +1,4 @@
-"""The status board: 64-bit words that every rank keeps in its own heap (docs/protocol.md, "Words on the board"). Only
-`odc.runtime.protocol` and `wait` store them.
-"""
+"""The status board: 64-bit words that `protocol` and `wait` alone store (docs/protocol.md, "Words on the board")."""
 
 from __future__ import annotations
 
