@@ -1,8 +1,7 @@
 """torch's functions that clip gradients, made to ask first.
 
-torch has a hook for optimizer steps and none for clipping. A loop imports `clip_grad_norm_` by name long before it
-shards a model, so to bind another function to the name in `torch.nn.utils` would miss it. Both functions are wrappers
-that torch makes with `_no_grad`, and the wrapper calls what its closure holds: `install` puts the question there.
+torch has no hook for clipping, and a loop imports `clip_grad_norm_` by name long before it shards a model. Both
+functions are wrappers made with `_no_grad`, which call what their closure holds: `install` puts the question there.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _CELLS = [_cell(function) for function in _CLIPPING]
 
 
 def install(before: Callable[[str, list[torch.Tensor]], None]) -> None:
-    """Call `before(name of the function, parameters)` before gradients are clipped anywhere in this process.
-
-    Once a process. `before` may raise; nothing has been clipped then.
+    """Call `before(name of the function, parameters)` before gradients are clipped anywhere; once a process. It may
+    raise.
     """
     for cell in _CELLS:
         cell.cell_contents = _asking(cell.cell_contents, before)

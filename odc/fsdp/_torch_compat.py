@@ -1,8 +1,6 @@
-"""Every private torch name that odc touches, checked at import.
+"""Every private torch name that odc touches, checked at import, which fails and names what is missing.
 
-odc builds on FSDP2's own state machine and parameter bookkeeping, so that mixed precision, tied weights, DTensor
-layouts and checkpointing stay torch's. When torch renames one of these names, importing odc.fsdp fails here and names
-what is missing. Where supported versions differ, the code asks which names exist, never for a version number.
+Where supported versions differ, the code asks which names exist, never for a version number.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 class Resettable(Protocol):
     """What is reset with a root's iteration: its parameter groups."""
 
-    def give_up(self) -> None:
-        """Give up fetches, gradients and unsharded parameters of the interrupted iteration."""
+    def give_up(self) -> None: ...
 
 
 _SUPPORTED = ("2.11", "2.15")
@@ -36,11 +33,7 @@ def _fail(missing: str) -> ImportError:
 
 
 try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import (
-        DataParallelMeshInfo,
-        FSDPMeshInfo,
-        TrainingState,
-    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo, TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
@@ -50,22 +43,7 @@ except ImportError as error:
 # torch 2.15's; a handle of odc's is one where torch has it.
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 
-__all__ = [
-    "ACCUMULATES_APART",
-    "HAS_GRADIENT_DTYPE",
-    "FSDPModule",
-    "FSDPParam",
-    "FSDPParamGroup",
-    "FSDPState",
-    "GradientReductionHandle",
-    "default_store",
-    "groups_of_root",
-    "is_forward",
-    "lazy_init",
-    "queue_after_backward",
-    "state_of",
-    "torch_fully_shard",
-]
+__all__ = ["FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "torch_fully_shard"]
 
 # Every name of torch's objects that is used below and that torch does not promise to keep. Names found on the class
 # (methods, properties, annotated attributes), and attributes found among the names that a method's code stores.
@@ -100,6 +78,12 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParam, "__init__"): ("all_gather_outputs", "_param_fqn", "_module_info"),
     (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
 }  # fmt: skip
+_ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "distributed_c10d": (distributed_c10d, "_get_default_store"),
+    "autograd.Variable": (torch.autograd.Variable, "_execution_engine"),
+    "_C": (torch._C, "_current_graph_task_id"),
+    "autograd": (torch.autograd, "_unsafe_preserve_version_counter"),
+}
 
 # Names that only some supported versions have, and whether the installed torch is one of them.
 # Before 2.15 a gradient that was upcast to the reduce dtype moves from the parameter to an attribute of its own.
@@ -131,14 +115,7 @@ def _check() -> None:
     missing += [f"FSDPParam.{name}" for name in varying if name not in of_param]
     if not {"_fsdp_param_groups", "_fsdp_param_group"} & {*_stored(FSDPState, "__init__")}:
         missing.append("FSDPState._fsdp_param_groups")
-    if not hasattr(distributed_c10d, "_get_default_store"):
-        missing.append("distributed_c10d._get_default_store")
-    if not hasattr(torch.autograd.Variable, "_execution_engine"):
-        missing.append("autograd.Variable._execution_engine")
-    if not hasattr(torch._C, "_current_graph_task_id"):
-        missing.append("_C._current_graph_task_id")
-    if not hasattr(torch.autograd, "_unsafe_preserve_version_counter"):
-        missing.append("autograd._unsafe_preserve_version_counter")
+    missing += [f"{where}.{name}" for where, (owner, name) in _ELSEWHERE.items() if not hasattr(owner, name)]
     if missing:
         raise _fail(", ".join(missing))
 
@@ -186,7 +163,6 @@ class Iteration:
         self._root: Any = state
 
     def forget_order(self) -> None:
-        """Forget the order of forwards, as torch does when a backward is the last."""
         self._root._comm_ctx.post_forward_order.clear()
 
     def is_last_backward(self) -> bool:

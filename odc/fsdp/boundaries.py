@@ -1,9 +1,4 @@
-"""How a minibatch begins and ends for its user: the block, `finish_minibatch`, manual mode; and `claim` inside it.
-
-In manual mode (torch 2.15) a minibatch ends by `model.finalize_backward()` and never by a backward: pipeline schedules
-and CUDA graphs treat the reduction of gradients as a step of its own. Under odc that step is the meeting at the end of
-a minibatch. It works on every supported torch.
-"""
+"""How a minibatch begins and ends for its user: the block, `finish_minibatch`, manual mode; and `claim` inside it."""
 
 from __future__ import annotations
 
@@ -24,12 +19,9 @@ from odc.trace import FETCH, recorder
 def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
 
-    Opens all at once (publishes this rank's shards, so that ranks without microbatches hold up nobody); at exit
-    flushes all before it waits for any. A rank that gives one of them up gives up all. Calls no collective.
-
-    Raises:
-        AbandonedMinibatchError: as `OdcModule.minibatch`.
-        OdcError: already inside a minibatch of one of the roots, or one is given twice.
+    Opens all at once (so ranks without microbatches hold up nobody); at exit flushes all before it waits for any. A
+    rank that gives one of them up gives up all, and AbandonedMinibatchError is raised. OdcError inside a minibatch of
+    one of the roots, or where one is given twice. Calls no collective.
     """
     opened = [root_of(root) for root in roots]
     for number, root in enumerate(opened):
@@ -73,25 +65,23 @@ def _meet(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
 
 
 def finish(module: compat.FSDPModule) -> None:
-    """End an open minibatch; see `OdcModule.finish_minibatch`."""
+    """See `OdcModule.finish_minibatch`."""
     root = root_of(module)
     machine = root.minibatch
     if machine.explicit:
         raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
     machine.explicit = True  # a backward that was cut short is met for here, not before
     try:
-        abandoned = _meet([machine])
+        if (abandoned := _meet([machine])) is not None:
+            raise abandoned
     finally:
         machine.explicit = False
-    if abandoned is not None:
-        raise abandoned
 
 
 class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
     """A minibatch whose gradients are sent but not yet written; torch's `GradientReductionHandle`.
 
-    Args:
-        machine: of the root; None where nothing is left to wait for.
+    `machine` is None where nothing is left to wait for.
     """
 
     def __init__(self, machine: Minibatch | None) -> None:
@@ -100,21 +90,19 @@ class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
     def wait(self) -> None:
         """Wait for every rank and write `.grad`. A second call does nothing.
 
-        Raises:
-            AbandonedMinibatchError: a rank has given the minibatch up.
-            OdcError: the job was ended in the meantime.
+        Raises AbandonedMinibatchError if a rank has given the minibatch up, OdcError if the job was ended in the
+        meantime.
         """
         machine, self._machine = self._machine, None
         if machine is None:
             return
         if machine.epoch != self._epoch or machine.state is not RootState.FINISHING:
             raise OdcError(f"the gradients of epoch {self._epoch} will not come: the minibatch has failed")
-        if (abandoned := machine.collect()) is not None:
-            raise abandoned
+        machine.collect_or_raise()
 
 
 def set_manual(module: compat.FSDPModule, enabled: bool) -> None:
-    """Say who ends minibatches: `finalize_backward()`, or a last backward. See `OdcModule`."""
+    """See `OdcModule.set_manual_backward_finalization`."""
     state = compat.state_of(module)
     if compat.is_root(state) is False:
         raise OdcError("set_manual_backward_finalization() must be called on the root")
@@ -133,7 +121,7 @@ def set_manual(module: compat.FSDPModule, enabled: bool) -> None:
 
 
 def finalize(module: compat.FSDPModule, async_op: bool) -> GradientReduction | None:
-    """End the minibatch; see `OdcModule.finalize_backward`."""
+    """See `OdcModule.finalize_backward`."""
     root = root_of(module)
     machine = root.minibatch
     where = f"rank {root.rank} (epoch {machine.epoch}): finalize_backward()"
@@ -156,14 +144,11 @@ def finalize(module: compat.FSDPModule, async_op: bool) -> GradientReduction | N
 
 
 class Claims(Iterator[dict[str, torch.Tensor]]):
-    """What `OdcModule.claim` returns; made inside `with model.minibatch():`, on every rank. See there.
+    """What `OdcModule.claim` returns; UnsupportedError if the root has no queue.
 
     Each item is a microbatch: its tensors by name, copied for this rank. `number` is its position in the queue (0: the
     costliest; the same whoever computes it, so it may seed dropout) and `rank` the global rank that offered it; both
     are -1 before the first.
-
-    Raises:
-        UnsupportedError: the root has no queue.
     """
 
     def __init__(self, root: Root, mine: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None) -> None:

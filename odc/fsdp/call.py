@@ -1,7 +1,6 @@
-"""`fully_shard`: torch's, on demand.
+"""`fully_shard`: torch's own, called first; then odc changes who communicates.
 
-It calls torch's own `fully_shard` and then changes who communicates, so that sharding, dtypes, state dicts and hooks
-are FSDP2's. It refuses, before any module is touched, what it could not do right later.
+What odc could not do right later is refused before any module is touched.
 """
 
 from __future__ import annotations
@@ -63,20 +62,16 @@ def fully_shard(
     """Shard `module` over `mesh` as torch's `fully_shard` does, with on-demand communication.
 
     Call it as you call torch's: bottom-up, last on the root, in the same order on every rank of the mesh. Calls no
-    collective beyond what making a default mesh needs.
+    collective beyond what making a default mesh needs. Arguments that are not listed are torch's. Returns `module`, now
+    an `OdcModule` with DTensor parameters.
 
     Args:
         module: a module, or several to be one unit.
         mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, where the parameters are.
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
-        mp_policy: as torch.
         offload_policy: only torch's default.
-        ignored_params: as torch.
         settings: of the runtime; the root's hold for its tree, others must agree or be None.
-
-    Returns:
-        The same module (or list), now an `FSDPModule` with DTensor parameters, plus `minibatch()` and `publish()`.
 
     Raises:
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
@@ -131,16 +126,11 @@ def _join_job(rank: int, timeout_s: float) -> None:
 
 
 def shutdown() -> None:
-    """Shut this rank down: peers that wait for it are told, heaps are closed, the daemon stops.
+    """Shut this rank down: peers that wait for it are told, heaps are closed, the daemon stops. Runs at exit by itself.
 
-    Runs at exit by itself. On this rank only; calls no collective. Sharded modules must not be run after it. Waits
-    until every peer has attached to its own peers, has shut down or has died, because a slow one may still have to
-    fetch this rank's shards; waits for nobody if an error is being handled or ends the process, which the peers are
-    told.
-
-    Raises:
-        WaitTimeoutError: a peer, which is named, was given up after `Settings.timeout_s`; this rank has shut down
-            all the same.
+    On this rank only; calls no collective. Sharded modules must not be run after it. Waits until no peer needs this
+    rank's shards any more (WaitTimeoutError if one, which is named, was given up after `Settings.timeout_s`, but this
+    rank has shut down); for nobody if an error is being handled or ends the process, which the peers are told.
     """
     failed = hooks.ended_by_error()
     for root in live_roots():

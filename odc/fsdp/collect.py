@@ -1,7 +1,6 @@
 """The meeting at the end of a minibatch: from every rank's accumulators to `.grad`.
 
-Sums are scaled once, in the accumulator's dtype, after everything was added, where FSDP2 scales every reduction: one
-rounding instead of many, and any number of pushes. A parameter gets a `.grad` if any rank of the mesh pushed to it, on
+Sums are scaled once, in the accumulator's dtype. A parameter gets a `.grad` if any rank of the mesh pushed to it, on
 every rank, also where its own chunk is empty; otherwise a norm over DTensors would hang on the ranks that have none.
 """
 
@@ -20,10 +19,6 @@ from odc.runtime import Endpoint, HeapLayout, UnitSpec
 
 class Collector:
     """Collects the gradients of one root, minibatch after minibatch; on the rank's main thread.
-
-    Args:
-        member: this rank's.
-        groups: every unit of the root, in the order of the heap's units.
 
     Attributes:
         dirty: for each unit whether its accumulator was added to since it was last zeroed.
@@ -80,8 +75,8 @@ def push_counts(layout: HeapLayout) -> torch.Tensor:
 def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tensor:
     """This rank's shard of the gradient of `unit`, 1-D [unit.numel] in the accumulator's dtype, divided by `divide_by`.
 
-    Sums the per-source accumulators in rank order; with hybrid sharding then reads each replica's accumulator,
-    one-sided, in rank order too: every rank of a replica group computes the same bits.
+    Sums per-source accumulators and those of replicas in rank order: every rank of a replica group computes the same
+    bits.
     """
     total: torch.Tensor | None = None
     for member in layout.grid.replica_group:
@@ -98,12 +93,9 @@ def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tenso
 def write_gradients(
     layout: HeapLayout, unit: UnitSpec, params: list[ShardedParam], used: list[bool], divide: float
 ) -> None:
-    """Add the minibatch's gradients of one unit to `.grad`, and run post-accumulate hooks.
+    """Add the minibatch's gradients of one unit to `.grad`, divided by `divide`, and run post-accumulate hooks.
 
-    Args:
-        params: of the unit, in its order.
-        used: for each whether any rank pushed to it in this minibatch.
-        divide: by what the sums are divided; FSDP2's default is the number of ranks.
+    `used` says for each of `params` whether any rank pushed to it in this minibatch.
     """
     wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
     if not any(wanted):

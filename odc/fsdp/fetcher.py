@@ -1,8 +1,7 @@
 """Fetching a unit into its unsharded parameters, at need or ahead of it.
 
-A fetch copies from the owners' heaps straight to where the unsharded parameters lie (one copy; FSDP2 gathers into a
-buffer and copies out, two). The order of units is learned from the run itself: after unit A came unit B last time, so B
-is fetched while A computes. A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
+The order of units is learned from the run itself: after unit A came unit B last time, so B is fetched while A computes.
+A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
 """
 
 from __future__ import annotations
@@ -22,10 +21,6 @@ from odc.trace import FETCH, recorder
 _HOST = HostLanes()
 
 
-def _nothing() -> None:
-    return
-
-
 class Fetch:
     """A unit on its way into this rank."""
 
@@ -35,7 +30,7 @@ class Fetch:
         params: list[ShardedParam],
         by_shard: list[torch.Tensor],
         shards: int,
-        follow: Callable[[], None] = _nothing,
+        follow: Callable[[], None],
     ) -> None:
         self._job, self._params, self._by_shard, self._shards = job, params, by_shard, shards
         self._follow = follow  # what comes next in this thread's lane waits for the copies
@@ -58,13 +53,7 @@ class Fetch:
 
 
 class Fetcher:
-    """Fetches of one root.
-
-    Args:
-        shards: of the root's members.
-        ahead: units to fetch ahead of use; 0 starts no thread.
-        lanes: of the root's heap.
-    """
+    """Fetches of one root; `ahead` units are fetched ahead of use, with 0 there is no thread."""
 
     def __init__(self, shards: PublishedShards, ahead: int, lanes: Lanes = _HOST) -> None:
         self._shards, self._ahead, self._lanes = shards, ahead, lanes
@@ -74,11 +63,7 @@ class Fetcher:
         self._next: dict[str, dict[int, weakref.ref[compat.FSDPParamGroup]]] = {}
 
     def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
-        """Allocate the unsharded parameters and get the fetch under way.
-
-        Args:
-            now: the caller waits at once, so the copy is left to its thread.
-        """
+        """Allocate the unsharded parameters and get the fetch under way; with `now` the caller waits for it at once."""
         shards = self._shards.count
         outputs = [param.allocate(shards) for param in params]
         lanes = self._lanes
@@ -130,18 +115,12 @@ class Fetcher:
         self._last[phase] = None
 
     def close(self) -> None:
-        """End the thread, without waiting for it."""
         if self._worker is not None:
             self._worker.close()
 
 
 class FetchedGroup(compat.FSDPParamGroup):
-    """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`).
-
-    Attributes:
-        odc_params: the parameters, in torch's order.
-        odc_fetch: what is under way and was not waited for.
-    """
+    """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`)."""
 
     odc_params: list[ShardedParam]
     odc_fetch: Fetch | None

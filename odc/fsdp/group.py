@@ -1,10 +1,4 @@
-"""The seam into FSDP2: one parameter group, on demand.
-
-`adopt` re-classes a torch `FSDPParamGroup` *instance*, and the class overrides what communicates (unshard,
-wait_for_unshard, post_backward, finalize_backward; pre_forward and pre_backward only to know what is needed now). No
-module global of torch is patched, so other FSDP2 models in the process are untouched, and everything that does not
-communicate stays torch's. The private names it needs are listed in `_torch_compat`.
-"""
+"""The seam into FSDP2: one parameter group, on demand (docs/architecture.md, "The seam into torch")."""
 
 from __future__ import annotations
 
@@ -20,9 +14,7 @@ from odc.trace import FETCH, recorder
 
 
 class OdcParamGroup(FetchedGroup):
-    """A torch parameter group whose shards are fetched and whose gradients are pushed.
-
-    Instances are made by `adopt`, never constructed.
+    """A torch parameter group whose shards are fetched and whose gradients are pushed. Made by `adopt`.
 
     Attributes:
         odc_trained: for each parameter whether it required a gradient when it was sharded.
@@ -71,7 +63,6 @@ class OdcParamGroup(FetchedGroup):
         return result
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
-        """As `pre_forward`, for backward."""
         # torch's own backward prefetch would look up its forward order, which another microbatch may have replaced.
         self.odc_needed_now = True
         try:
@@ -85,8 +76,7 @@ class OdcParamGroup(FetchedGroup):
     def post_backward(self, *unused: Any) -> None:
         """Push this backward's gradients; torch reshards. Safe to call on a group without gradients, as torch does.
 
-        The gradients are taken *before* torch's no-sync path, which would upcast them to the reduce dtype: they travel
-        in their own dtype and are upcast by the owner, which is exact.
+        They are taken *before* torch's no-sync path, which would upcast them to the reduce dtype: the owner does it.
         """
         partial = len(self.modules) > 1 and compat.is_forward(self)  # as torch finds it out
         taken = [(i, param, param.take_gradient()) for i, param in enumerate(self.odc_params)]
@@ -114,7 +104,6 @@ class OdcParamGroup(FetchedGroup):
             self.odc_minibatch.finalized(self)
 
     def _use_root(self) -> None:
-        """Build the root at the group's first use; a unit may be unsharded before the root's first forward."""
         if self.odc_root is None:
             self.odc_find_root(self)
 

@@ -1,14 +1,9 @@
 """What odc hooks into a process that shards a model: optimizer steps, gradient clipping, and how the process ends.
 
-A step or clipping inside an unfinished minibatch is an error. A step never finishes the minibatch by itself: clipping
-has run before it, on gradients that were not there yet, so the step would be unclipped. Clipping would find no
-gradients, return a norm of 0 and clip nothing.
-
-An error that ends the process is told to the peers as their reason. Python tells of an uncaught error through
-`sys.excepthook`, of one in a thread through `threading.excepthook`. Launchers and applications that catch an error
-report it by `sys.exit(1)`, and a child process of `multiprocessing` by its exit code; neither is seen by a hook, so
-`sys.exit` is wrapped and a finalizer of `multiprocessing` looks at the error in flight. A bare `raise SystemExit(1)`
-outside `multiprocessing` cannot be seen.
+A step or clipping inside an unfinished minibatch is an error (docs/protocol.md, "Boundaries"). An error that ends the
+process is told to the peers as their reason: `sys.excepthook` and `threading.excepthook` see an uncaught one,
+`sys.exit` is wrapped for those who catch it first, and a finalizer of `multiprocessing` looks at the error in flight in
+a child process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
 """
 
 from __future__ import annotations
@@ -110,9 +105,7 @@ def _child_ends() -> None:
 def report(error: BaseException, thread: int | None = None) -> None:
     """Tell all peers that `error` ends this process. Never raises; waits 2 s at most, for the job's store.
 
-    Args:
-        error: what ended it; one that blames another rank keeps doing so.
-        thread: the ident of the thread that it has ended: only the roots that were made there end.
+    `thread` is the ident of the thread that it has ended: only the roots that were made there end.
     """
     _tell(*_described(error), thread)
 
@@ -149,7 +142,6 @@ def last_error() -> str:
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    """As one line, and whose fault it is."""
     culprit = getattr(error, "culprit", None)
     text = f"{type(error).__name__}: {error}"
     return text, culprit if isinstance(culprit, int) else _rank

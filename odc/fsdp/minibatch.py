@@ -1,14 +1,7 @@
-"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, with one meeting at the end.
+"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
 
-`odc.runtime.protocol` says what ranks tell each other and why it is sound. This module says when: the first unshard
-begins an epoch, backwards push, and the end has two halves. `done` does all that peers wait for (flush, counts, DONE);
-`collect` then waits for the peers and writes `.grad`. Several roots close all their epochs before they wait for any.
-
-A rank may give the open minibatch up at any time (`abandon`). It still meets the others: it stores its outcome before
-its DONE, so all ranks read the same outcomes and none writes a gradient. A backward that ended with an exception, which
-the training loop has caught, abandons the minibatch by itself: part of its gradients is at their owners already.
-
-No collective is called anywhere here. Everything runs on the rank's main thread.
+`odc.runtime.protocol` says what ranks tell each other; this module says when (docs/protocol.md, "States"). Several
+roots close all their epochs before they wait for any.
 """
 
 from __future__ import annotations
@@ -28,11 +21,7 @@ from odc.trace import Mark, recorder
 class Minibatch:
     """State machine of one root; see the module.
 
-    Args:
-        member: this rank's.
-        sender: of the root.
-        groups: every unit of the root, in the order of the heap's units.
-        iteration: torch's own state of the root.
+    `groups` are the root's units in the order of the heap's; `iteration` is torch's own state of the root.
     """
 
     def __init__(
@@ -73,17 +62,12 @@ class Minibatch:
         self.pushed = False
 
     def _mark(self) -> None:
-        """Open the window of the open epoch in the trace, if it has none yet."""
         if self._window is None and self.state is RootState.OPEN:
             self._window = recorder().window(self.epoch)
             self._window.__enter__()
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
-        """Send gradients of the open epoch.
-
-        Raises:
-            UnsupportedError: one is of a parameter that has no place in the accumulators.
-        """
+        """Send gradients of the open epoch; UnsupportedError if one is of a frozen parameter."""
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.pushed = True
@@ -102,7 +86,7 @@ class Minibatch:
         self.begin()
         self._close()
         # Runs after every other root of this backward is done: two roots may finish in opposite order on two ranks.
-        compat.queue_after_backward(self._collect_or_raise)
+        compat.queue_after_backward(self.collect_or_raise)
 
     def partial_backward(self) -> None:
         """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
@@ -116,15 +100,12 @@ class Minibatch:
             if self.state is not RootState.FINISHING and not self._iteration.final_callback_queued():
                 self.begin()
                 self._close(partial=True)
-                compat.queue_after_backward(self._collect_or_raise)
+                compat.queue_after_backward(self.collect_or_raise)
 
         compat.queue_after_backward(end)
 
     def done(self) -> None:
-        """First half of finish: everything that peers wait for. Waits only for peers to come up and for credits.
-
-        Outside of a backward.
-        """
+        """First half of finish, outside of a backward. Waits only for peers to come up and for credits."""
         self.begin()  # a rank without microbatches: its peers need its shards
         self.recover()
         self._close()
@@ -164,7 +145,7 @@ class Minibatch:
         """Second half of finish, the meeting: wait for every rank and write `.grad`.
 
         Returns the error to be raised if a rank has given the minibatch up; then no rank writes a `.grad`. Any other
-        error is raised here and ends the job on every rank: the others may have written theirs.
+        error is raised here and ends the job on every rank.
         """
         if self.state is not RootState.FINISHING:
             raise OdcError(f"rank {self._rank}: collect() without done() in epoch {self.epoch}")
@@ -175,7 +156,8 @@ class Minibatch:
             self.abort(error)
             raise
 
-    def _collect_or_raise(self) -> None:
+    def collect_or_raise(self) -> None:
+        """As `collect`, but raises the error that a minibatch was given up."""
         if (abandoned := self.collect()) is not None:
             raise abandoned
 
@@ -201,8 +183,7 @@ class Minibatch:
         """Give the open minibatch up; no-op where none is open.
 
         Inside `with model.minibatch()` the block's end meets the others, in manual mode `finalize_backward()` does.
-        Elsewhere this call does: it returns when all ranks have closed the minibatch, and the others get the error out
-        of their backward.
+        Elsewhere this call does, and the others get the error out of their backward.
         """
         if self.state is not RootState.OPEN:
             return
@@ -221,7 +202,8 @@ class Minibatch:
     def recover(self) -> None:
         """Clear what an exception that the training loop has caught left in torch's state; outside of a backward.
 
-        An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch.
+        An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch:
+        part of its gradients is at their owners already.
         """
         if self._iteration.backward_cut_short():
             self.abandon("a backward ended with an exception, which the training loop has caught")
@@ -243,8 +225,7 @@ class Minibatch:
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without meeting anyone; no-op when closed.
 
-        Raises:
-            UnfinishedMinibatchError: something was pushed.
+        Raises UnfinishedMinibatchError if something was pushed.
         """
         if self.state is RootState.CLOSED:
             return
@@ -257,13 +238,10 @@ class Minibatch:
         self._end_window(keep=False)
 
     def publish(self) -> None:
-        """Show changed weights to the peers: close the epoch and open the next. Every rank calls it.
+        """Show changed weights to the peers: close the epoch and open the next. UnfinishedMinibatchError after a push.
 
-        The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and then
-        wait for their answer.
-
-        Raises:
-            UnfinishedMinibatchError: something was pushed in this epoch.
+        The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and
+        wait.
         """
         self.close_evaluation("publish()")
         self.begin()
@@ -278,10 +256,9 @@ class Minibatch:
         return self._collector.writing or (self.state is RootState.CLOSED and not self._kept)
 
     def before_step(self) -> None:
-        """An optimizer is about to change the shards; an epoch of evaluation ends, units that were kept are resharded.
+        """An optimizer is about to change the shards: an epoch of evaluation ends, units that were kept are resharded.
 
-        Raises:
-            UnfinishedMinibatchError: the minibatch is not finished, so there is nothing whole to step with.
+        Raises UnfinishedMinibatchError in an unfinished minibatch.
         """
         self.refuse_unfinished("optimizer.step()")
         if self._collector.writing:

@@ -1,7 +1,6 @@
-"""What a sharded module can do beyond torch's `FSDPModule`, and what of it is redefined or refused.
+"""What a sharded module can do beyond torch's `FSDPModule`, and what of it is redefined or refused (docs/fsdp.md).
 
-`OdcModule` stands in front of torch's class, so `isinstance(module, FSDPModule)` holds and every method that is not
-named here stays torch's. docs/fsdp.md lists all of them.
+`OdcModule` stands in front of torch's class, so every method that is not named here stays torch's.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class OdcModule(compat.FSDPModule):
     """Mixin of every module that `odc.fully_shard` was called on."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class."""
         # torch makes a slice of a sharded ModuleList by constructing its class: give it the original one.
         mro = cls.__mro__
         original = mro[mro.index(compat.FSDPModule) + 1]
@@ -40,39 +38,26 @@ class OdcModule(compat.FSDPModule):
         """Any number of backwards on this rank, zero included, then one meeting of all ranks at exit.
 
         On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
-        after it. An exception that leaves the block aborts the job on every rank.
-
-        Raises:
-            AbandonedMinibatchError: at the end of the block, on every rank, if any has called `abandon_minibatch` or
-                has caught an exception of a backward. No rank has a gradient then, and the next minibatch may begin.
-
-        Example:
-            with model.minibatch():
-                for microbatch in mine:
-                    loss(model, microbatch).backward()
+        after it. An exception that leaves the block aborts the job on every rank. If any rank has called
+        `abandon_minibatch`, or has caught an exception of a backward, the block's end raises AbandonedMinibatchError on
+        every rank; none has a gradient.
         """
         return minibatch(self)
 
     def claim(self, mine: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> Claims:
         """Microbatches of this minibatch, the costliest first, each computed by whichever rank is free.
 
-        On the root, inside `with model.minibatch():`, once a minibatch, on every rank: what this rank has loaded (an
-        empty list if nothing) is offered to all at once; each step of the loop claims the next of all ranks'
-        microbatches, until none is left. Every rank goes on to the end; a slow one computes few, perhaps none. Needs
-        `Settings(queue_bytes=...)`. Calls no collective; the first step waits until every rank has called it.
+        On the root, inside `with model.minibatch():`, once, on every rank, with `Settings(queue_bytes=...)`. Each step
+        of the loop claims the next of all ranks' microbatches; every rank goes on to the end. Calls no collective; the
+        first step waits until every rank has called it.
 
         Args:
-            mine: microbatches, each dense CPU tensors by name; copied, so they may be reused.
+            mine: microbatches that this rank has loaded, perhaps none, each dense CPU tensors by name; copied.
             costs: of each, in any unit, the same on all ranks; only their order counts. None takes bytes.
 
         Raises:
             UnsupportedError: no queue, `mine` does not fit into it, or holds what cannot travel.
             OdcError: outside of `minibatch()`, twice in one, or a rank ended the minibatch without calling it.
-
-        Example:
-            with model.minibatch():
-                for microbatch in model.claim(mine):
-                    loss(model, microbatch).backward()
         """
         return Claims(root_of(self), mine, costs)
 
@@ -84,48 +69,35 @@ class OdcModule(compat.FSDPModule):
         finish(self)
 
     def abandon_minibatch(self, reason: str) -> None:
-        """Give the open minibatch up (out of memory, a bad sample): no rank gets a gradient of it.
+        """Give the open minibatch up (out of memory, a bad sample): no rank gets a gradient of it. See docs/errors.md.
 
-        On the root, on any rank. The others learn of it at the end of the minibatch, where `AbandonedMinibatchError`
-        names this rank and `reason`. Inside `with model.minibatch():` the end of the block raises it here too. In a
-        plain loop this call ends the minibatch: it waits for all ranks and returns, and the error leaves the others'
-        last backward. Does nothing where no minibatch is open. See docs/errors.md.
-
-        Args:
-            reason: for the message on every rank; about 1,000 bytes are kept.
+        On the root, on any rank. All learn of it at the end of the minibatch, from an `AbandonedMinibatchError` with
+        this rank and `reason` (about 1,000 bytes are kept). In a plain loop this call ends the minibatch: it waits for
+        all ranks and returns, and the error leaves the others' last backward. Does nothing where no minibatch is open.
         """
         root_of(self).minibatch.abandon(reason)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True, `finalize_backward()` ends minibatches; no backward does, whatever it is marked as.
+        """With True, `finalize_backward()` ends minibatches; no backward does, whatever it is marked as. torch 2.15's.
 
-        On the root, before the first backward of a minibatch. torch has it from 2.15 on, odc on every version.
-
-        Raises:
-            OdcError: below the root, during a backward, or after one of an unfinished minibatch.
+        On the root, before the first backward of a minibatch; else OdcError.
         """
         set_manual(self, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
         """End a minibatch of any number of backwards, zero included: meets all ranks and writes `.grad`.
 
-        On the root, on every rank, in manual mode (`set_manual_backward_finalization(True)`). After
-        `set_requires_gradient_sync(False)` it does nothing, and the minibatch goes on.
-
-        Args:
-            async_op: send everything that peers wait for and return; the handle's `wait()` meets them and writes
-                `.grad`. It must be called before anything else is done with the model.
-
-        Raises:
-            OdcError: not in manual mode, below the root, during a backward, or inside `with model.minibatch()`.
+        On the root, on every rank, in manual mode, outside of a backward and of `with model.minibatch()`; else
+        OdcError. After `set_requires_gradient_sync(False)` it does nothing, and the minibatch goes on. With `async_op`
+        it sends everything that peers wait for and returns a handle, whose `wait()` must be called before anything else
+        is done with the model.
         """
         return finalize(self, async_op)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """As torch, from 2.15 on: unsharded parameters keep their addresses, and their memory, while resharded.
 
-        Raises:
-            UnsupportedError: this torch frees the memory whenever it reshards.
+        Raises UnsupportedError where this torch frees the memory whenever it reshards.
         """
         if not hasattr(compat.FSDPModule, "set_keep_unsharded_storage"):
             raise UnsupportedError(
@@ -139,9 +111,7 @@ class OdcModule(compat.FSDPModule):
         """Show the peers weights that were changed inside an open minibatch, not by an optimizer (EMA swap, edits).
 
         On the root, on every rank; waits until every rank is done with the last published version.
-
-        Raises:
-            UnfinishedMinibatchError: gradients were pushed already in this minibatch.
+        UnfinishedMinibatchError if gradients were pushed already in this minibatch.
         """
         root_of(self).minibatch.publish()
 
@@ -175,23 +145,18 @@ class OdcModule(compat.FSDPModule):
         super().set_reshard_after_forward(reshard_after_forward, recurse)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: there is no all-gather."""
         _refuse("set_custom_all_gather", "parameters are fetched from their owners' heaps")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused: there is no reduce-scatter."""
         _refuse("set_custom_reduce_scatter", "gradients are pushed to their owners")
 
     def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: there is no all-reduce."""
         _refuse("set_all_reduce_hook", "use a hybrid mesh, or reduce .grad after the minibatch")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused: no buffers are allocated for collectives."""
         _refuse("set_allocate_memory_from_process_group_for_comm", "the heap is allocated once")
 
     def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the heap is symmetric memory already."""
         _refuse("set_symm_mem_for_comm", "the heap is symmetric memory already")
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -201,11 +166,7 @@ class OdcModule(compat.FSDPModule):
         """No-op: parameters unused on some ranks need no care; `.grad` is there if any rank used one."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Without effect but that torch notes it: there is no reduce-scatter, and at most two units wait to be pushed.
-
-        Raises:
-            TypeError, ValueError: as torch, for what is not a positive integer.
-        """
+        """Without effect but that torch notes it. Raises TypeError or ValueError as torch."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -218,10 +179,10 @@ class OdcModule(compat.FSDPModule):
         """No-op: fetches and pushes never wait for each other."""
 
     def reset_iter_state(self) -> None:
-        """Recover from an exception in forward or backward, as in FSDP2 (torch 2.13), on every torch.
+        """Recover from an exception in forward or backward, as in FSDP2 (torch 2.13), on every torch. On the root.
 
-        On the root. Where this rank has pushed gradients in the open minibatch, it gives the minibatch up as
-        `abandon_minibatch` does, and the others learn of it; else nobody notices, and the microbatch can be run again.
+        Where this rank has pushed gradients in the open minibatch, it gives the minibatch up as `abandon_minibatch`
+        does; else nobody notices, and the microbatch can be run again.
         """
         root_of(self).minibatch.reset()
 

@@ -117,7 +117,6 @@ def _memcmp() -> Callable[[int, int, int], int]:
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Of two contiguous tensors of one dtype and size."""
     return _memcmp()(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
 
 
@@ -134,12 +133,8 @@ def _any_differ(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 def refuse_stale(layout: HeapLayout, epoch: int, shards: Sequence[Sequence[torch.Tensor]]) -> None:
     """Raise `StaleParametersError`, naming the parameter, if one of this rank's shards is no longer what peers fetch.
 
-    It compares bytes and not tensor versions, which miss in-place optimizer writes and `.data`.
-
-    On a device it waits for the current stream once.
-
-    Args:
-        shards: this rank's padded shards by unit and parameter, 1-D.
+    `shards` are padded, by unit and parameter, 1-D. It compares bytes, because tensor versions miss in-place optimizer
+    writes and `.data`. On a device it waits for the current stream once.
     """
     mine = layout.mine
     if layout.heap.lanes.asynchronous:

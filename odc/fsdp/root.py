@@ -1,8 +1,7 @@
 """One root: everything odc keeps for a tree of sharded modules.
 
-A root is built when its tree is first used, as torch does, because only then are dtypes, names and the set of groups
-final. It is *named* by when `fully_shard` was called on its module, so ranks may run their roots in any order and still
-agree which heap is which. Building calls no collective; peers are attached when first needed.
+It is built when its tree is first used, as only then dtypes, names and the set of groups are final, and named by when
+`fully_shard` was called on its module, so ranks may run their roots in any order. Building calls no collective.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
 
 class Root:
-    """A root and its parts. Made by `root_of` on a rank's main thread.
-
-    Args:
-        module: on which `fully_shard` was called last in its tree.
-    """
+    """A root and its parts, of the module on which `fully_shard` was called last. Made on a rank's main thread."""
 
     def __init__(self, module: compat.FSDPModule) -> None:
         self.state = state = compat.lazy_init(module)
@@ -88,7 +83,6 @@ class Root:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been shut down."""
         return self._end.alive
 
     def map_peers(self) -> None:
@@ -117,19 +111,10 @@ class Root:
     def shut_down(self, note: str = "") -> Callable[[], None]:
         """Leave the job in good order; the modules must not be run any more. Waits for nobody. Idempotent.
 
-        Args:
-            note: what a peer is told that waits for this rank in vain.
-
-        Returns:
-            A function that waits until no peer needs the heap and it is closed; it raises WaitTimeoutError if a peer
-            had to be given up.
+        `note` is what a peer is told that waits for this rank in vain. Returns `Departure.wait`.
         """
         self._note.append(note)
-        return self._end() or _nothing
-
-
-def _nothing() -> None:
-    return
+        return self._end() or (lambda: None)
 
 
 def _shut_down(member: Member, fetcher: Fetcher, sender: Sender, note: Sequence[str]) -> Callable[[], None] | None:
@@ -146,11 +131,7 @@ def live_roots() -> list[Root]:
 
 
 def root_of(module: compat.FSDPModule) -> Root:
-    """The root that `module` is on top of, built on first use.
-
-    Raises:
-        UnsupportedError: `module` lies below the root of its tree.
-    """
+    """The root that `module` is on top of, built on first use; UnsupportedError if `module` lies below the top."""
     root = root_at(module)
     if root.state is not compat.state_of(module):
         raise UnsupportedError("call this on the root, the module on which fully_shard was called last")
@@ -158,11 +139,7 @@ def root_of(module: compat.FSDPModule) -> Root:
 
 
 def root_at(module: compat.FSDPModule) -> Root:
-    """The root of the tree that holds `module`, built on first use.
-
-    Raises:
-        OdcError: the root has shut down.
-    """
+    """The root of the tree that holds `module`, built on first use; OdcError if it has shut down."""
     state = compat.state_of(module)
     for root in live_roots():
         if root.state is state:

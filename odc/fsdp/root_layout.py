@@ -1,7 +1,6 @@
 """What a root consists of, read from its modules: the calls of `fully_shard`, settings, rank grid, units, heap.
 
-The calls are kept in weak references outside the modules: a module that is deleted takes its entry along, and nothing
-of odc shows up in a state dict, a pickle or `dir(model)`.
+The calls are kept in weak references outside the modules, so nothing of odc shows up in a state dict or a pickle.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ _calls: Counter[tuple[int, ...]] = Counter()
 
 @dataclass(frozen=True)
 class ShardCall:
-    """One call of `fully_shard`.
-
-    Args:
-        sequence: how many calls there were before on a mesh of these ranks; the same on all of them.
-        rank: this rank's global rank.
-        settings: as given, None to take the root's.
-    """
+    """One call of `fully_shard`, the `sequence`-th on a mesh of these ranks; `settings` are None to take the root's."""
 
     sequence: int
     rank: int
@@ -136,8 +129,7 @@ def open_heap(
 ) -> SymmetricHeap:
     """An unsealed heap for a root.
 
-    Raises:
-        UnsupportedError: a mesh over which torch cannot map device memory, or units on several devices.
+    Raises UnsupportedError for a mesh over which torch cannot map device memory, or units on several devices.
     """
     host = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, settings.timeout_s)
     device = compat.device_of(groups[0])

@@ -1,8 +1,4 @@
-"""Sending a unit's gradients while backward goes on.
-
-One sender thread a root copies the last layer's gradients out while backward computes the next layer. At most two units
-wait for it, which bounds the memory of gradients; a third makes backward wait.
-"""
+"""Sending a unit's gradients while backward goes on: at most two units wait; a third makes backward wait."""
 
 from __future__ import annotations
 
@@ -19,13 +15,7 @@ _HOST = HostLanes()
 
 
 class Sender:
-    """Pushes of one root, in the order of `send`.
-
-    Args:
-        pusher: of the root.
-        overlap: send on a thread; else `send` returns when the push is posted.
-        lanes: of the root's heap.
-    """
+    """Pushes of one root, in the order of `send`: on a thread with `overlap`, else posted when `send` returns."""
 
     def __init__(self, pusher: Pusher, overlap: bool, lanes: Lanes = _HOST) -> None:
         self._pusher, self._lanes = pusher, lanes
@@ -73,6 +63,5 @@ class Sender:
             raise next((error for error in errors if isinstance(error, OdcError)), errors[0])
 
     def close(self) -> None:
-        """End the thread, without waiting for it."""
         if self._worker is not None:
             self._worker.close()

@@ -1,8 +1,7 @@
 """A background thread with a short queue: fetches ahead of use, pushes behind backward.
 
-The thread is a daemon thread and not one of `concurrent.futures`, which are joined at interpreter exit: a rank that
-ends with an error must end, even while its worker still waits for a dead peer. A full queue blocks the caller, which
-bounds the memory that queued work keeps alive.
+It is a daemon thread, because `concurrent.futures` joins its own at exit: a rank that ends with an error must end, even
+while its worker still waits for a dead peer. A full queue blocks the caller, which bounds the memory it holds.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class Job:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = _nothing  # drop what the work refers to, before anyone is told that it is over
+            self._work = lambda: None  # drop what the work refers to, before anyone is told that it is over
             self._done.set()
 
     def cancel(self) -> None:
         """Never begin; if begun, wait for the end and forget an error."""
         if self._claim.acquire(blocking=False):
-            self._work = _nothing
+            self._work = lambda: None
             self._done.set()
         self._done.wait()
 
@@ -56,17 +55,8 @@ class Job:
         self.wait()
 
 
-def _nothing() -> None:
-    return
-
-
 class Worker:
-    """Runs jobs one after the other, in the order of `submit`.
-
-    Args:
-        name: of the thread.
-        depth: jobs that may wait; a further `submit` blocks.
-    """
+    """Runs jobs one after the other, in the order of `submit`, of which `depth` may wait."""
 
     def __init__(self, name: str, depth: int) -> None:
         # Not a Queue: a finalizer calls `close`, perhaps on a thread that holds the queue's lock at that moment.
@@ -76,7 +66,6 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; blocks while `depth` wait."""
         self._room.acquire()
         self._jobs.put(job)
 

@@ -1,13 +1,10 @@
-"""What the ranks of a job say to each other: publish, fetch, push, meet, and the daemon behind every rank.
-
-Begin with `protocol`, then read `fetch`, `push` and `service`; `member` shows how the parts are put together.
-"""
+"""What the ranks of a job say to each other. Begin with `protocol`; then `fetch`, `push`, `service` and `member`."""
 
 from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import LISTENER_PREFIX, Daemon, await_departures, daemon, stop_daemon
+from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.layout import HeapLayout, RankGrid
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
@@ -21,7 +18,6 @@ from odc.runtime.wait import Backoff, Deadline, Waiter, last_in_chain
 from odc.runtime.words import Outcome, RootState, Word
 
 __all__ = [
-    "LISTENER_PREFIX",
     "Adder",
     "Backoff",
     "Claimed",

@@ -1,15 +1,12 @@
-"""Adding pushed gradients into an owner's accumulator.
+"""Adding pushed gradients into an owner's accumulator, at least fp32, one for each unit, guarded by one robust lock.
 
-There is one accumulator per owner and unit, at least fp32, guarded by one robust lock. Whoever adds goes through an
-`Adder`: the owner's daemon, the owner itself for its own chunk, or with `accumulate="direct"` the pusher. One turn of
-the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and nobody waits
-for the lock for more than milliseconds. Sums in fp32 depend on the order of arrival in their last bits; those in fp64
-(`reproducible=True`) practically do not.
+One turn of the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and
+nobody waits for the lock for more than milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -27,13 +24,8 @@ def accumulator_dtype(reproducible: bool) -> torch.dtype:
     return torch.float64 if reproducible else torch.float32
 
 
-def turn_elements(itemsize: int) -> int:
-    """Elements to add in one turn of the lock, for an accumulator of `itemsize` bytes."""
-    return TURN_BLOCKS * BLOCK_BYTES // itemsize
-
-
 def block_elements(itemsize: int) -> int:
-    """Elements to add in one op, for an accumulator of `itemsize` bytes.
+    """Elements to add in one op.
 
     With several torch threads blocks stay under torch's parallel grain: a daemon or sender thread that crossed it would
     start a second team of workers and fight the training thread for cores.
@@ -44,9 +36,7 @@ def block_elements(itemsize: int) -> int:
 class Adder:
     """Adds into the accumulators of one root's members, upcasting; one thread at a time.
 
-    Args:
-        layout: the root's heaps.
-        source: this rank's shard index. A per-source accumulator has one writer and needs no lock; others ignore it.
+    `source` is this rank's shard index: a per-source accumulator has one writer and needs no lock. Others ignore it.
     """
 
     def __init__(self, layout: HeapLayout, source: int = 0) -> None:
@@ -57,19 +47,17 @@ class Adder:
         self._sum = layout.mover.accumulate if layout.settings.accumulate == "direct" else layout.mover.add
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
-        """Add all `pieces` of `unit` to the accumulator of `owner` (member index).
+        """Add all `pieces` of `unit` to the accumulator of `owner` (member index), in one turn of the lock or several.
 
-        Small pieces share a turn of the lock, large ones take several: nobody waits for more than a turn.
-
-        Raises:
-            PeerLostError: a rank died while it held the lock; the accumulator may be half-added and the job must
-                restart.
-            WaitTimeoutError: the lock was not had in `timeout_s` seconds.
+        Raises PeerLostError if a rank died while it held the lock (the accumulator may be half-added), WaitTimeoutError
+        if the lock was not had in `timeout_s` seconds.
         """
         peer = self._layout.peer(owner)
         total = peer.accumulator(unit, self._source)
         mutex = peer.mutex(unit) if self._locks else None
-        turns = [_whole(pieces)] if self._lanes.asynchronous else _turns(pieces, total.itemsize)
+        turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)
+        if self._lanes.asynchronous:  # what a turn costs there is the launch and the wait for its end
+            turns = [([piece.first for piece in pieces], [piece.values for piece in pieces])]
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._layout.settings.timeout_s) if mutex else nullcontext():
@@ -77,14 +65,9 @@ class Adder:
                 self._lanes.settle()
 
 
-def _whole(pieces: Sequence[Piece]) -> tuple[list[int], list[torch.Tensor]]:
-    """All pieces in one turn: on a device what a turn costs is the launch and the wait for its end."""
-    return [piece.first for piece in pieces], [piece.values for piece in pieces]
-
-
 def _turns(pieces: Sequence[Piece], itemsize: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """(first elements, values) of each turn of the lock; no value longer than a block, no turn much over its size."""
-    block, turn_size = block_elements(itemsize), turn_elements(itemsize)
+    block, turn_size = block_elements(itemsize), TURN_BLOCKS * BLOCK_BYTES // itemsize
     first: list[int] = []
     turn: list[torch.Tensor] = []
     size = 0

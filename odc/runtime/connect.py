@@ -1,9 +1,7 @@
 """Finding a peer's heap: its announcement in the job's store, then its descriptor through the peer's listener.
 
-A rank attaches to a peer when it first needs it; no barrier and no collective is involved, so a subgroup never needs
-the world. The announcement carries what the layouts must agree on, so that both sides can name a mismatch even if one
-of them has ended. A rank whose job was aborted leaves the reason in the store, so that a rank that attaches too late
-blames the culprit and not the messenger.
+The announcement carries what the layouts must agree on, so both sides can name a mismatch even if one has ended. A rank
+whose job was aborted leaves the reason in the store, so that one that attaches too late blames the culprit.
 
 Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
 `R/aborted` and `departed`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
@@ -68,11 +66,7 @@ def ask_member(
     """Ask the listener of `rank` (global) at `address`, for as long as the rank lives.
 
     `who` begins every message, and `hint` ends the one that says that nobody listens. `check` is called once a second
-    and may end the wait.
-
-    Raises:
-        WaitTimeoutError: no answer within `timeout_s`.
-        PeerLostError: nobody listens there.
+    and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
     while True:
@@ -91,11 +85,8 @@ def ask_member(
 class Rendezvous:
     """Attaches one root to its peers. `connect` may be called from any thread.
 
-    Args:
-        store: of the job.
-        identity: of the root's heap, the same on every rank.
-        grid: the members.
-        timeout_s: how long a peer may take to come up, and the store to answer (5 s at least).
+    `identity` is of the root's heap, the same on every rank. A peer may take `timeout_s` to come up, and the store to
+    answer (5 s at least).
 
     Attributes:
         check: raises if the job was aborted in the meantime, given what this rank was doing.
@@ -128,16 +119,10 @@ class Rendezvous:
         settings: str = "",
         calls: Sequence[int] = (),
     ) -> None:
-        """Tell the peers where to connect, and what must agree: layout digest, units, settings.
+        """Tell the peers where this rank's listener is, the token to show there, and what must agree.
 
-        Args:
-            address: of this rank's listener.
-            token: that a peer must show there.
-            digest: of the layout.
-            units: of the root.
-            settings: their fingerprint.
-            calls: numbers of the calls of `fully_shard` that made the root's tree. Two ranks whose trees share a call
-                have the same tree, or it is a mismatch.
+        `settings` is their fingerprint. `calls` are the numbers of the calls of `fully_shard` that made the root's
+        tree: two ranks whose trees share a call have the same tree, or it is a mismatch.
         """
         # Enough to name the first unit in which two ranks differ.
         short = [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
@@ -153,7 +138,7 @@ class Rendezvous:
             self._list(self.grid.rank, sorted(calls))
 
     def _list(self, rank: int, calls: list[int] | None) -> None:
-        """Have this root in the list of this rank's roots, with its calls, or no longer."""
+        """List this root, with its calls, among this rank's roots; with None no longer."""
         with _listing:
             listed = self._listed(self._patient, rank)
             listed.pop(self._identity, None)
@@ -175,10 +160,8 @@ class Rendezvous:
     def connect(self, member: int) -> Attachment:
         """Wait for the member's heap and return its descriptor.
 
-        Raises:
-            WaitTimeoutError: it did not come up in time.
-            LayoutMismatchError: its heap is laid out otherwise.
-            PeerLostError: it is gone.
+        Raises WaitTimeoutError if it did not come up in time, LayoutMismatchError if its heap is laid out otherwise,
+        PeerLostError if it is gone.
         """
         try:
             found = self._connect(member)
@@ -198,7 +181,13 @@ class Rendezvous:
 
     def announced(self, member: int) -> dict[str, Any]:
         """What the member has said by `announce`; waits for it like `connect`, with the same errors."""
-        return self._await_announcement(member)
+        late = (
+            f"it has not created heap {self._identity} in {self.timeout_s:g} s; every rank of the mesh must shard the "
+            "same modules and run them, or enter `with model.minibatch()` if it has no data"
+        )
+        self._await_key(self._key(member), member, "come up", late)
+        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
+        return said
 
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
@@ -220,9 +209,9 @@ class Rendezvous:
 
     def _connect(self, member: int) -> Attachment:
         rank, me = self.grid.ranks[member], self.grid.rank
-        said = self._await_announcement(member)
+        said = self.announced(member)
         if said["digest"] != self._own["digest"]:
-            raise LayoutMismatchError(self._difference(said, member, rank, me))
+            raise LayoutMismatchError(self._difference(said, rank, self._identity))
         request = {"op": "attach", "root": self._identity, "token": said["token"]}
         answer = ask_member(said["address"], request, self.timeout_s, f"rank {me}", rank, self.check)
         if "error" in answer.reply:
@@ -233,19 +222,14 @@ class Rendezvous:
         self.on_attach(member, answer.pid)
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
-    def _await_announcement(self, member: int) -> dict[str, Any]:
-        self._await_key(self._key(member), member, "come up", self._raise_absent)
-        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
-        return said
-
-    def _await_key(self, key: str, member: int, what: str, late: Callable[[int, int], None]) -> None:
-        """Return once the member has set `key` in the store; `what` it is waited for to do, `late` raises."""
+    def _await_key(self, key: str, member: int, what: str, late: str) -> None:
+        """Return once the member has set `key`; `what` it is waited for to do, and `late` is said at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
         deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
         while not self._store.check([key]):
             self.check(doing)
-            self._refuse_other_root(member, rank, me)  # first: each rank names the difference as it sees it
+            self._refuse_other_root(rank)  # first: each rank names the difference as it sees it
             failed = failure(self._store)
             if failed is not None:
                 raise self._lost(doing, *failed)
@@ -257,48 +241,32 @@ class Rendezvous:
                     culprit=rank,
                 )
             if deadline.passed():
-                late(rank, me)
+                raise WaitTimeoutError(f"rank {me}, {doing}: {late}", culprit=rank)
             backoff.sleep()
 
-    def _refuse_other_root(self, member: int, rank: int, me: int) -> None:
-        """Raise if the member has made another root of a call of `fully_shard` that belongs to this one here."""
+    def _refuse_other_root(self, rank: int) -> None:
+        """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""
         for identity, calls in self._listed(self._store, rank).items() if self._calls else ():
             if identity != self._identity and self._calls.intersection(calls):
                 said = json.loads(self._store.get(f"odc/{identity}/{rank}"))
-                raise LayoutMismatchError(self._difference(said, member, rank, me, identity))
+                raise LayoutMismatchError(self._difference(said, rank, identity))
 
     def meet(self) -> None:
-        """Return once every member has called it; once a root, before its device memory is mapped.
-
-        Raises as `connect` does.
-        """
-        me = self.grid.rank
+        """Return once every member has called it, before its device memory is mapped. Raises as `connect` does."""
+        late = (
+            f"it has not mapped that of heap {self._identity} in {self.timeout_s:g} s; on CUDA the ranks of a mesh "
+            "meet when they first run a model, so with several models they must run them in the same order"
+        )
         self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
             for member in self.grid.others():
-                self._await_key(self._key(member) + "/met", member, "map device memory", self._raise_unmapped)
+                self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
-            self.on_failure(str(error), me if error.culprit is None else error.culprit)
+            self.on_failure(str(error), self.grid.rank if error.culprit is None else error.culprit)
             raise
 
-    def _raise_unmapped(self, rank: int, me: int) -> None:
-        raise WaitTimeoutError(
-            f"rank {me}, waiting for rank {rank} to map the device memory of heap {self._identity}: it has not in "
-            f"{self.timeout_s:g} s; on CUDA the ranks of a mesh meet when they first run a model, so with several "
-            "models they must run them in the same order",
-            culprit=rank,
-        )
-
-    def _raise_absent(self, rank: int, me: int) -> None:
-        raise WaitTimeoutError(
-            f"rank {me}, waiting for rank {rank} to come up: it has not created heap {self._identity} in "
-            f"{self.timeout_s:g} s; every rank of the mesh must shard the same modules and run them, or enter "
-            "`with model.minibatch()` if it has no data",
-            culprit=rank,
-        )
-
-    def _difference(self, said: dict[str, Any], member: int, rank: int, me: int, identity: str = "") -> str:
-        identity = identity or self._identity
+    def _difference(self, said: dict[str, Any], rank: int, identity: str) -> str:
+        me = self.grid.rank
         text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "
         mine, theirs = self._own["units"], said["units"]
         if identity == self._identity and self._own["settings"] != said.get("settings"):
@@ -308,12 +276,12 @@ class Rendezvous:
         for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             if one != other:
                 text += f"the first unit to differ is {one[0]!r} on rank {me} and {other[0]!r} on rank {rank}"
-                return text + self._first_lines(i, f"odc/{identity}/{rank}", rank, me)
+                return text + self._first_lines(i, f"odc/{identity}/{rank}", rank)
         if identity != self._identity:
             return text + f"rank {rank} has called fully_shard on other modules before, and rank {me} has not"
         return text + "settings or mesh differ"
 
-    def _first_lines(self, unit: int, key: str, rank: int, me: int) -> str:
+    def _first_lines(self, unit: int, key: str, rank: int) -> str:
         """The first line in which a unit differs from the peer's, if both have announced their lines."""
         packed = self._store.get(key + "/lines")
         lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
@@ -321,14 +289,10 @@ class Rendezvous:
             return ""
         pairs = itertools.zip_longest(self._lines[unit], lines[unit], fillvalue="nothing")
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        return f": rank {me} has {mine}, rank {rank} has {theirs}" if mine else ""
+        return f": rank {self.grid.rank} has {mine}, rank {rank} has {theirs}" if mine else ""
 
     def notify(self, member: int) -> None:
-        """Wake the member's daemon (attached before).
-
-        Raises:
-            OdcError: this root has left the job.
-        """
+        """Wake the daemon of a member that was attached before; OdcError if this root has left the job."""
         with self._notifying:
             doorbell = self.doorbells.get(member)
             if doorbell is None:
@@ -346,20 +310,16 @@ class Rendezvous:
         self._patient.set(self._key(self.grid.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
-        """Those of `members` that may still attach to this rank: they live, and have neither settled nor shut down.
-
-        A member whose job was aborted never settles, but leaves the reason in the store.
-        """
+        """Those of `members` that may still attach to this rank: they live, and have neither settled nor aborted."""
         if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
             return []
-        return [member for member in members if not self._said_enough(member) and not self._dead(member)]
+        return [member for member in members if self._may_attach(member)]
 
-    def _said_enough(self, member: int) -> bool:
-        return any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted"))
-
-    def _dead(self, member: int) -> bool:
+    def _may_attach(self, member: int) -> bool:
+        if any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted")):
+            return False
         process = process_of(self._patient, self.grid.ranks[member])
-        return process is not None and not process.alive()
+        return process is None or process.alive()
 
     def forget(self) -> None:
         """Take this root out of the store. Every member calls it once, when all have settled; the last deletes."""

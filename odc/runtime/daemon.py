@@ -1,8 +1,6 @@
-"""The server daemon of a rank: one loop that accumulates, watches peers, and answers connections.
+"""The server daemon of a rank, a thread: one loop that accumulates, watches peers, and answers connections.
 
-The daemon is a thread of the rank, so it cannot outlive it (docs/decisions.md compares it with a process). It shares
-the GIL: a rank that holds it for long (a compile, a tokenizer in pure Python) serves its peers late, never wrongly. The
-loop polls nothing: it sleeps in epoll until a pusher rings the doorbell (an eventfd), a peer dies (its pidfd becomes
+It polls nothing: it sleeps in epoll until a pusher rings the doorbell (an eventfd), a peer dies (its pidfd becomes
 readable) or somebody connects to its listener (a unix socket).
 """
 
@@ -29,16 +27,8 @@ _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix a
 _POLL_S = 0.2
 
 
-def _nothing() -> None:
-    return
-
-
 class Daemon:
-    """The daemon of this process; see `daemon()`. Methods may be called from any thread.
-
-    Args:
-        rank: global rank, for the listener's address and messages.
-    """
+    """The daemon of this process; see `daemon()`. Methods may be called from any thread."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
@@ -60,16 +50,14 @@ class Daemon:
     # called by the rank ------------------------------------------------------------------------------------------
 
     def serve(self, service: Service) -> None:
-        """Serve a root from now on."""
         self._services[service.identity] = service
         self.notify()
 
-    def dismiss(self, service: Service, then: Callable[[], None] = _nothing) -> Callable[[], None]:
+    def dismiss(self, service: Service, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.
 
-        Does not wait for that: the garbage collector may end a root on any thread, and the loop may be waiting for
-        something that this thread holds (the lock of another root's accumulator). Returns a function that waits, for
-        callers that hold nothing; on the loop's own thread it returns at once.
+        Does not wait for that: the garbage collector may end a root on any thread, and the loop may wait for something
+        that this thread holds. Returns a function that waits; on the loop's own thread it returns at once.
         """
         gone = threading.Event()
 
@@ -96,7 +84,6 @@ class Daemon:
             self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
 
     def notify(self) -> None:
-        """Wake the loop."""
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
             os.eventfd_write(self.doorbell, 1)
 
@@ -189,10 +176,12 @@ class Daemon:
         service = self._services.get(str(request.get("root")))
         if request.get("op") not in ("attach", "read") or service is None:
             return {"error": f"no root {request.get('root')!r} here"}, ()
-        if request["op"] == "read":
-            return service.answer_read(request)
-        reply = service.answer_attach(request)
-        return reply, () if "error" in reply else (service.layout.heap.fd, self.doorbell)
+        reading = request["op"] == "read"
+        reply = service.answer_attach(request, reading=reading)
+        if "error" in reply:
+            return reply, ()
+        fd = service.layout.heap.fd
+        return reply, (fd,) if reading else (fd, self.doorbell)
 
 
 _daemon: Daemon | None = None
@@ -209,11 +198,7 @@ def daemon(rank: int) -> Daemon:
 
 
 def await_departures() -> None:
-    """Wait until no peer needs a root that this process has shut down.
-
-    Raises:
-        WaitTimeoutError: a peer had to be given up.
-    """
+    """Wait until no peer needs a root that this process has shut down; WaitTimeoutError if one had to be given up."""
     if _daemon is not None and _daemon.alive():
         _daemon.departures.wait()
 
@@ -240,8 +225,7 @@ class RankStatus:
 def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
     """The status of every odc rank of this user on this host, by rank; waits at most `timeout_s` for each.
 
-    Ranks are found by the addresses of their listeners in the kernel's table of abstract sockets. The daemon answers,
-    so an answer comes also while the rank computes.
+    Ranks are found by the addresses of their listeners. The daemon answers, so also while the rank computes.
     """
     found = []
     prefix = f"{LISTENER_PREFIX}{os.getuid()}."

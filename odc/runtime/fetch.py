@@ -24,11 +24,9 @@ class PublishedShards:
     def publish(self, shards: Sequence[Sequence[torch.Tensor]], dirty: Sequence[bool]) -> None:
         """Open the next epoch: copy this rank's shards to where peers can read them, in compute dtype.
 
-        Args:
-            shards: for each unit and parameter this rank's padded shard, 1-D, in its own dtype.
-            dirty: for each unit whether its accumulator was added to since it was last zeroed.
-
-        Waits for nobody: the caller has made sure that no peer reads or pushes any more.
+        `shards`: for each unit and parameter this rank's padded shard, 1-D, in its own dtype; `dirty`: for each unit
+        whether its accumulator was added to since it was last zeroed. Waits for nobody: no peer may read or push any
+        more.
         """
         layout, mine = self._layout, self._layout.mine
         epoch = self._protocol.begin_publishing()
@@ -43,12 +41,8 @@ class PublishedShards:
     def fetch(self, unit: UnitSpec, destinations: Sequence[torch.Tensor], *, lane: str = "main") -> int:
         """Copy a whole unit out of its owners' heaps, one copy a shard; returns the bytes that came from peers.
 
-        Args:
-            unit: which.
-            destinations: for each parameter 1-D contiguous [shards * padded shard] in compute dtype.
-            lane: trace lane of the waiting thread.
-
-        Waits until every owner has published the current epoch, then copies, starting with the next shard.
+        `destinations`: for each parameter 1-D contiguous [shards * padded shard] in compute dtype. `lane` is the
+        waiting thread's in the trace. Waits until every owner has published the current epoch.
         """
         protocol = self._protocol
         protocol.await_published(self._owners, lane)

@@ -1,11 +1,6 @@
 """What lies where in the heap of a root: board, published shards, accumulators, staging rings.
 
-Every size is fixed when the root is initialised, from its units alone, so that the memory odc takes is known before
-training starts and never grows. `HeapLayout.ledger` accounts for it; tests hold it to this bound:
-
-    one published shard (compute dtype; two with `Settings.second_buffer`) + one accumulator shard of what is trained
-    (fp32; fp64 when reproducible; one per source for "per_source") + staging of at most 2 x the largest unit's trained
-    chunk for each peer + the queue's inputs (none unless `Settings.queue_bytes` asks for them) + words.
+Every size is fixed when the root is initialised, from its units alone (docs/architecture.md, "Memory").
 """
 
 from __future__ import annotations
@@ -29,15 +24,10 @@ WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.flo
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of one root's mesh, by replica and by shard.
+    """The ranks of one root's mesh, by replica and by shard: global ranks of the members, and `shards` to a replica.
 
-    Memory is addressed by *member*: replica * shards + shard, the order of the mesh. Plain sharding is one replica.
-    Messages name global ranks, never members.
-
-    Args:
-        ranks: global rank of each member.
-        shards: ranks that share one copy of the parameters (the shard dimension of the mesh).
-        me: this rank's member index.
+    Memory is addressed by *member*: replica * shards + shard, the order of the mesh; `me` is this rank's. Messages name
+    global ranks, never members.
     """
 
     ranks: tuple[int, ...]
@@ -57,7 +47,6 @@ class RankGrid:
 
     @property
     def members(self) -> range:
-        """Every member index."""
         return range(len(self.ranks))
 
     @property
@@ -109,15 +98,10 @@ class Ring:
 class HeapLayout:
     """The heaps of all members of a root, laid out alike; no waiting, no protocol.
 
-    Args:
-        heap: an unsealed heap, the same on every member; it is sealed here.
-        grid: the members.
-        units: in the same order on every rank.
-        settings: of the root.
-        fingerprint: further text on which the members must agree.
+    `heap` is unsealed, the same on every member, and is sealed here; `units` are in the same order on every rank;
+    `fingerprint` is further text on which the members must agree.
 
     Attributes:
-        mover: copies and adds the root's data.
         param_base: for each unit the number of parameters in the units before it.
         buffers: published versions side by side, 1 or 2.
         sources: accumulators of each unit on each member.
@@ -165,12 +149,10 @@ class HeapLayout:
         return requests
 
     def peer(self, member: int) -> LocalPeer:
-        """The member's words, shards and staging slots; asking for them attaches to it on demand."""
         return self._peers[member]
 
     @property
     def mine(self) -> LocalPeer:
-        """This rank's own words, shards and staging slots."""
         return self._peers[self.grid.me]
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:

@@ -1,11 +1,8 @@
 """The daemon's listener: a unix socket at which peers and `odc status` ask, and are handed descriptors.
 
-The socket is in the abstract namespace, so its address vanishes with the process and a killed rank leaves nothing to
-clean up. It has no file permissions, so each side checks the other (SO_PEERCRED) before it says anything: the same
-user, in the same PID and user namespace, because user 0 of another container is somebody else. A connection carries one
-JSON request and one JSON reply, with descriptors beside the reply (SCM_RIGHTS). Nothing here blocks the daemon: a
-silent client costs one descriptor until its deadline. Abstract addresses belong to a network namespace, so ranks in
-different containers of one host must share theirs.
+It is in the abstract namespace (of the network namespace) and has no file permissions, so each side checks the other
+(SO_PEERCRED) before it says anything. A connection carries one JSON request and one JSON reply, with descriptors beside
+it (SCM_RIGHTS). Nothing here blocks the daemon: a silent client costs one descriptor until its deadline.
 """
 
 from __future__ import annotations
@@ -58,9 +55,8 @@ class PeerCredentials:
     def refusal(self, proc: Path = Path("/proc")) -> str | None:
         """Why this is not a process of our own user and container, or None if it is.
 
-        User ids are compared as our user namespace numbers them, so those of another namespace may look like ours; its
-        processes are told apart by their links in `proc`. Where this process cannot read its own links (no procfs), a
-        visible process id must do.
+        User ids are compared as our user namespace numbers them; processes of other namespaces are told apart by their
+        links in `proc`. Where this process cannot read its own links (no procfs), a visible process id must do.
         """
         if self.uid != os.geteuid():
             return f"it belongs to user {self.uid}, not to user {os.geteuid()}"
@@ -85,8 +81,6 @@ Handler = Callable[[dict[str, Any], PeerCredentials], tuple[dict[str, Any], Sequ
 
 @dataclass
 class _Connection:
-    """One connection: first it is read from, then written to."""
-
     sock: socket.socket
     peer: PeerCredentials
     deadline: Deadline
@@ -101,13 +95,10 @@ class Listener:
     A forked child closes its copy at once, so the address disappears with the process that made it.
 
     Args:
-        address: in the abstract namespace, 1 to 100 printable characters without space and '@'.
+        address: in the abstract namespace, 1 to 100 printable characters without space and '@'; OSError if it is taken.
         handler: gets a request and who asks; returns the reply and the descriptors to hand over, which it still owns.
             An exception that it raises is told to the client as {"error": text}.
         connection_s: seconds a client may take.
-
-    Raises:
-        OSError: the address is taken.
     """
 
     def __init__(self, address: str, handler: Handler, connection_s: float = CONNECTION_S) -> None:
@@ -128,7 +119,6 @@ class Listener:
         close_after_fork(self)
 
     def fileno(self) -> int:
-        """Readable when `answer` has something to do."""
         return self._epoll.fileno()
 
     def answer(self) -> None:
@@ -266,9 +256,8 @@ class Answer:
 def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
     """Ask the listener at `address` and wait for its answer, on any thread.
 
-    Raises:
-        ConnectionError: nobody listens there, it is of another user or container, or it hung up without an answer.
-        TimeoutError: it did not answer within `timeout_s` seconds.
+    Raises ConnectionError if nobody listens there, it is of another user or container, or it hung up without an answer;
+    TimeoutError if it did not answer within `timeout_s` seconds.
     """
     deadline = Deadline(timeout_s)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -1,7 +1,6 @@
 """One member of a job, built and closed: its heap, its protocol, its meeting with the peers, its daemon's service.
 
-A sharded model, a batch exchange and a reader outside the job all begin here. Building calls no collective and waits
-for nobody; peers are attached when they are first needed.
+Building calls no collective and waits for nobody; peers are attached when they are first needed.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ from odc.settings import Settings
 class Endpoint:
     """What one member does over a heap that is laid out: protocol, published shards, pushes, queue.
 
-    `notify` wakes the daemon of a member.
-
-    Attributes:
-        queue: None unless the heap was laid out with `Settings.queue_bytes`.
+    `notify` wakes the daemon of a member. `queue` is None unless the settings have `queue_bytes`.
     """
 
     def __init__(self, layout: HeapLayout, notify: Callable[[int], None]) -> None:
@@ -48,10 +44,9 @@ class Endpoint:
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
-        """Close this rank's part of the epoch: neither fetch nor push follows, and everything pushed is posted.
+        """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.
 
-        `reason` is for the peers of a rank that abandons the epoch. Waits only for peers to begin the epoch, and only
-        where something was pushed in it.
+        Waits only for peers to begin the epoch, and only where something was pushed in it.
         """
         lanes = self.layout.heap.lanes
         with lanes.lane("fetch"):
@@ -69,14 +64,8 @@ class Endpoint:
 class Member(Endpoint):
     """A rank's membership in the job of one root: an `Endpoint` that peers can find, and a service of its daemon.
 
-    Args:
-        store: of the job.
-        identity: of the root's heap, the same on every rank.
-        grid: the members.
-        units: in the same order on every rank.
-        settings: of the root.
-        fingerprint: further text on which the layouts must agree.
-        open_heap: makes an unsealed heap whose peers are attached by the given rendezvous.
+    `identity` of the root's heap and `units` are the same on every rank; `fingerprint` is further text on which the
+    layouts must agree; `open_heap` makes an unsealed heap whose peers are attached by the given rendezvous.
     """
 
     def __init__(
@@ -100,7 +89,7 @@ class Member(Endpoint):
         server.serve(service)
 
     def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
-        """Let peers attach from now on; `settings` and `calls` as in `Rendezvous.announce`."""
+        """Let peers attach from now on; arguments as in `Rendezvous.announce`."""
         layout = self.layout
         self.rendezvous.announce(
             self._daemon.address, self._service.token, layout.heap.digest, layout.units, settings, calls
@@ -114,14 +103,9 @@ class Member(Endpoint):
     def shut_down(self, note: str = "") -> Callable[[], None] | None:
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
-        Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once.
-
-        Args:
-            note: what a peer is told that waits for this rank in vain; empty if this rank did all it had to.
-
-        Returns:
-            A function that waits until the heap is closed, and raises WaitTimeoutError if a peer had to be given up.
-            None in a forked child, which only drops its copy: the heap is still the rank's.
+        Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
+        peer is told that waits for this rank in vain. Returns `Departure.wait`; None in a forked child, which only
+        drops its copy.
         """
         if self.forked:
             return None
@@ -135,18 +119,9 @@ class Member(Endpoint):
 class ReadOnlyMember:
     """A member's heap as a process outside the job sees it: mapped without the right to write. Close it.
 
-    Args:
-        rank: global rank of the member.
-        address: of its listener.
-        root, token: identity of its heap, and the token of readers.
-        nbytes, digest: of the heap.
-        board, reason: offsets of these regions in it.
-        timeout_s: seconds its listener may take to answer.
-
-    Raises:
-        PeerLostError: it is gone.
-        WaitTimeoutError: it does not answer.
-        LayoutMismatchError: its heap is another one.
+    `root`, `token`, `nbytes` and `digest` are of the weight handle; `board` and `reason` are offsets in the heap.
+    Raises PeerLostError if it is gone, WaitTimeoutError if its listener does not answer within `timeout_s`,
+    LayoutMismatchError if its heap is another one.
     """
 
     def __init__(
@@ -196,5 +171,4 @@ class ReadOnlyMember:
             raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
 
     def close(self) -> None:
-        """Let go of the member's memory; nobody notices."""
         self._process.close()

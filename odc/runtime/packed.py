@@ -1,8 +1,6 @@
-"""A microbatch's tensors as one run of bytes that another process can read.
+"""A microbatch's tensors as one run of bytes: a plain text header (name, dtype, shape), then the tensors' bytes.
 
-A plain text header (name, dtype, shape) stands before the tensors' bytes, so nothing from a peer is ever executed, the
-size is known before anything is copied, and the received bytes need no second copy. A microbatch is therefore a mapping
-from names to dense CPU tensors and nothing else.
+Nothing from a peer is ever executed, and the received bytes need no second copy.
 """
 
 from __future__ import annotations
@@ -20,13 +18,9 @@ _ALIGN = 64  # bytes; every tensor can be viewed in its own dtype in place
 
 
 class PackedMicrobatch:
-    """The tensors of one microbatch, ready to be written out.
+    """The tensors of one microbatch by name, dense and on the CPU, of any dtype and shape; read by `write`, not before.
 
-    Args:
-        tensors: by name, dense and on the CPU, of any dtype and shape; read by `write`, not before.
-
-    Raises:
-        UnsupportedError: a name is no text, or a value is no dense CPU tensor.
+    Raises UnsupportedError where a name is no text, or a value is no dense CPU tensor.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

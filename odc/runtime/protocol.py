@@ -8,18 +8,7 @@
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
 
-No step is a collective, and none but the waits named here waits. A rank does all that its peers wait for before it
-waits itself, so each may run any number of microbatches, including zero. The order makes it sound:
-
-* A rank begins only after everybody is DONE with the last epoch, so nobody reads shards or adds to accumulators while
-  it writes them. A fetch or push of an epoch waits for the owner's PUBLISHED of that epoch, so it finds new shards and
-  zeroed accumulators. Any caller that keeps to the epochs is therefore safe.
-* SENT and ACCUMULATED are cumulative and never reset: a fast rank may be in the next epoch while a slow owner still
-  reads the counts of this one. The counts of pushes are cumulative too, and wait for the member to have begun this
-  epoch.
-* OUTCOME is stored before DONE, so all ranks read the same outcomes and agree whether gradients are written.
-
-`odc.runtime.wait` alone stores WAITING, which says for whom a rank waits.
+docs/protocol.md says why it is right. `odc.runtime.wait` alone stores WAITING.
 """
 
 from __future__ import annotations
@@ -42,23 +31,14 @@ HOME = 0  # the member whose CLAIMED counts
 
 
 class RingWords:
-    """SENT and ACCUMULATED of one staging ring: its head, which the pusher moves, and its tail, which the daemon moves.
-
-    Both count blocks since the start; their difference is the number of slots in use.
-
-    Attributes:
-        posted: blocks that the source has posted; what they hold is visible.
-        post: store SENT, on the pusher; data and headers of that many blocks are in place.
-        added: blocks whose slots may be filled again.
-        give_back: store ACCUMULATED, on the owner's daemon; the sums of that many blocks are in the accumulator.
-    """
+    """SENT and ACCUMULATED of one staging ring, which the pusher and the owner's daemon move; they count blocks."""
 
     def __init__(self, owner: LocalPeer, source: int) -> None:
         sent, accumulated = owner.sent, owner.accumulated
         self.posted: Callable[[], int] = functools.partial(sent.load, source)
-        self.post: Callable[[int], None] = functools.partial(sent.store, source)
-        self.added: Callable[[], int] = functools.partial(accumulated.load, source)
-        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)
+        self.post: Callable[[int], None] = functools.partial(sent.store, source)  # data and headers are in place
+        self.added: Callable[[], int] = functools.partial(accumulated.load, source)  # slots that may be filled again
+        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
 
 
 class MemberProtocol:
@@ -98,7 +78,6 @@ class MemberProtocol:
         return epoch
 
     def end_publishing(self) -> None:
-        """PUBLISHED: the next epoch is open, its shards written and its accumulators zeroed."""
         self.epoch += 1
         self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
 
@@ -129,7 +108,6 @@ class MemberProtocol:
             self.waiter.until(lambda: credit() > 0, owner, what, lane="push")
 
     def ring(self, owner: int, source: int) -> RingWords:
-        """SENT and ACCUMULATED of the ring from `source` to `owner`."""
         return RingWords(self.layout.peer(owner), source)
 
     # the queue of microbatches -----------------------------------------------------------------------------------
@@ -147,10 +125,8 @@ class MemberProtocol:
         self.board.store(Word.OFFERED, self.epoch)  # release: counter, table and inputs are visible before it
 
     def await_offers(self) -> bool:
-        """Wait until every member has offered; False if one has abandoned the minibatch instead.
-
-        Raises:
-            OdcError: a member closed this epoch without an offer.
+        """Wait until every member has offered; False if one has abandoned the minibatch instead. Raises OdcError if one
+        closed this epoch without an offer.
         """
         epoch = self.epoch
         for member in self.grid.members:
@@ -175,7 +151,7 @@ class MemberProtocol:
         self.layout.mine.claims.store(ClaimWord.TOTAL, 1 + total)
 
     def claim(self) -> int:
-        """CLAIMED: the number of the next microbatch, which may be over the queue's end. After `await_offers`."""
+        """CLAIMED: the number of the next microbatch, which may be over the queue's end."""
         return self.layout.peer(HOME).claims.add(ClaimWord.CLAIMED, 1)
 
     def note_claimed(self) -> None:
@@ -186,7 +162,7 @@ class MemberProtocol:
     # done --------------------------------------------------------------------------------------------------------
 
     def skip_collect(self) -> None:
-        """COMPLETE and READ of an epoch without pushes, which is closed without meeting anybody. Before `close`."""
+        """COMPLETE and READ of an epoch without pushes. Before `close`."""
         self.board.store(Word.COMPLETE, self.epoch)
         self.board.store(Word.READ, self.epoch)
 
@@ -198,7 +174,7 @@ class MemberProtocol:
             self.layout.peer(member).pushes(self.grid.me).copy_(counts)
 
     def explain(self, reason: str) -> None:
-        """Say why this rank abandons the current epoch; the first bytes are kept. Before `close`."""
+        """Say why this rank abandons the current epoch. Before `close`."""
         self.layout.mine.set_abandonment(self.epoch, reason)
 
     def close(self, outcome: Outcome) -> None:
@@ -230,7 +206,6 @@ class MemberProtocol:
         return [member for member, board in enumerate(boards) if decode_outcome(board.load(word), epoch) is outcome]
 
     def abandonment(self, member: int) -> str:
-        """Why the member has abandoned the current epoch."""
         return self.layout.peer(member).abandonment(self.epoch)
 
     def complete(self) -> None:
@@ -251,15 +226,12 @@ class MemberProtocol:
     # status, and the end -----------------------------------------------------------------------------------------
 
     def set_state(self, state: RootState) -> None:
-        """STATE."""
         self.board.store(Word.STATE, int(state))
 
     def count_microbatch(self) -> None:
-        """MICROBATCH."""
         self.board.store(Word.MICROBATCH, self.board.load(Word.MICROBATCH) + 1)
 
     def reset_microbatches(self) -> None:
-        """MICROBATCH, at the beginning of an epoch."""
         self.board.store(Word.MICROBATCH, 0)
 
     def count(self, word: Word, nbytes: int) -> None:
@@ -268,7 +240,6 @@ class MemberProtocol:
             self.board.store(word, self.board.load(word) + nbytes)
 
     def abort(self, reason: str, culprit: int) -> None:
-        """End the job everywhere (see `abort`)."""
         abort(self.layout, reason, culprit)
 
     def leave(self, note: str) -> None:
@@ -283,11 +254,10 @@ def _reached(board: Words, word: Word, epoch: int) -> bool:
 
 
 def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
-    """ABORT, with `reason`, on this rank's board and on those of the members it is attached to.
+    """ABORT, with `reason`, on this rank's board and on those of the members it is attached to; `culprit` is a global
+    rank.
 
-    `culprit` is a global rank. The first reason on a board stays: ranks that fail later do so because of it. Never
-    raises, waits for nobody and never attaches, which may take long: other members learn of the end from this rank's
-    board, from their own daemon, or when they attach. May be called from any thread.
+    The first reason on a board stays. Never raises, never waits, never attaches. May be called from any thread.
     """
     for member in layout.grid.members:
         with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same

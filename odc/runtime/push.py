@@ -1,11 +1,8 @@
 """push: send a unit's gradients to the ranks that own them, through staging rings in bounded memory.
 
-A gradient is copied straight from where it lies into the owners' staging slots, in its own dtype; the owner's daemon
-upcasts when it adds. Each pair of ranks has a ring of its own with one pusher and one reader, so there is no lock and a
-slow owner holds up only what is pushed to it. A pusher without a free slot waits; nothing is queued beyond the ring.
-
-Blocks are added in the order in which they were posted, but the slot that was given back last is filled next: an owner
-that keeps up leaves its blocks in the cache, however long the ring is. A block's header therefore names its slot.
+Each pair of ranks has a ring of its own with one pusher and one reader, so there is no lock and a slow owner holds up
+only what is pushed to it. Blocks are added in the order in which they were posted, but the slot that was given back
+last is filled next: an owner that keeps up leaves its blocks in the cache. A block's header therefore names its slot.
 """
 
 from __future__ import annotations
@@ -29,11 +26,9 @@ _SLOT = 4  # word of a header
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter's whole gradient on its way to the owners.
+    """One parameter's whole gradient on its way to the owners; `param` is its index in the unit.
 
-    Args:
-        param: index in the unit.
-        values: contiguous 1-D [up to shards * padded shard] in the gradient's own dtype, shard after shard.
+    `values`: contiguous 1-D [up to shards * padded shard] in the gradient's own dtype, shard after shard.
     """
 
     param: int
@@ -61,12 +56,7 @@ def pieces_for(unit: UnitSpec, gradients: Sequence[Gradient], shard: int) -> Ite
 
 
 class Outbox:
-    """The pusher's end of the ring to one owner; used by one thread at a time.
-
-    Args:
-        protocol: of the root.
-        owner: member index of the owner, another member than this one.
-    """
+    """The pusher's end of the ring to one owner, another member than this one; used by one thread at a time."""
 
     def __init__(self, protocol: MemberProtocol, owner: int) -> None:
         layout, grid, peer = protocol.layout, protocol.grid, protocol.layout.peer(owner)
@@ -118,12 +108,7 @@ class Outbox:
 
 
 class Inbox:
-    """The owner's end of the ring from one source; used by the daemon alone.
-
-    Args:
-        layout: the root's heaps.
-        source: member index of the pusher, another member than this one.
-    """
+    """The owner's end of the ring from one source, another member than this one; used by the daemon alone."""
 
     def __init__(self, layout: HeapLayout, source: int) -> None:
         grid, mine = layout.grid, layout.mine

@@ -1,15 +1,8 @@
 """The queue of one minibatch: every member offers microbatches and claims the next longest of all until none is left.
 
-There is one list, in falling order of cost, and one counter, so a claim is one atomic add. The longest microbatches are
-started first wherever they were loaded, and at the end no rank waits for longer than one short microbatch takes. This
-is list scheduling (Graham 1969): it needs an order and no cost model, and serves slow and busy ranks as well as even
-ones.
-
-It is right because a member offers only in an epoch that it has begun, so everybody is DONE with the epoch before:
-nobody reads its region or adds to CLAIMED. A member claims only after it has seen OFFERED of all, so the counter was
-zeroed and the tables are whole, and it stores DONE after its last claim. Within an epoch the counter hands out 0, 1, 2,
-... each once, and all members agree which microbatch a number means, because all sort the same tables by the same rule.
-A number beyond the list's end means that none is left. No member waits for another to *compute*.
+This is list scheduling (Graham 1969): one list in falling order of cost, and one counter, so a claim is one atomic add.
+All members sort the same tables by the same rule; a number beyond the list's end means that none is left.
+docs/protocol.md says why it is right.
 """
 
 from __future__ import annotations
@@ -32,14 +25,7 @@ _ROW = 3  # words of a table's row: cost (a float's bits), offset of the microba
 
 @dataclass(frozen=True)
 class Claimed:
-    """A microbatch to compute.
-
-    Args:
-        number: position in the queue, 0 for the longest; the same whoever claims it.
-        member: which offered it.
-        nbytes: of the copy.
-        tensors: copies of this rank's own, by name.
-    """
+    """A microbatch to compute: the `number`-th of the queue (0 is the longest), which `member` offered."""
 
     number: int
     member: int
@@ -48,11 +34,7 @@ class Claimed:
 
 
 class Queue:
-    """The queue of one root, epoch after epoch; on the rank's main thread.
-
-    Args:
-        protocol: of the root, whose heap was laid out with `Settings.queue_bytes`.
-    """
+    """The queue of one root, laid out with `Settings.queue_bytes`, epoch after epoch; on the rank's main thread."""
 
     def __init__(self, protocol: MemberProtocol) -> None:
         self._protocol, self._layout = protocol, protocol.layout
@@ -61,15 +43,10 @@ class Queue:
         self.drained = 0  # the newest epoch whose end this rank has seen
 
     def offer(self, microbatches: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> None:
-        """Put microbatches where everybody can claim them, once in the open epoch. Waits for nobody.
+        """Put microbatches (dense CPU tensors by name; copied) where everybody can claim them, once in the open epoch.
 
-        Args:
-            microbatches: dense CPU tensors by name; copied here.
-            costs: of each, finite; larger ones are computed first. None takes their bytes.
-
-        Raises:
-            UnsupportedError: they do not fit (says what does), or cannot travel.
-            OdcError: a second offer in this epoch.
+        Those of larger `costs` (finite; None takes their bytes) are computed first. Waits for nobody. Raises
+        UnsupportedError if they do not fit (says what does) or cannot travel, OdcError at a second offer in this epoch.
         """
         epoch = self._protocol.epoch
         if self.offered == epoch:
@@ -95,12 +72,8 @@ class Queue:
     def claim(self) -> Claimed | None:
         """The next microbatch, copied from who loaded it; None once all are claimed. After `offer`, in its epoch.
 
-        The first claim of an epoch waits until every member has offered. Whoever claims a microbatch must compute it.
-        None also if a member abandoned the minibatch before it offered: nothing computed now would count.
-
-        Raises:
-            OdcError: a member ended this minibatch without an offer.
-            PeerLostError, WaitTimeoutError: as every wait.
+        The first claim of an epoch waits until every member has offered; OdcError if one ended the minibatch without.
+        Whoever claims a microbatch must compute it. None also if a member abandoned the minibatch before it offered.
         """
         self._protocol.touch("claiming a microbatch")
         epoch = self._protocol.epoch

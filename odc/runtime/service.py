@@ -1,7 +1,6 @@
 """What the daemon does for one root: accumulate what was pushed, watch the peers, answer for the heap.
 
-Every fact that the service works on is in the heap itself (rings, counters, board), and none in Python state that
-training also writes, so the service needs no lock against its own rank.
+All that the service works on is in the heap itself, so it needs no lock against its own rank.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,10 +42,7 @@ class Service:
 
     @torch.no_grad()
     def drain(self) -> bool:
-        """Add at most a quarter of a ring of every source; True if there was anything.
-
-        Blocks are added in batches, so that an owner whose training holds the GIL is asked for it once a batch.
-        """
+        """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)
@@ -80,18 +75,13 @@ class Service:
         """Set ABORT here and on every attached peer; may be called from any thread, never raises."""
         abort(self.layout, reason, culprit)
 
-    def answer_attach(self, request: dict[str, Any], token: str | None = None) -> dict[str, Any]:
-        """Reply to a process that wants the heap's descriptor; it must show `token` (default: the peers')."""
-        wanted = self.token if token is None else token
+    def answer_attach(self, request: dict[str, Any], *, reading: bool = False) -> dict[str, Any]:
+        """Reply to a process that wants the heap's descriptor: a peer, or a reader outside the job."""
+        wanted = reading_token(self.token) if reading else self.token
         if not secrets.compare_digest(str(request.get("token", "")).encode(), wanted.encode()):
             return {"error": "wrong token"}
         heap = self.layout.heap
         return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
-
-    def answer_read(self, request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
-        """Reply to a reader outside the job, and the heap's descriptor. Nobody watches the reader or waits for it."""
-        reply = self.answer_attach(request, reading_token(self.token))
-        return reply, () if "error" in reply else (self.layout.heap.fd,)
 
     def status(self) -> dict[str, Any]:
         """For `odc status`: plain values. May be called from any thread."""

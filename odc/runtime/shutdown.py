@@ -1,12 +1,7 @@
-"""Roots that this rank has shut down, kept readable until no peer needs them.
+"""Roots that this rank has shut down, kept readable until no peer needs them (docs/protocol.md, "When a rank leaves").
 
-A fast rank may shut down before a slow one has attached to it: after an evaluation, which meets nobody at its end, or
-when a model is deleted. Its heap therefore stays where peers find it until every peer has attached to all of its own
-peers, has shut down, or has died; what a peer has mapped stays valid after that. A peer that does none of this within
-the deadline is given up, and named.
-
-A thread of its own looks after all departures, because a finalizer, which may run on any thread, must not wait and the
-daemon's loop must not wait for the job's store.
+What a peer has mapped stays valid after that. A thread of its own looks after all departures, because a finalizer,
+which may run on any thread, must not wait and the daemon's loop must not wait for the job's store.
 """
 
 from __future__ import annotations
@@ -32,10 +27,7 @@ _JOIN_S = 3.0
 class Departure:
     """One root that was shut down.
 
-    Args:
-        service: of the root.
-        rendezvous: of the root.
-        dismiss: stops the daemon from serving the root, and then calls what it is given.
+    `dismiss` stops the daemon from serving the root, and then calls what it is given.
     """
 
     def __init__(
@@ -91,11 +83,7 @@ class Departure:
         self.over.set()
 
     def wait(self) -> None:
-        """Return once the heap is closed.
-
-        Raises:
-            WaitTimeoutError: a peer was given up.
-        """
+        """Return once the heap is closed; WaitTimeoutError if a peer was given up."""
         while not self.over.wait(0.05):
             pass
         if self._late is not None:
@@ -114,7 +102,6 @@ class Departures:
         self._thread.start()
 
     def add(self, departure: Departure) -> None:
-        """Look after one more. Waits for nobody."""
         self._added.append(departure)
         self._incoming.put(departure)
         if not self._thread.is_alive():

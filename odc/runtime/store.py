@@ -1,12 +1,10 @@
 """The job's key-value store, with a deadline on every call, and what ranks say of themselves in it.
 
-torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given, and one connection runs
-one call at a time. A thread of this process therefore makes the calls on a connection of its own, and the caller waits
-for the thread as long as its deadline allows.
+torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
+process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
 
-A rank says which process it is when it first shards a module, long before it has a heap, so that a peer that waits for
-the heap sees the process end at once (by a pidfd). Only ranks that see the same process ids (one host, one PID
-namespace) can look; for the others the deadline of the wait remains.
+A rank says which process it is when it first shards a module, so that a peer that waits for its heap sees the process
+end at once. Only ranks that see the same process ids (one host, one PID namespace) can look.
 """
 
 from __future__ import annotations
@@ -29,13 +27,7 @@ _DEATH_S = 1.0  # for the death of the store's host to show, once its connection
 _FAILED = "odc/failed"
 
 
-def _nothing() -> None:
-    return
-
-
 class _Call:
-    """One call of the store, made by the thread of a `_StoreConnection`."""
-
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._name, self._arguments = name, arguments
         self.given_up = False
@@ -94,12 +86,9 @@ def _connect(store: Any) -> _StoreConnection:
 class KeyValueStore(Protocol):
     """What is needed of `torch.distributed.Store`."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+    def set(self, key: str, value: str, /) -> None: ...
 
-    def get(self, key: str, /) -> bytes:
-        """Read a value that is there."""
-        ...
+    def get(self, key: str, /) -> bytes: ...
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""
@@ -110,14 +99,8 @@ class JobStore:
     """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
-    gone with the process that hosts it.
-
-    Args:
-        store: of the job, or another JobStore, whose connection is shared.
-        timeout_s: seconds a call may take.
-        rank: this rank's global rank, for messages.
-        prefix: put before every key.
-        watch: called every 0.1 s while a call takes long; raises to end the wait.
+    gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
+    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait.
     """
 
     def __init__(
@@ -126,7 +109,7 @@ class JobStore:
         timeout_s: float,
         rank: int | None = None,
         prefix: str = "",
-        watch: Callable[[], None] = _nothing,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection: _StoreConnection = store._connection if isinstance(store, JobStore) else _connect(store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
@@ -141,7 +124,6 @@ class JobStore:
         return JobStore(self, timeout_s, self._rank, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._call("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
@@ -150,7 +132,6 @@ class JobStore:
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
         return bool(self._call("check", [self._prefix + key for key in keys]))
 
     def add(self, key: str, number: int) -> int:

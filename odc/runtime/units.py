@@ -1,9 +1,7 @@
 """What is published and accumulated together: the layout of one unit (one `fully_shard`ed module).
 
 A unit has one contiguous region on each rank, its parameters side by side in module order, padded to equal shards as
-FSDP2 pads them: a whole unit is one address, and a block of a push may span parameters. Frozen parameters are published
-like all others but have no place in the accumulator, where the base of a low-rank adaptation would take four bytes an
-element.
+FSDP2 pads them, so a block of a push may span parameters. Frozen parameters have no place in the accumulator.
 """
 
 from __future__ import annotations
@@ -18,15 +16,10 @@ _ALIGN = 16  # bytes; every parameter's place in the published shard can be view
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter's shard.
+    """One parameter's shard: `numel` elements, padded, the same on every rank, published in compute dtype `dtype`.
 
-    Args:
-        name: fully qualified name.
-        numel: elements of a padded shard, the same on every rank.
-        dtype: compute dtype, in which it is published.
-        published_offset: byte offset in the unit's published region.
-        accumulator_offset: element offset in the unit's accumulator.
-        trained: whether it has a place there; what is frozen has none, and no gradient of it may be pushed.
+    `published_offset` is in bytes in the unit's published region, `accumulator_offset` in elements in its accumulator,
+    where only what is `trained` has a place: no other gradient may be pushed.
     """
 
     name: str
@@ -38,7 +31,6 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the published shard."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -84,7 +76,6 @@ class UnitSpec:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of one accumulator."""
         return self.numel * self.accumulator_dtype.itemsize
 
     def fingerprint(self) -> str:
@@ -92,7 +83,7 @@ class UnitSpec:
         return f"{self.name}[{';'.join(self.lines())}]"
 
     def lines(self) -> list[str]:
-        """What makes up the fingerprint beside the name: each parameter, then the accumulator's dtype."""
+        """The fingerprint without the name: each parameter, then the accumulator's dtype."""
         return [*map(str, self.params), f"sums in {str(self.accumulator_dtype).removeprefix('torch.')}"]
 
 

@@ -1,9 +1,7 @@
 """Every wait of odc: how a thread polls, when its deadline passes, and which rank is to blame.
 
-A waiting thread polls: first it yields, then it sleeps, from 50 us growing to 1 ms. It costs a few percent of a core,
-and no peer needs to know who waits for it. A deadline belongs to one peer and starts anew whenever that peer calls into
-odc, so a compile or a checkpoint is not taken for a death. Deaths arrive through the ABORT word, which this rank's own
-daemon sets within milliseconds.
+A waiting thread first yields, then sleeps, from 50 us growing to 1 ms: a few percent of a core. A deadline belongs to
+one peer and starts anew whenever that peer calls into odc. Deaths arrive through the ABORT word.
 """
 
 from __future__ import annotations
@@ -23,12 +21,7 @@ _SPAN_NS = 50_000  # shorter waits are not worth a span
 
 
 class Deadline:
-    """A time limit that starts anew whenever the awaited peer makes progress.
-
-    Args:
-        timeout_s: seconds without progress.
-        progress: a value that changes with the peer's progress, as it is now.
-    """
+    """A time limit that starts anew whenever the awaited peer makes progress: whenever the value `progress` changes."""
 
     def __init__(self, timeout_s: float, progress: object = None) -> None:
         self.timeout_s = timeout_s
@@ -47,13 +40,7 @@ class Deadline:
 
 
 class Backoff:
-    """Pauses between two looks: at first the thread only yields, then it sleeps for longer and longer.
-
-    Args:
-        first_s, longest_s: seconds of the first sleep and of the longest.
-        growth: factor from one sleep to the next.
-        yields: pauses before the first sleep.
-    """
+    """Pauses between two looks: `yields` times the thread only yields, then each sleep is `growth` times the last."""
 
     def __init__(self, first_s: float, longest_s: float, *, growth: float = 1.5, yields: int = 0) -> None:
         self._first_s, self._longest_s, self._growth = first_s, longest_s, growth
@@ -61,7 +48,6 @@ class Backoff:
         self.yielding = yields > 0  # whether the last pause was not a sleep
 
     def sleep(self) -> None:
-        """Pause once."""
         if self._yields > 0:
             self._yields -= 1
             time.sleep(0)
@@ -75,14 +61,12 @@ class Backoff:
         return pause
 
     def restart(self) -> None:
-        """Begin with short sleeps again."""
         self._next_s = self._first_s
 
 
 def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
-    """Whom to blame if `member` is late: the one it waits for, or the one that one waits for, and so on.
-
-    Deadlines of one cause may run out together. `waits_for` returns None for a member that waits for nobody.
+    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
+    nobody.
     """
     seen = {me, member}
     while (following := waits_for(member)) is not None and following not in seen:
@@ -92,12 +76,7 @@ def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) 
 
 
 class Waiter:
-    """Waits for words of a root's members; may be used from several threads of its rank.
-
-    Args:
-        layout: the root's heaps.
-        abort: ends the job everywhere, given a reason and the culprit's global rank.
-    """
+    """Waits for words of a root's members, from any thread; `abort` is given a reason and the culprit's global rank."""
 
     def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
         self._layout, self._grid, self._abort = layout, layout.grid, abort
@@ -109,17 +88,11 @@ class Waiter:
             self._raise_abort(self._grid.me, doing)
 
     def until(self, ready: Callable[[], bool], member: int, what: str, *, lane: str = "main") -> None:
-        """Return once `ready()` holds.
+        """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
-        Args:
-            ready: cheap and free of side effects; evaluated again and again.
-            member: whose progress makes it true.
-            what: for messages, after "waiting for"; names what the member has to do.
-            lane: trace lane of the waiting thread.
-
-        Raises:
-            PeerLostError: the member died, shut down or aborted.
-            WaitTimeoutError: it made no progress for `timeout_s`.
+        `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
+        thread's in the trace. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
+        made no progress for `timeout_s`.
         """
         self.check(f"waiting for {what}")
         if ready():

@@ -1,9 +1,4 @@
-"""The status board: what each 64-bit word means, and who may write it.
-
-Every rank keeps the words of its own board in its own heap. Each word has one writer, which stores it with release
-order; a reader loads it with acquire order and then sees everything that was written before it. ABORT alone has several
-writers: each writes a reason first, and any of the reasons will do. All stores are in `odc.runtime.protocol`.
-"""
+"""The status board: 64-bit words that `protocol` and `wait` alone store (docs/protocol.md, "Words on the board")."""
 
 from __future__ import annotations
 
@@ -53,11 +48,7 @@ class RootState(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a rank closed an epoch: the low bits of OUTCOME_EVEN or OUTCOME_ODD, above which stands the epoch.
-
-    A rank may close one more epoch before a slow peer has read its outcome of the last one, but never two, because the
-    next begin waits for that peer's DONE. One word for even and one for odd epochs therefore lose no outcome.
-    """
+    """How a rank closed an epoch: the low bits of OUTCOME_EVEN or OUTCOME_ODD, above which stands the epoch."""
 
     TRAINED = 0
     EVALUATED = 1

@@ -1,7 +1,6 @@
-"""What moves a root's data: torch and memmove, torch and CUDA's driver, or the Triton kernels of `odc.kernels`.
+"""The choice among the movers, modules of the same five functions: torch and memmove, torch and CUDA's driver, Triton.
 
-The modules have the same five functions, and one of them is taken when a root is built. The callers decide when data
-may move; the movers only decide how. Order, waiting and visibility are the callers' concern.
+The callers decide when data may move; order, waiting and visibility are their concern.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class DataMover(Protocol):
 def mover_for(settings: Settings, device: torch.device = _CPU) -> DataMover:
     """The mover that `settings.kernels` asks for, for memory on `device`.
 
-    Raises:
-        UnsupportedError: triton is not installed, or could neither compile (no GPU) nor interpret here.
+    Raises UnsupportedError if triton is not installed, or could neither compile (no GPU) nor interpret here.
     """
     if settings.kernels == "torch":
         return cuda if device.type == "cuda" else cpu

@@ -1,8 +1,7 @@
 """Data moved on a CUDA device by torch and the driver's copies. Nothing here waits for the device.
 
-Large pieces go by the copy engine, which takes no multiprocessor from compute; all small ones together go by one kernel
-of torch's, because a copy each would drown in launches. The boundary between them, `COPY_ENGINE_BYTES`, is a guess
-until it is measured, and may be set: `odc bench --device cuda --only get` says where the two cross (docs/gpu.md).
+Pieces from `COPY_ENGINE_BYTES` on go by the copy engine, which takes no multiprocessor from compute; all small ones
+together by one kernel of torch's, because a copy each would drown in launches. docs/gpu.md says how to set the bound.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from functools import cache
 import torch
 
 from odc.errors import OdcError
+from odc.runtime.movers import cpu
 
 COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
@@ -29,11 +29,7 @@ def _copy_function() -> ctypes._FuncPointer:
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes between device addresses, in the current stream of the current device.
-
-    Raises:
-        OdcError: the driver refuses; the number is CUDA's.
-    """
+    """Copy bytes between device addresses, in the current stream; OdcError with CUDA's number if the driver refuses."""
     function, stream = _copy_function(), torch.cuda.current_stream()
     code = function(target, source, nbytes, stream.cuda_stream)
     if code == _NO_CONTEXT:
@@ -43,12 +39,7 @@ def copy(target: int, source: int, nbytes: int) -> None:
         raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
 
 
-put = copy
-
-
-def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.publish`."""
-    torch._foreach_copy_(list(places), list(shards))
+put, publish, add, accumulate = copy, cpu.publish, cpu.add, cpu.add
 
 
 def gather(
@@ -69,11 +60,3 @@ def gather(
                 values.append(memory[offset : offset + nbytes].view(out.dtype))
     if places:
         torch._foreach_copy_(places, values)
-
-
-def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.add`."""
-    torch._foreach_add_(list(places), list(values))
-
-
-accumulate = add

@@ -1,7 +1,4 @@
-"""Data moved by the Triton kernels of `odc.kernels`.
-
-On the CPU the very same kernels run in triton's interpreter, so that a whole minibatch can be compared with torch's
-without a GPU. That is slow (milliseconds a program): for tests, never for training.
+"""Data moved by the Triton kernels of `odc.kernels`. On the CPU they run in triton's interpreter: for tests only.
 
 On a GPU nothing here waits for the device. A call is one launch a pair of dtypes, preceded by at most one copy of a
 small table each for its tensors and its peers, where these have not been asked for at the same addresses before.

@@ -1,7 +1,6 @@
 """A member whose heap is mapped into this process: its words, its shards and its staging slots.
 
-The rest of the runtime asks a peer for these and never touches a heap itself. A peer on another host would answer the
-same questions from a mirror of its words and from a transport.
+A peer on another host would answer the same questions from a mirror of its words and from a transport.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ class LocalPeer:
     """One member, this rank's own included. The first question about another member attaches to it, which may wait.
 
     Questions may be asked from any thread; they raise as `SymmetricHeap.tensor` does. Tensors are views, not copies.
-
-    Args:
-        heap: in which the members' memory is mapped.
-        member: index of the member.
-        buffers: published versions that the heap holds side by side, 1 or 2.
-        parameters: parameters of all units together.
+    `buffers` published versions (1 or 2) lie side by side; `parameters` counts those of all units.
     """
 
     def __init__(self, heap: SymmetricHeap, member: int, buffers: int, parameters: int) -> None:
@@ -40,7 +34,6 @@ class LocalPeer:
         return self._heap.attached(self.member)
 
     def attach(self) -> None:
-        """Reach the member, waiting for it to come up."""
         self._heap.words(self.member, "board")
 
     def forget(self) -> None:
@@ -53,7 +46,6 @@ class LocalPeer:
 
     @property
     def board(self) -> Words:
-        """The member's status board (see `Word`)."""
         return self._heap.words(self.member, "board")
 
     @property
@@ -68,7 +60,6 @@ class LocalPeer:
 
     @property
     def claims(self) -> Words:
-        """Words of the queue (see `ClaimWord`)."""
         return self._heap.words(self.member, "claimed")
 
     def pushes(self, source: int) -> torch.Tensor:
@@ -162,11 +153,9 @@ class LocalPeer:
 
 
 def _write(region: torch.Tensor, text: str) -> None:
-    """Write text zero-terminated into a region of bytes; what does not fit is cut off."""
     raw = text.encode("utf-8", "replace")[: region.numel() - 1]
     region[: len(raw) + 1].copy_(torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8))
 
 
 def _read(region: torch.Tensor) -> str:
-    """The text that `_write` wrote into a region of bytes."""
     return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")
