@@ -101,11 +101,8 @@ class Reader:
 
     def _destinations(self, into: Mapping[str, torch.Tensor] | None) -> list[_Wanted]:
         if into is None:
-            made = []
-            for one in self._handle.parameters:
-                tensor = torch.empty(one.shape, dtype=_dtype(one))
-                made.append((one, [(name, tensor) for name in one.names]))
-            return made
+            made = [(one, torch.empty(one.shape, dtype=_dtype(one))) for one in self._handle.parameters]
+            return [(one, [(name, tensor) for name in one.names]) for one, tensor in made]
         by_parameter: dict[int, _Wanted] = {}
         for name, tensor in into.items():
             known = self._by_name.get(name)

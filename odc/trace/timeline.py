@@ -196,7 +196,8 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
     axes.text(1.05, above, "busy", color=_SOFT_INK, ha="right", fontsize=9, **place)
     axes.text(0, head, panel.title, color=_INK, ha="left", fontsize=13, fontweight="bold", **place)
     step, count = figures.step_s.median, len(figures.steps)
-    text = f"{source} bubble {figures.bubble.median:.1%}    step {_duration(step)}    "
+    duration = f"{step:.2f} s" if step >= 1 else f"{step * 1e3:.3g} ms"
+    text = f"{source} bubble {figures.bubble.median:.1%}    step {duration}    "
     text += f"(median of {count} minibatch{'es' * (count > 1)})"
     axes.text(1, head, text, color=_INK, ha="right", fontsize=11, **place)
     for epoch, start, end in panel.steps:
@@ -205,10 +206,6 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
                   linewidth=1.2, clip_on=False, marker="|", markersize=6)  # fmt: skip
         axes.text((left + stop) / 2, above, f"minibatch {epoch}", transform=axes.get_xaxis_transform(),
                   color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, compute: Mapping[str, str]) -> None:
