@@ -74,8 +74,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, into: Mapping[str, torch.Tensor] | None = None, *, at_least: int = 1) -> Weights:
-        """All parameters, whole, of one version: every byte is of that version. It waits for the job, never the job for
-        it.
+        """All parameters, whole, of one version to the last byte. It waits for the job, never the job for it.
 
         Args:
             into: tensors to fill, by name, of the right shapes; only these are read, and converted to their dtype and

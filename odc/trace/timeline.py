@@ -62,7 +62,8 @@ def draw(
     source: str = "measured",
     passes: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Draw a PNG.
+    """Draw a PNG. Raises TraceError without panels or for one without a complete minibatch among `epochs`, and OdcError
+    without matplotlib.
 
     Args:
         path: where to write it; the folder must exist.
@@ -72,9 +73,6 @@ def draw(
         source: how the times were obtained ("measured", "emulated" or "simulated"); printed beside the bubble.
         passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
             meaning. Without them two shades alternate.
-
-    Raises TraceError if there is no panel, or one without a complete minibatch among `epochs`; OdcError without
-    matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
