@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 Accumulate = Literal["server", "direct", "per_source"]
@@ -69,8 +69,7 @@ class Settings:
 
     def fingerprint(self) -> str:
         """The settings that every rank must agree on, as one line of text; part of the heap's layout hash."""
-        agreed = {key: value for key, value in asdict(self).items() if key in _AGREED}
-        return ",".join(f"{key}={value}" for key, value in sorted(agreed.items()))
+        return ",".join(f"{name}={getattr(self, name)}" for name in sorted(_AGREED))
 
 
 _AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer"})

@@ -82,26 +82,26 @@ class Peers:
 
     def meet(self, what: str) -> None:
         """Wait until every member has called it; `what` says where they meet, for messages."""
-        self._met += 1
-        met = self._met
-        self._store.add(f"met/{self.me}", 1)
+        self._arrive(what)
         if self.me:
-            self._wait(lambda: self._store.add("released", 0) >= met, 0, what)
-            return
-        for member in range(1, self.world):
-            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= met, member, what)  # type: ignore[misc]
-        self._store.add("released", 1)
+            self._wait(lambda: self._store.add("released", 0) >= self._met, 0, what)
+        else:
+            self._store.add("released", 1)
+
+    def _arrive(self, what: str) -> None:
+        """Count this member in at the next meeting; the first member waits for all others to arrive."""
+        self._met += 1
+        self._store.add(f"met/{self.me}", 1)
+        for member in range(1, 1 if self.me else self.world):
+            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
 
     def leave(self, what: str) -> None:
         """The last meeting, called by every member. Afterwards the store holds nothing of this session."""
         self.meet(what)
-        self._met += 1
-        self._store.add(f"met/{self.me}", 1)
+        # The store's server may live in the first member's process, which stays until nobody needs it any more.
+        self._arrive(what)
         if self.me:
             return
-        # The store's server may live in this very process, so stay until nobody needs it any more.
-        for member in range(1, self.world):
-            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
         names = [f"{kind}/{member}" for kind in ("met", "steps", "waits") for member in range(self.world)]
         for name in [*names, "released"]:
             self._store.delete_key(name)

@@ -47,8 +47,7 @@ class RequestPlan:
 def plan_requests(counts: Mapping[str, int], peers: Peers) -> RequestPlan:
     """The plan of all ranks' requests. Every rank calls it, with its own counts by kind; it waits for all.
 
-    Every rank gets the same kinds in the same order, even those of which it has no request. Raises PlanError if a count
-    is negative.
+    Every rank gets the same kinds in the same order, even those of which it has no request. PlanError for counts < 0.
     """
     everyone = peers.exchange(dict(counts), "counts of requests")
     kinds = sorted({kind for one in everyone for kind in one})

@@ -74,8 +74,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, into: Mapping[str, torch.Tensor] | None = None, *, at_least: int = 1) -> Weights:
-        """All parameters, whole, of one version: every byte is of that version. It waits for the job, never the job for
-        it.
+        """All parameters, whole, of one version to the last byte. It waits for the job, never the job for it.
 
         Args:
             into: tensors to fill, by name, of the right shapes; only these are read, and converted to their dtype and
@@ -101,11 +100,8 @@ class Reader:
 
     def _destinations(self, into: Mapping[str, torch.Tensor] | None) -> list[_Wanted]:
         if into is None:
-            made = []
-            for one in self._handle.parameters:
-                tensor = torch.empty(one.shape, dtype=_dtype(one))
-                made.append((one, [(name, tensor) for name in one.names]))
-            return made
+            made = [(one, torch.empty(one.shape, dtype=_dtype(one))) for one in self._handle.parameters]
+            return [(one, [(name, tensor) for name in one.names]) for one, tensor in made]
         by_parameter: dict[int, _Wanted] = {}
         for name, tensor in into.items():
             known = self._by_name.get(name)

@@ -51,10 +51,10 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def map_peers(local: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
-    """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group. RuntimeError if torch
-    cannot.
+    """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
-    `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group.
+    `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group. Raises
+    RuntimeError if torch cannot map a peer's memory.
     """
     handle = _module().rendezvous(local, group.group_name)
     return [local if peer == me else _view(handle, peer, local) for peer in range(group.size())]

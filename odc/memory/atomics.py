@@ -96,7 +96,4 @@ def require_add(atomics: Atomics | None = None) -> None:
     (atomics or default_atomics()).add(ctypes.addressof(word), 1)
 
 
-@cache
-def default_atomics() -> Atomics:
-    """`choose()`, once for the process, on first use."""
-    return choose()
+default_atomics = cache(choose)  # once for the process, on first use

@@ -41,9 +41,9 @@ def _machine(proc: Path) -> FreeMemory | None:
 def _groups(proc: Path, cgroups: Path) -> Iterator[FreeMemory | None]:
     for controllers, path in _memberships(proc):
         if controllers == "":
-            roots, files = (cgroups, cgroups / "unified"), _V2_FILES
+            roots, files = [cgroups, cgroups / "unified"], _V2_FILES
         elif "memory" in controllers.split(","):
-            roots, files = (cgroups / "memory",), _V1_FILES
+            roots, files = [cgroups / "memory"], _V1_FILES
         else:
             continue
         yield from (_group(folder, *files) for root in roots for folder in _upwards(root, path))

@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def build(cls, requests: Sequence[Request], fingerprint: str = "") -> Layout:
-        """Place `requests` one after the other. Raises ValueError for those that `check` refuses, and names that occur
+        """Place `requests` one after the other. Raises ValueError for what `check` refuses and for names that occur
         twice.
         """
         places: dict[str, tuple[int, int]] = {}

@@ -74,8 +74,7 @@ class _MappedRange:
 class Mapping:
     """The first `nbytes` of `fd`, readable and, by default, writable. `fd` may be closed afterwards.
 
-    The memory is unmapped when this object and every tensor made from it are gone. Raises OSError if the kernel
-    refuses.
+    Unmapped when this object and every tensor made from it are gone. Raises OSError if the kernel refuses.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:

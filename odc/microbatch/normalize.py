@@ -104,6 +104,14 @@ class LossNormalizer:
         self._names = sorted({*self._trained, *own, *self._metrics.values()})
         self._start()
 
+    def _start(self) -> None:
+        # This rank's sums, the divisors of all ranks as announced, and those of the position.
+        self._counted: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
+        self._numerators: dict[str, float | Tensor] = dict.fromkeys(self._metrics, 0.0)
+        self._promised: dict[str, float] | None = None
+        self._current: dict[str, float] | None = None
+        self._positions = 0
+
     def announce(self, counts: Mapping[str, Count]) -> dict[str, float]:
         """Tell all ranks what this rank's microbatches of the coming minibatch count, and return the totals.
 
@@ -248,14 +256,6 @@ class LossNormalizer:
         if self.normalization == "global":
             return 1.0 if self._promised is not None else self.proxy / divisors[self._trained[0]]
         return self.proxy / divisors["microbatches"]
-
-    def _start(self) -> None:
-        # This rank's sums, the divisors of all ranks as announced, and those of the position.
-        self._counted: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
-        self._numerators: dict[str, float | Tensor] = dict.fromkeys(self._metrics, 0.0)
-        self._promised: dict[str, float] | None = None
-        self._current: dict[str, float] | None = None
-        self._positions = 0
 
     def _add(self, sums: dict[str, float | Tensor], name: str, value: float | Tensor) -> None:
         if name not in sums:

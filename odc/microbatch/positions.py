@@ -29,8 +29,7 @@ class Position(NamedTuple, Generic[T]):
 def positions(
     source: Iterable[T], counts: Callable[[T], Counts], names: Sequence[str], group: dist.ProcessGroup | None
 ) -> Iterator[Position[T]]:
-    """Yields a `Position` until no rank has a microbatch left; every rank gets equally many and must iterate to the
-    end.
+    """Yields a `Position` until no rank has a microbatch left; every rank gets equally many and iterates to the end.
 
     One microbatch of `source`, which may be empty, is taken before the previous is yielded. `counts` gives what one
     counts by name; a single number stands for the first of `names`, which are the same on every rank. Waits until the

@@ -81,8 +81,7 @@ class Recorder:
         return _SpanContext(self, category, unit, peer, nbytes, lane)
 
     def window(self, epoch: int) -> Mark:
-        """Mark one whole minibatch, from begin to the end of finish, even if it raises; does nothing inside another
-        window.
+        """Mark one whole minibatch, from begin to the end of finish, even if it raises; no-op inside another window.
 
         Sets `epoch` until the next window, so that an optimizer step after the window belongs to it.
         """

@@ -2,7 +2,8 @@
 
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
 innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
-drawn and exported but not counted, because work that hides behind compute delays no step.
+drawn and exported but not counted, because work that hides behind compute delays no step. Spans of different hosts
+cannot be compared: their clocks differ.
 """
 
 from __future__ import annotations

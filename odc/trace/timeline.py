@@ -62,7 +62,8 @@ def draw(
     source: str = "measured",
     passes: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Draw a PNG.
+    """Draw a PNG. Raises TraceError without panels or for one without a complete minibatch among `epochs`, and OdcError
+    without matplotlib.
 
     Args:
         path: where to write it; the folder must exist.
@@ -72,9 +73,6 @@ def draw(
         source: how the times were obtained ("measured", "emulated" or "simulated"); printed beside the bubble.
         passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
             meaning. Without them two shades alternate.
-
-    Raises TraceError if there is no panel, or one without a complete minibatch among `epochs`; OdcError without
-    matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -196,7 +194,8 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
     axes.text(1.05, above, "busy", color=_SOFT_INK, ha="right", fontsize=9, **place)
     axes.text(0, head, panel.title, color=_INK, ha="left", fontsize=13, fontweight="bold", **place)
     step, count = figures.step_s.median, len(figures.steps)
-    text = f"{source} bubble {figures.bubble.median:.1%}    step {_duration(step)}    "
+    duration = f"{step:.2f} s" if step >= 1 else f"{step * 1e3:.3g} ms"
+    text = f"{source} bubble {figures.bubble.median:.1%}    step {duration}    "
     text += f"(median of {count} minibatch{'es' * (count > 1)})"
     axes.text(1, head, text, color=_INK, ha="right", fontsize=11, **place)
     for epoch, start, end in panel.steps:
@@ -205,10 +204,6 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
                   linewidth=1.2, clip_on=False, marker="|", markersize=6)  # fmt: skip
         axes.text((left + stop) / 2, above, f"minibatch {epoch}", transform=axes.get_xaxis_transform(),
                   color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, compute: Mapping[str, str]) -> None:
