@@ -1,5 +1,5 @@
-// The operators' way to the streams. Chose C functions over the classes of streams.h: one library is built with torch's
-// headers and one without, and Python calls some of these too. The price is an untyped pointer for the work.
+// The operators' way to the streams, as C functions: one library is built with torch's headers and one without, and
+// Python calls some of these too.
 #include "bridge.h"
 
 #include "device.h"

@@ -1,8 +1,7 @@
 // Copies and fills, in a stream's turn, between memory of the device and of the host.
 //
-// Chose CUDA's rules for memory of the host: pageable memory is read before the call returns and written before it
-// returns, pinned memory is read and written whenever the stream comes to it. The price of that exactness is that every
-// copy looks its addresses up. A copy over the end of an allocation is an error, which a real device may not notice.
+// Pageable memory of the host is read and written before the call returns, pinned memory whenever the stream comes to
+// it, as under CUDA. A copy over the end of an allocation is an error, which a real device may not notice.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

@@ -1,8 +1,6 @@
 // Devices, contexts and errors: the emulated device is a Hopper in what torch asks before it picks a code path.
 //
-// Chose fixed answers over a description that could be set: only compute capability and a few sizes steer torch and
-// triton, and nothing here has a speed. The price is that one generation of devices is emulated; attributes that are
-// not listed are 0, which torch reads as "cannot".
+// Attributes that are not listed are 0, which torch reads as "cannot". Nothing here has a speed.
 #include "device.h"
 
 #include <atomic>

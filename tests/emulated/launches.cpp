@@ -1,8 +1,7 @@
 // Kernels: torch's are registered by name, and a launch of one is the end of the process.
 //
-// Chose to end the process at a launch over going on without it: an operator whose CPU kernel does not stand in for it
-// (operators.cpp) would leave its output unwritten, and the numbers wrong. The price is that a test which reaches such
-// a kernel dies, with the kernel's name. `torch.cuda._sleep` alone is run: its stream sleeps.
+// An operator whose CPU kernel does not stand in for it (operators.cpp) would otherwise leave its output unwritten. A
+// test that reaches such a kernel dies with the kernel's name. `torch.cuda._sleep` alone is run: its stream sleeps.
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <unistd.h>

@@ -1,9 +1,8 @@
 // Memory of the device is memory of the host under a protection key that only threads of streams hold.
 //
-// Chose protection keys over pages that are made readable in turn: rights are a thread's own, so a stream works while
-// the host is kept out, at no cost an access. The price is a processor that has them (Intel servers since 2017, AMD
-// since 2020); elsewhere memory is not protected, and the header of the test session says so. New memory is filled
-// with a pattern, so that tests do not pass on zeros that nobody wrote.
+// Each thread has its own rights, so a stream works while the host is kept out, at no cost per access. On processors
+// without protection keys (Intel servers have them since 2017, AMD since 2020) memory is not protected, and the header
+// of the test session says so. New memory is filled with a pattern, so that no test passes on zeros that nobody wrote.
 #include "memory.h"
 
 #include <sys/mman.h>

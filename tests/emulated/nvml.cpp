@@ -1,7 +1,6 @@
 // NVML, as far as torch asks: for links between devices, of which there are none, and for the driver's version.
 //
-// Chose to declare the calls here over NVML's header, which the CUDA wheels do not carry. The price is that nothing
-// checks the signatures; all of them are plain pointers and integers.
+// The calls are declared here, since the CUDA wheels do not carry NVML's header; nothing checks the signatures.
 #include "device.h"
 
 namespace {

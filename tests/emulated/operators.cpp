@@ -1,10 +1,9 @@
 // Operators on CUDA tensors: each is its CPU kernel over the same memory, run in the turn of the current stream.
 //
-// Chose to replace the CUDA kernels of all aten operators by one boxed function over a list of those that are needed:
-// nothing has to be kept up with what a test calls. A call returns when its results are allocated, in shapes that the
-// operator's meta kernel tells, and its work waits in the stream's queue. The price: operators with random numbers,
-// with results that are no tensors, or without a meta kernel drain their stream and run at once, so they hide what a
-// device would show; numbers are the CPU's; and an operator that fails late ends the process, as a device's fault does.
+// One boxed function replaces the CUDA kernels of all aten operators. A call returns when its results are allocated, in
+// the shapes that the operator's meta kernel tells, and its work waits in the stream's queue. Operators with random
+// numbers, with results that are no tensors, or without a meta kernel drain their stream and run at once, so they hide
+// what a device would show. Numbers are the CPU's. An operator that fails late ends the process, like a device fault.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>

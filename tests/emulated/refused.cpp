@@ -1,7 +1,7 @@
 // What torch may ask for and the emulated device cannot do: graphs, memory pools, handles of one process's memory.
 //
-// Chose to refuse each by name over leaving it out: a symbol that is missing here would be found in the real runtime,
-// which torch brings along, and that would look for a real driver.
+// A symbol that is missing here would be found in the real runtime, which torch brings along, and that would look for a
+// real driver.
 #include "device.h"
 
 #define REFUSED(name, ...) \

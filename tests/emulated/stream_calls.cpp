@@ -1,7 +1,7 @@
 // CUDA's calls about streams and events, over streams.h: an event is the mark of its last recording.
 //
-// Chose to order the default stream with nothing but itself, as if every stream were non-blocking: torch's are. The
-// price is that programs which count on the legacy default stream waiting for others run out of order here.
+// Every stream is non-blocking, as torch's are: programs that count on the legacy default stream waiting for others run
+// out of order here.
 #include "device.h"
 #include "streams.h"
 

@@ -1,8 +1,7 @@
 // Streams, and how late they are: with EMULATED_DELAY_US, work that nobody waits for is seen to be missing.
 //
-// Chose a thread a stream over one that works all queues off: streams then really run beside each other and beside the
-// host, in orders that the machine's load decides. The price is that a failure need not come back; EMULATED_SEED only
-// fixes what is drawn. Streams are never destroyed: their threads may outlive whoever made them.
+// Each stream is a thread, so streams really run beside each other and beside the host, in orders that the machine's
+// load decides; EMULATED_SEED only fixes what is drawn. Streams are never destroyed: threads may outlive their makers.
 #include "streams.h"
 
 #include <unistd.h>

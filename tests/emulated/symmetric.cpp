@@ -1,8 +1,7 @@
 // The driver's virtual memory, which torch's symmetric memory maps peers with: an allocation is a memory file.
 //
-// Chose memory files over one shared segment: a handle exports as a file descriptor, torch passes that to its peers by
-// its own socket, and they map the same pages, all as on a device. The price is that each rank's account counts only
-// what it made itself, as if ranks that share a device had one each.
+// A handle exports as a file descriptor, torch passes that to its peers by its own socket, and they map the same pages,
+// as on a device. Each rank's account counts only what it made itself, as if ranks that share a device had one each.
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -1,6 +1,6 @@
-// Values between CUDA, CPU and meta tensors. Chose views over copies for device memory: the CPU kernel then reads and
-// writes exactly the bytes that a CUDA kernel would, when it would. The price is that a view holds no memory: work that
-// is still queued when its memory is given out again shows as wrong numbers, which is what these tests look for.
+// Values between CUDA, CPU and meta tensors. A CPU tensor is a view of device memory, so that its kernel reads and
+// writes the bytes that a CUDA kernel would, when it would. A view holds no memory: work that is still queued when its
+// memory is given out again shows as wrong numbers, which is what these tests look for.
 #include "values.h"
 
 #include <algorithm>

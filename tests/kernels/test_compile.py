@@ -1,7 +1,7 @@
 """Every kernel compiles for three GPU generations without a GPU, to the instructions it was written for.
 
-Chose to read the PTX over trusting that it compiles: a hint that is lost turns 16 bytes an instruction into 2, and a
-scope that is lost makes an atomic add wrong between GPUs; neither fails anything. Nothing here has run on a GPU.
+The tests read the PTX: a hint that is lost turns 16 bytes an instruction into 2, and a scope that is lost makes an
+atomic add wrong between GPUs; neither fails to compile. Nothing here has run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Loads the emulated operators at the end of every `import torch`, and lets odc's kernels run interpreted.
 
-Chose torch's own entry point for backends over a change to torch or to the tests: whatever starts a process, it
-imports torch. The price is a distribution's metadata beside this file. The interpreter reads and writes device memory
-from the launching thread, so a launch waits for its stream before and lets that thread touch device memory meanwhile:
-kernels that run late, or beside other work, are not emulated.
+torch's entry point for backends loads it in every process that imports torch, by the metadata of a distribution beside
+this file. The interpreter reads and writes device memory from the launching thread, so a launch waits for its stream
+before and lets that thread touch device memory meanwhile: kernels that run late, or beside other work, are not
+emulated.
 """
 
 from __future__ import annotations
