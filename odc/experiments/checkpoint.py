@@ -1,8 +1,7 @@
 """Checkpoints of a sharded job: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}`.
 
-torch's distributed checkpoint holds parameters and optimizer state, so a job may resume on another number of ranks;
-`job.json` holds what is not a tensor. A folder ends in `.partial` until it is complete and is then named by the file
-`checkpoints/latest`: a job killed at any point leaves the previous checkpoint whole. Nothing removes old checkpoints.
+A job may resume on another number of ranks. A folder ends in `.partial` until it is complete and is then named by the
+file `checkpoints/latest`: a job killed at any point leaves the previous one whole. Nothing removes old checkpoints.
 """
 
 from __future__ import annotations

@@ -161,17 +161,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
-_WHOLE: dict[str, int] = {
-    "ranks": 1,
-    "per_node": 2,
-    "steps": 1,
-    "minibatch_size": 1,
-    "max_tokens": 2,
-    "vocab": 257,
-    "warmup": 0,
-    "save_every": 0,
-    "seed": 0,
-}
+_WHOLE = (
+    dict.fromkeys(("ranks", "steps", "minibatch_size"), 1)
+    | {"per_node": 2, "max_tokens": 2, "vocab": 257}
+    | dict.fromkeys(("warmup", "save_every", "seed"), 0)
+)
 
 
 def check_fields(

@@ -89,10 +89,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type of its own there
 
 
-# How much memory this rank uses. On the host these are resident pages as Linux counts them, with shared pages divided
-# among the processes that map them. On a device they are torch's tensors and odc's heaps, without CUDA's own memory.
-
-
 def trim() -> None:
     """Gives memory that the C library holds but does not use back to the system. Milliseconds; no-op without glibc."""
     trimmer = getattr(ctypes.CDLL(None), "malloc_trim", None)

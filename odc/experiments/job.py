@@ -100,10 +100,8 @@ class RankJob:
         self.trainer.build()
 
     def run(self) -> Any:
-        try:
+        with closing(self.trainer):
             return self._run()
-        finally:
-            self.trainer.close()
 
     def _run(self) -> JobResult[Any]:
         job, first = self.workload.job, self._resume()

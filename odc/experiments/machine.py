@@ -12,13 +12,12 @@ from odc.experiments.config import cores
 
 def machine() -> dict[str, str | int]:
     """Processor, cores that may be used, memory in bytes, system."""
-    facts: dict[str, str | int] = {
+    return {
         "processor": _processor(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
     }
-    return facts
 
 
 def processor_times() -> tuple[int, int] | None:

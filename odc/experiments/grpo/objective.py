@@ -1,9 +1,8 @@
 """GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
 
-They are verl's definitions (with verl installed its own functions are used): DeepSeekMath (arXiv 2402.03300) for the
-advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip, Schulman's note on KL approximation for k3.
-Losses are averaged over the response tokens of the whole minibatch: each microbatch's sum is scaled by ranks / tokens,
-and FSDP averages over ranks.
+They are verl's definitions: DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip,
+1912.09729 for the dual clip, Schulman's note on KL approximation for k3. Losses are averaged over the response tokens
+of the whole minibatch.
 """
 
 from __future__ import annotations
