@@ -88,7 +88,7 @@ C = TypeVar("C")
 
 
 class Workload(ABC, Generic[C]):
-    """One job; pickles. `job` is what the frame reads of `config`, `folder` gets checkpoints or a comparison's files."""
+    """One job; pickles. `job` is what the frame reads of `config`; `folder` is for checkpoints or a comparison."""
 
     schema: ClassVar[str]  # of the figures of a comparison
     arms: ClassVar[tuple[str, ...]]  # that a comparison may name
