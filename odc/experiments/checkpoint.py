@@ -95,17 +95,13 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """With uint8 states of this rank's generators: the CPU's, and its CUDA device's where it has one."""
     parameters, moments = get_state_dict(model, optimizer)
-    return {"model": parameters, "optimizer": moments, "random": _random_state()}
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    """uint8 state of this rank's generators: the CPU's, and its CUDA device's where it has one."""
     key = f"{dist.get_rank()}of{dist.get_world_size()}"
-    found = {key: torch.get_rng_state()}
+    random = {key: torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        found[key + _ON_CUDA] = torch.cuda.get_rng_state()
-    return found
+        random[key + _ON_CUDA] = torch.cuda.get_rng_state()
+    return {"model": parameters, "optimizer": moments, "random": random}
 
 
 def _clear(folder: Path, partial: Path) -> None:

@@ -120,16 +120,14 @@ class JobConfig:
 
     def settings(self) -> Settings:
         """The runtime's settings under the odc arms; only the dynamic one has a queue."""
+        # Room for the largest microbatches that a rank may have to offer: as many as its part of the samples.
+        room = 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
         return Settings(
             reproducible=self.reproducible,
             accumulate=self.accumulate,
             timeout_s=self.timeout_s,
-            queue_bytes=self._queue_bytes() if arm_named(self.arm).dynamic else 0,
+            queue_bytes=room if arm_named(self.arm).dynamic else 0,
         )
-
-    def _queue_bytes(self) -> int:
-        """Room for the largest microbatches that a rank may have to offer: as many as its part of the samples."""
-        return 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
 
     def slowed(self) -> dict[int, float]:
         """Slowdown by rank, of `slow`."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from odc.arms import Arm, ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments.config import JobConfig
+from odc.fsdp import live_roots
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
 _CPU = torch.device("cpu")
@@ -121,8 +122,6 @@ def peak_bytes(device: torch.device = _CPU) -> int:
 
 
 def _heaps() -> int:
-    from odc.fsdp import live_roots
-
     return sum(root.layout.heap.layout.nbytes for root in live_roots())
 
 

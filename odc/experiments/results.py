@@ -31,8 +31,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step, numbered from 1, that did not happen: its minibatch was given up twice, the second time by the
-    rank and for the cause in `reason`. Weights and moments are untouched.
+    """An optimizer step, from 1, that did not happen: for `reason` a rank gave its minibatch up a second time. Weights
+    and moments are untouched.
     """
 
     step: int

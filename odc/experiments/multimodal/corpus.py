@@ -70,32 +70,26 @@ class _Maker:
         return " ".join(self.draw.choice(_WORDS, max(1, round(self.skewed(median)))))
 
     def image(self) -> dict[str, Any]:
-        sides = [max(16, round(self.skewed(self.config.side))) for _ in range(2)]
-        return {"type": "image", "image": self._save_image(*sides)}
-
-    def clip(self) -> tuple[dict[str, Any], float]:
-        seconds = min(self.config.most_seconds, max(0.2, self.skewed(self.config.seconds)))
-        return {"type": "audio", "audio": self._save_clip(seconds)}, seconds
-
-    def _name(self, ending: str) -> str:
-        self.made += 1
-        return f"media/{self.number:05d}-{self.made}.{ending}"
-
-    def _save_image(self, width: int, height: int) -> str:
+        width, height = (max(16, round(self.skewed(self.config.side))) for _ in range(2))
         image = pillow("writing")
         coarse = self.draw.randint(0, 256, (5, 5, 3)).astype(np.uint8)
         name = self._name("png")
         image.fromarray(coarse).resize((width, height), image.Resampling.BICUBIC).save(self.folder / name)
-        return name
+        return {"type": "image", "image": name}
 
-    def _save_clip(self, seconds: float) -> str:
+    def clip(self) -> tuple[dict[str, Any], float]:
+        seconds = min(self.config.most_seconds, max(0.2, self.skewed(self.config.seconds)))
         library = soundfile("writing")
         time = np.arange(int(seconds * RATE)) / RATE
         pitch = self.draw.uniform(120, 900) * (1 + 0.2 * np.sin(2 * np.pi * self.draw.uniform(0.5, 3) * time))
         tone = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
         name = self._name("flac")
         library.write(str(self.folder / name), tone + 0.01 * self.draw.standard_normal(len(time)), RATE)
-        return name
+        return {"type": "audio", "audio": name}, seconds
+
+    def _name(self, ending: str) -> str:
+        self.made += 1
+        return f"media/{self.number:05d}-{self.made}.{ending}"
 
 
 def _turns(question: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:

@@ -42,8 +42,8 @@ def image_grid(path: Path, unit: int, max_pixels: int) -> tuple[int, int]:
 def patches(path: Path, size: tuple[int, int], *, patch: int, merge: int) -> Array:
     """An image as patches, [rows * columns, 3 * patch * patch] fp32, normalised.
 
-    `size` is (rows, columns) of patches, both multiples of `merge`. Patches that the connector merges are neighbours:
-    the order is that of `merge` x `merge` blocks, row by row, as Qwen2-VL's tower expects.
+    `size` is (rows, columns), multiples of `merge`. The order is that of `merge` x `merge` blocks, row by row, as
+    Qwen2-VL's tower expects.
     """
     rows, columns = size
     with _open_image(path) as image:

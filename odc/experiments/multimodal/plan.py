@@ -81,7 +81,8 @@ def records(examples: Sequence[Example]) -> Records:
 def phase_costs(config: ModelConfig) -> dict[Phase, QuadraticCost]:
     """FLOPs to train on one item of each phase, by its length inside that phase's model; connectors with encoders.
 
-    Closed forms of `odc.balance.cost`, for encoders with whole instead of causal attention (twice the pairs).
+    Closed forms of `odc.balance.cost`, for encoders with whole instead of causal attention (twice the pairs). Backward
+    counts as twice forward everywhere, although nothing is differentiated by pixels and spectrograms.
     """
     vision, audio, text = (config.fields[f"{name}_config"] for name in ("vision", "audio", "text"))
     width = text["hidden_size"]

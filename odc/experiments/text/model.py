@@ -48,8 +48,7 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
 
 def config_of(source: Path) -> dict[str, Any]:
     """The parsed config of `source`, for cost models; ConfigError as in `build_model`. Does not load transformers."""
-    path, _ = _config_path(source)
-    return _parsed(path)
+    return _parsed(_config_path(source)[0])
 
 
 def _config_path(source: Path) -> tuple[Path, bool]:

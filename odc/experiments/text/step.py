@@ -118,8 +118,8 @@ class TextTrainer(Trainer):
     def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        If a rank runs out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller
-        microbatches, and then skip it.
+        Out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller microbatches, then skip
+        it.
         """
         start = recorder().now()
         documents = [self.dataset.documents[i] for i in samples]
