@@ -31,9 +31,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step, from 1, that did not happen: for `reason` a rank gave its minibatch up a second time. Weights
-    and moments are untouched.
-    """
+    """An optimizer step, from 1, that did not happen: its minibatch was given up twice, at last for `reason`."""
 
     step: int
     reason: str

@@ -36,11 +36,12 @@ from odc.trace import OPTIMIZER, recorder
 
 @dataclass(frozen=True)
 class GrpoStep(StepRecord):
-    """One rollout and its updates; samples are responses, label tokens their tokens. Other figures are means over the
-    step.
+    """One rollout and its updates; samples are responses, label tokens their tokens.
 
-    `version` is that of the weights that generated; None where they were sent. `counts` are microbatches by rank,
-    dummies included. `rollout_s` is how long rank 0 waited, `train_s` what the updates took on the slowest rank.
+    `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches, `reward` and
+    `response_tokens` over samples. `version` is that of the weights that generated; None where they were sent. `counts`
+    are microbatches by rank, dummies included. `rollout_s` is how long rank 0 waited, `train_s` the slowest rank's
+    updates.
     """
 
     version: int | None
@@ -170,7 +171,7 @@ class GrpoTrainer(Trainer):
     def update(
         self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
     ) -> UpdateOutcome:
-        """One optimizer step on all of `samples`; meets the other ranks. Raises `NonFiniteLossError` on every rank."""
+        """One optimizer step on all of `samples`; meets the other ranks. Raises what `Trainer.step` does."""
         rank, plan = dist.get_rank(), self.plan(samples)
         mine = [
             batch_of([samples[i] for i in some], [advantages[i] for i in some])

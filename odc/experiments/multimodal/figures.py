@@ -23,7 +23,7 @@ _SECOND = 1e9
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of one step, in seconds by rank: of compute in its passes, and from their begin to their end."""
+    """One phase of one step, in seconds by rank: computing in its passes, and from their begin to their end."""
 
     busy_s: dict[int, float]
     spent_s: dict[int, float]

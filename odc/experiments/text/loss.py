@@ -23,7 +23,7 @@ _LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def loss_scale(world_size: int, total_label_tokens: int) -> float:
-    """Factor on each rank's summed loss that turns FSDP's average over ranks into the mean over all labels, if any."""
+    """Factor on each rank's summed loss by which FSDP's mean over ranks is the mean over all labels; 0 without any."""
     return world_size / total_label_tokens if total_label_tokens else 0.0
 
 

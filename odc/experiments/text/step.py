@@ -1,6 +1,6 @@
 """One optimizer step of a causal language model: plan, run the microbatches, agree on the loss, update.
 
-Every rank makes the same plan from the same lengths. Ranks meet for the loss once a step.
+Every rank makes the same plan from the same lengths, without communication. Ranks meet for the loss once a step.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class TextTrainer(Trainer):
     def run(self, step: int, samples: list[int], between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
         """Optimizer step number `step` (from 0) on the documents `samples`; meets the other ranks.
 
-        Out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller microbatches, then skip
-        it.
+        If a rank runs out of memory under an on-demand arm, all ranks run the minibatch once more, in smaller
+        microbatches, and then skip it.
         """
         start = recorder().now()
         documents = [self.dataset.documents[i] for i in samples]
