@@ -1,7 +1,7 @@
 """How an arm's model is sharded and its microbatches are run, by torch's FSDP2 or by odc.
 
-`fsdp2-resident` meets other ranks twice in a minibatch: before the first microbatch, and in the backward of a dummy
-after the last. In the last real backward the ranks would wait for each other at every unit.
+`fsdp2-resident` reduces in the backward of a dummy after the last microbatch: in the last real backward the ranks
+would wait for each other at every unit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_minibatch(arm: Arm, model: nn.Module, count: int, backward: Callable[[in
             if resident and not last:
                 # torch forgets the order of forwards only after a last backward. With an earlier microbatch in it, the
                 # first block's backward would gather the last block again, only on ranks that ran several microbatches.
-                fsdp.forget_forward_order(model)
+                fsdp.forget_forward_order(cast(Any, model))
 
 
 def run_queue(

@@ -1,8 +1,7 @@
 """Checkpoints of a sharded job: `<output>/checkpoints/step-00000010/{*.distcp, .metadata, job.json}`.
 
-torch's distributed checkpoint holds parameters and optimizer state, so a job may resume on another number of ranks;
-`job.json` holds what is not a tensor. A folder ends in `.partial` until it is complete and is then named by the file
-`checkpoints/latest`: a job killed at any point leaves the previous checkpoint whole. Nothing removes old checkpoints.
+A job may resume on another number of ranks. A folder ends in `.partial` until it is complete and is then named by the
+file `checkpoints/latest`: a job killed at any point leaves the previous one whole. Nothing removes old checkpoints.
 """
 
 from __future__ import annotations
@@ -96,17 +95,13 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """With uint8 states of this rank's generators: the CPU's, and its CUDA device's where it has one."""
     parameters, moments = get_state_dict(model, optimizer)
-    return {"model": parameters, "optimizer": moments, "random": _random_state()}
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    """uint8 state of this rank's generators: the CPU's, and its CUDA device's where it has one."""
     key = f"{dist.get_rank()}of{dist.get_world_size()}"
-    found = {key: torch.get_rng_state()}
+    random = {key: torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        found[key + _ON_CUDA] = torch.cuda.get_rng_state()
-    return found
+        random[key + _ON_CUDA] = torch.cuda.get_rng_state()
+    return {"model": parameters, "optimizer": moments, "random": random}
 
 
 def _clear(folder: Path, partial: Path) -> None:

@@ -1,7 +1,6 @@
 """FSDP2's collectives, recorded as spans through torch's public hooks, so that its arms are measured like the others.
 
-FSDP2's copies into and out of its buffers count as compute. Of an asynchronous gather (not on CPU) the span holds only
-the start.
+FSDP2's copies into and out of its buffers count as compute. An asynchronous gather's span holds only its start.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ def read_spans(folder: Path, ranks: int) -> dict[int, list[Span]]:
 def write_pictures(config: CompareConfig) -> dict[str, Path]:
     """The timeline of the last repeat, one panel an arm, and its trace files; returns their paths by kind.
 
-    Arms whose spans say nothing (`CompareConfig.can_time`) are left out. Without matplotlib, or without any arm, there
-    is no `"timeline"`.
+    Arms whose spans say nothing are left out. Without matplotlib, or without any arm, there is no `"timeline"`.
     """
     written: dict[str, Path] = {}
     panels = []

@@ -120,16 +120,14 @@ class JobConfig:
 
     def settings(self) -> Settings:
         """The runtime's settings under the odc arms; only the dynamic one has a queue."""
+        # Room for the largest microbatches that a rank may have to offer: as many as its part of the samples.
+        room = 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
         return Settings(
             reproducible=self.reproducible,
             accumulate=self.accumulate,
             timeout_s=self.timeout_s,
-            queue_bytes=self._queue_bytes() if arm_named(self.arm).dynamic else 0,
+            queue_bytes=room if arm_named(self.arm).dynamic else 0,
         )
-
-    def _queue_bytes(self) -> int:
-        """Room for the largest microbatches that a rank may have to offer: as many as its part of the samples."""
-        return 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
 
     def slowed(self) -> dict[int, float]:
         """Slowdown by rank, of `slow`."""
@@ -161,17 +159,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
-_WHOLE: dict[str, int] = {
-    "ranks": 1,
-    "per_node": 2,
-    "steps": 1,
-    "minibatch_size": 1,
-    "max_tokens": 2,
-    "vocab": 257,
-    "warmup": 0,
-    "save_every": 0,
-    "seed": 0,
-}
+_WHOLE = (
+    dict.fromkeys(("ranks", "steps", "minibatch_size"), 1)
+    | {"per_node": 2, "max_tokens": 2, "vocab": 257}
+    | dict.fromkeys(("warmup", "save_every", "seed"), 0)
+)
 
 
 def check_fields(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from odc.arms import Arm, ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments.config import JobConfig
+from odc.fsdp import live_roots
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
 _CPU = torch.device("cpu")
@@ -89,10 +90,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type of its own there
 
 
-# How much memory this rank uses. On the host these are resident pages as Linux counts them, with shared pages divided
-# among the processes that map them. On a device they are torch's tensors and odc's heaps, without CUDA's own memory.
-
-
 def trim() -> None:
     """Gives memory that the C library holds but does not use back to the system. Milliseconds; no-op without glibc."""
     trimmer = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -125,8 +122,6 @@ def peak_bytes(device: torch.device = _CPU) -> int:
 
 
 def _heaps() -> int:
-    from odc.fsdp import live_roots
-
     return sum(root.layout.heap.layout.nbytes for root in live_roots())
 
 

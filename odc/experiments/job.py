@@ -23,6 +23,7 @@ from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.workload import Workload
+from odc.fsdp import shutdown
 from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, recorder, save_spans
 
 _CPU = torch.device("cpu")
@@ -67,8 +68,6 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
     """
-    from odc.fsdp import shutdown
-
     torch.set_num_threads(threads_per_rank(ranks))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
@@ -86,6 +85,8 @@ class RankJob:
     """
 
     def __init__(self, workload: Workload[Any], progress: Progress, device: torch.device = _CPU) -> None:
+        from transformers.utils import logging as messages
+
         self.workload, self.progress, self.device, self.rank = workload, progress, device, dist.get_rank()
         self.held: int | None = None
         self.saved: Path | None = None
@@ -94,16 +95,14 @@ class RankJob:
         torch.manual_seed(workload.job.seed + self.rank)
         self.trainer: Any = workload.trainer(progress, device)
         progress.phase("building the model")
-        _quiet_transformers()
+        messages.disable_progress_bar()  # it would be drawn over the job's
         devices.trim()
         self.baseline = devices.held_bytes(device)
         self.trainer.build()
 
     def run(self) -> Any:
-        try:
+        with closing(self.trainer):
             return self._run()
-        finally:
-            self.trainer.close()
 
     def _run(self) -> JobResult[Any]:
         job, first = self.workload.job, self._resume()
@@ -209,10 +208,3 @@ def _own_windows(rank: int, spans: list[Span], count: int) -> list[tuple[int, in
     return [
         (own.start_ns, own.end_ns, (row[COMPUTE] if own.epoch in computed else 0) + row[OPTIMIZER]) for own, row in rows
     ]
-
-
-def _quiet_transformers() -> None:
-    """Its progress bars would be drawn over the job's."""
-    from transformers.utils import logging as messages
-
-    messages.disable_progress_bar()

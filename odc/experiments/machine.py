@@ -12,20 +12,16 @@ from odc.experiments.config import cores
 
 def machine() -> dict[str, str | int]:
     """Processor, cores that may be used, memory in bytes, system."""
-    facts: dict[str, str | int] = {
+    return {
         "processor": _processor(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
     }
-    return facts
 
 
 def processor_times() -> tuple[int, int] | None:
-    """(stolen, all) ticks of all cores since boot; None where the kernel does not say.
-
-    Stolen is what the host of a virtual machine gave to others while this one wanted to run.
-    """
+    """(stolen, all) ticks of all cores since boot; None where the kernel does not say."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()
         return int(first[8]), sum(int(ticks) for ticks in first[1:9])
@@ -34,7 +30,7 @@ def processor_times() -> tuple[int, int] | None:
 
 
 def steal(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """Share of the cores' time that was stolen between two calls of `processor_times`."""
+    """Share of the cores' time between two calls of `processor_times` that a virtual machine's host gave to others."""
     if before is None or after is None or after[1] <= before[1]:
         return None
     return (after[0] - before[0]) / (after[1] - before[1])

@@ -1,8 +1,4 @@
-"""What rank 0 shows while a job runs: its current phase, and after each step loss, speed and bubble.
-
-A terminal gets a live rich line; a file, or a terminal without rich, at most one plain line in two seconds and one at
-every tenth of the job.
-"""
+"""What rank 0 shows while a job runs: a live rich line in a terminal, else at most one plain line in two seconds."""
 
 from __future__ import annotations
 
@@ -29,8 +25,6 @@ class Progress:
             self._live, self._task = _live_bar(self.stream, steps, self.label)
 
     def phase(self, text: str) -> None:
-        if not self.shown:
-            return
         if self._live is not None:
             self._live.update(self._task, note=text)
         else:
@@ -38,8 +32,6 @@ class Progress:
 
     def step(self, step: int, loss: float, tokens_per_s: float, bubble: float | None) -> None:
         """Shows a finished step: its mean loss per token, real tokens a second over all ranks, measured bubble."""
-        if not self.shown:
-            return
         idle = "" if bubble is None else f"  bubble {bubble:.1%}"
         text = f"loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s{idle}"
         if self._live is not None:
@@ -53,8 +45,6 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Shows a text that must not be lost: it stays above the live line."""
-        if not self.shown:
-            return
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
@@ -68,7 +58,8 @@ class Progress:
             self.shown = False
 
     def _line(self, text: str) -> None:
-        print(f"{self.label} [{time.monotonic() - self.started:5.1f} s] {text}", file=self.stream, flush=True)
+        if self.shown:
+            print(f"{self.label} [{time.monotonic() - self.started:5.1f} s] {text}", file=self.stream, flush=True)
 
 
 def _live_bar(stream: IO[str], steps: int, label: str) -> tuple[Any, Any]:

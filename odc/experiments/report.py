@@ -1,7 +1,7 @@
 """From the runs of a comparison to figures: one dictionary that is written as JSON and printed as one table.
 
-Of every step the median over repeats comes first, then the median, min and max over steps: steps differ in work by
-design, repeats only by noise. Medians of categories need not add up. docs/compare.md describes every key.
+Of every step the median over repeats comes first, then the median, min and max over steps. docs/compare.md describes
+every key.
 """
 
 from __future__ import annotations

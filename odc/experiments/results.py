@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -30,12 +31,16 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step, numbered from 1, that did not happen: its minibatch was given up twice, the second time by the
-    rank and for the cause in `reason`. Weights and moments are untouched.
-    """
+    """An optimizer step, from 1, that did not happen: its minibatch was given up twice, at last for `reason`."""
 
     step: int
     reason: str
+
+
+def totals(steps: Sequence[StepRecord], seconds: float) -> dict[str, float]:
+    """What `steps` did together, per second of the `seconds` that they took."""
+    samples, tokens = sum(step.samples for step in steps), sum(step.tokens for step in steps)
+    return {"seconds": seconds, "samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
 
 
 R = TypeVar("R", bound=StepRecord)

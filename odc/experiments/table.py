@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError
@@ -31,25 +31,25 @@ def tables(figures: dict[str, Any], width: int = 80) -> list[Table]:
     return made
 
 
-def table(figures: dict[str, Any]) -> Table:
-    """A rich table of what `odc.experiments.report.report` returned. Raises OdcError when rich is missing."""
+def empty_table(title: str, caption: str, headings: Iterable[str], **layout: Any) -> Table:
+    """A rich table with a nameless first column and no rows. Raises OdcError when rich is missing."""
     try:
         from rich import box
         from rich.table import Table
     except ImportError as error:
         raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
+    made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **layout)
+    made.add_column("", no_wrap=True)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """A rich table of what `odc.experiments.report.report` returned. Raises OdcError when rich is missing."""
     arms = figures["arms"]
     wide = len(arms) > _ROOMY
-    made = Table(
-        title=_title(figures),
-        caption=_caption(figures),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0 if wide else 1),
-        show_edge=not wide,
-    )
-    made.add_column("", no_wrap=True)
-    for arm in arms:
-        made.add_column(arm, justify="right", no_wrap=True)
+    made = empty_table(_title(figures), _caption(figures), arms, padding=(0, 0 if wide else 1), show_edge=not wide)
     for row in _rows(arms):
         if row is None:
             made.add_section()
@@ -126,15 +126,20 @@ def _slowed(job: dict[str, Any]) -> str:
     return f"; {named} (emulated: it sleeps after every microbatch)"
 
 
+def medians_over(figures: dict[str, Any]) -> str:
+    """What the figures are medians of, as a caption begins."""
+    counted = figures["job"]["steps"] - figures["skipped_steps"]
+    repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
+    return f"Medians over {counted} steps{repeats}."
+
+
 def _caption(figures: dict[str, Any]) -> str:
     on_cuda = (
         " On CUDA spans are of the processor: a fetch's copies count as compute, and NCCL's ranks wait on the device, "
         "where no span sees it. Memory is torch's allocator's and the heaps'."
     )
-    counted = figures["job"]["steps"] - figures["skipped_steps"]
-    repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
     return (
-        f"Medians over {counted} steps{repeats}. Bubble and ms are measured, means over ranks. Memory is the largest "
+        f"{medians_over(figures)} Bubble and ms are measured, means over ranks. Memory is the largest "
         "rank's, above what it held before the model was built; between passes: between two microbatches of the first "
         f"step that has two. The loss gap is to {figures['reference']}. Steal: cores' time that the host of a virtual "
         f"machine gave to others while the arm ran.{on_cuda if figures['job'].get('device') == 'cuda' else ''}"

@@ -88,11 +88,7 @@ C = TypeVar("C")
 
 
 class Workload(ABC, Generic[C]):
-    """One job. Pickles, so that ranks in other processes run it.
-
-    `job` is `config` as the frame reads it. `folder` is for checkpoints and `steps.jsonl`, or for everything that a
-    comparison writes.
-    """
+    """One job; pickles. `job` is what the frame reads of `config`; `folder` is for checkpoints or a comparison."""
 
     schema: ClassVar[str]  # of the figures of a comparison
     arms: ClassVar[tuple[str, ...]]  # that a comparison may name

@@ -19,7 +19,7 @@ from odc.errors import DataError
 from odc.experiments.config import Long
 from odc.experiments.data.bpe import content_hash, publish
 from odc.experiments.data.chat import Encoded
-from odc.experiments.data.sources import RawDocument, Source, Unreadable, read_source
+from odc.experiments.data.sources import RawDocument
 from odc.experiments.data.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -45,31 +45,22 @@ class Document:
 
 
 def load_documents(
-    source: Source | Sequence[RawDocument],
+    raw: Sequence[RawDocument],
     tokenizer: Tokenizer,
     *,
     max_tokens: int,
     long: Long = "error",
-    unreadable: Unreadable = "error",
     cache: Path | None = None,
 ) -> list[Document]:
-    """The documents of `source`, tokenized and within the cap, in an order that does not depend on the machine.
+    """The documents of `raw`, tokenized and within the cap of `max_tokens` (at least 2), in their order.
 
-    Args:
-        source: see `odc.experiments.data.sources.read_source`, or what it returned.
-        tokenizer: ends texts with its end-of-text token; conversations follow its chat template.
-        max_tokens: cap on the tokens of one document; at least 2.
-        long: a document over the cap is an error naming it, is split into pieces that overlap by one token (so that
-            each target stays in exactly one piece), or is dropped.
-        unreadable: a file that is not UTF-8 is an error naming it, or skipped.
-        cache: folder that keeps the ids; several processes may share it.
-
+    A document over the cap is an error naming it, is split (`long`) into pieces that overlap by one token, so that each
+    target stays in exactly one piece, or is dropped. `cache` is a folder that keeps the ids; processes may share it.
     The log counts what is split, dropped, or left out for want of a target (one token, no assistant). Raises DataError
     for bad data and if nothing is left.
     """
     if max_tokens < 2:
         raise DataError(f"max_tokens must be at least 2, not {max_tokens!r}: a document of one token has no target")
-    raw = read_source(source, unreadable=unreadable) if isinstance(source, Source) else list(source)
     if not raw:
         raise DataError("there are no documents")
     encoded = _encoded(raw, tokenizer, cache)

@@ -40,8 +40,7 @@ class Microbatch:
     def model_inputs(self, labels: bool = True) -> dict[str, Any]:
         """Keyword arguments for a transformers causal LM whose attention is `odc_documents` or FlashAttention.
 
-        The lengths travel as `cu_seq_lens_q`, int32 [documents + 1]. With `labels` the model must have
-        `odc.experiments.text.loss.use_document_loss`; without, it returns its usual output.
+        With `labels` the model must have the loss of `odc.experiments.text.loss`; without, it returns its usual output.
         """
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
         longest = max(self.lengths)

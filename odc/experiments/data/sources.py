@@ -61,13 +61,10 @@ def source_named(name: str) -> Source:
 def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[RawDocument]:
     """All documents of `source` with something in them, in an order that does not depend on the machine.
 
-    Args:
-        source: a folder of text files, a JSONL file (`text` or `messages` in every line), one text file, or a folder
-            written by `datasets.save_to_disk` (columns `text` or `messages`; of several splits, `train`).
-        unreadable: a text file that cannot be read or is not UTF-8 is an error naming it, or skipped and counted.
-
-    Raises DataError when there is nothing to read, for a malformed line or row, naming it, and without the `datasets`
-    package where it is needed.
+    A path is a folder of text files, a JSONL file (`text` or `messages` in every line), one text file, or a folder
+    written by `datasets.save_to_disk` (columns `text` or `messages`; of several splits, `train`). Raises DataError when
+    there is nothing to read, for a malformed line or row or an unreadable file, naming it (unless `unreadable` is
+    "skip"), and without the `datasets` package where it is needed.
     """
     folder = source if isinstance(source, TextFolder) else None
     path = folder.path if folder else source

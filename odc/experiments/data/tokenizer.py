@@ -139,8 +139,7 @@ class HfTokenizer:
 def load_tokenizer(folder: Path) -> HfTokenizer:
     """The tokenizer in a Hugging Face folder; DataError if there is none or `transformers` is missing.
 
-    A folder that names no class of its own (as those that odc exports) is read by the rules in its tokenizer.json,
-    which `AutoTokenizer` would replace for some models.
+    A folder that names no class of its own is read by its tokenizer.json, which `AutoTokenizer` would at times replace.
     """
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")

@@ -17,17 +17,14 @@ Lengths = Literal["model", "drawn"]
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One GRPO job; help texts describe its fields.
+    """One GRPO job; help texts and docs/rl.md describe its fields.
 
-    `balance` "verl" is what verl 0.9 does: equal sample counts on all ranks, and as many microbatches on each as the
-    fullest needs. `lengths` "drawn" cuts responses at a clipped lognormal. With `lag` 1 rollouts come from the weights
-    of the step before. Ratios are clipped to 1 - `clip_low` and 1 + `clip_high`, and at the dual clip. With `kl` 0 its
-    forward is left out. `timeout_s` bounds the wait for a rollout too. `spans` is a folder for each rank's spans.
+    Ratios are clipped to 1 - `clip_low` and 1 + `clip_high`, and at `clip_dual`. `timeout_s` bounds the wait for a
+    rollout too. `spans` is a folder for each rank's spans.
     """
 
     model: str = field(
-        default="qwen2-toy",
-        metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name."),
+        default="qwen2-toy", metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name.")
     )
     arm: GrpoArm = field(default="odc", metadata=option("odc, odc-equal, fsdp2 or fsdp2-resident."))
     balance: Balance = field(default="arm", metadata=option("arm (the arm's own planner) or verl (equal counts)."))
@@ -114,16 +111,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "lengths": get_args(Lengths),
     "lag": (0, 1),
 }
-_WHOLE = {
-    "ranks": 1,
-    "steps": 1,
-    "prompts": 1,
-    "group": 2,
-    "prompt_tokens": 1,
-    "response_tokens": 1,
-    "minibatches": 1,
-    "max_tokens": 2,
-    "save_every": 0,
-    "seed": 0,
-}
+_WHOLE = dict.fromkeys(("ranks", "steps", "prompts", "prompt_tokens", "response_tokens", "minibatches"), 1)
+_WHOLE |= {"group": 2, "max_tokens": 2, "save_every": 0, "seed": 0}
 _NUMBERS = ("clip_low", "clip_high", "clip_dual", "kl", "lr", "weight_decay", "clip", "timeout_s")

@@ -1,9 +1,8 @@
 """GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
 
-They are verl's definitions (with verl installed its own functions are used): DeepSeekMath (arXiv 2402.03300) for the
-advantage, PPO (1707.06347) for the clip, 1912.09729 for the dual clip, Schulman's note on KL approximation for k3.
-Losses are averaged over the response tokens of the whole minibatch: each microbatch's sum is scaled by ranks / tokens,
-and FSDP averages over ranks.
+They are verl's definitions: DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip,
+1912.09729 for the dual clip, Schulman's note on KL approximation for k3. Losses are averaged over the response tokens
+of the whole minibatch.
 """
 
 from __future__ import annotations
@@ -97,6 +96,9 @@ def _verl(config: GrpoConfig) -> Objective:
     from omegaconf import OmegaConf
     from verl.trainer.ppo import core_algos
 
+    clips = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high, "clip_ratio_c": config.clip_dual}
+    clips["clip_ratio"] = config.clip_low
+
     def advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
         mask = torch.ones(len(rewards), 1)
         found, _ = core_algos.compute_grpo_outcome_advantage(
@@ -108,15 +110,7 @@ def _verl(config: GrpoConfig) -> Objective:
         log_probs: Tensor, old: Tensor, reference: Tensor | None, advantage: Tensor, tokens: int, ranks: int
     ) -> Tensor:
         batch: dict[str, Any] = {"dp_size": ranks, "batch_num_tokens": tokens}
-        chosen = OmegaConf.create(
-            {
-                "clip_ratio": config.clip_low,
-                "clip_ratio_low": config.clip_low,
-                "clip_ratio_high": config.clip_high,
-                "clip_ratio_c": config.clip_dual,
-                "global_batch_info": batch,
-            }
-        )
+        chosen = OmegaConf.create(clips | {"global_batch_info": batch})
         mask = torch.ones_like(log_probs, dtype=torch.bool)[None]
         found, _ = core_algos.compute_policy_loss_vanilla(
             old[None], log_probs[None], advantage[None], mask, "token-mean", chosen

@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from odc import handover
 from odc.errors import DataError, OdcError, WaitTimeoutError
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.samples import Response, Sample, Task
-from odc.handover import version, weight_handle
 
 _LOOK_S = 0.2
 
@@ -150,7 +150,7 @@ class SampleFeed:
         if not self._config.on_demand:
             return None
         self._model.publish()
-        return weight_handle(self._model) if dist.get_rank() == 0 else None
+        return handover.weight_handle(self._model) if dist.get_rank() == 0 else None
 
     def _ask(self, step: int) -> None:
         """Publish the weights, or gather them, and have them used; nobody waits for the rollout here."""
@@ -158,7 +158,7 @@ class SampleFeed:
         if config.on_demand:
             self._model.publish()
             if self._rollout is not None:
-                self._rollout.ask(step, prompts, at_least=version(self._model))
+                self._rollout.ask(step, prompts, at_least=handover.version(self._model))
             return
         whole = {name: value.full_tensor() for name, value in self._model.state_dict().items()}
         if self._rollout is not None:

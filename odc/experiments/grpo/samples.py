@@ -23,15 +23,12 @@ class Task(Protocol):
     @property
     def stop_ids(self) -> Sequence[int]:
         """Tokens that end a response; the stop token belongs to it."""
-        ...
 
     def prompts(self, step: int) -> list[list[int]]:
         """Token ids of each prompt of a step, from 0; always as many."""
-        ...
 
     def reward(self, prompt: Sequence[int], response: Sequence[int]) -> float:
         """How good a response is; any finite number."""
-        ...
 
 
 @dataclass(frozen=True)

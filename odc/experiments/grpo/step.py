@@ -40,8 +40,8 @@ class GrpoStep(StepRecord):
 
     `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches, `reward` and
     `response_tokens` over samples. `version` is that of the weights that generated; None where they were sent. `counts`
-    are microbatches by rank, dummies included. `rollout_s` is how long rank 0 waited for the samples, `train_s` what
-    the updates took on the slowest rank.
+    are microbatches by rank, dummies included. `rollout_s` is how long rank 0 waited, `train_s` the slowest rank's
+    updates.
     """
 
     version: int | None
@@ -154,11 +154,10 @@ class GrpoTrainer(Trainer):
         return record
 
     def _updates(self, samples: Sequence[Sample], between: Callable[[], None] | None) -> list[UpdateOutcome]:
-        """The step's optimizer steps: advantages over all samples, prompts dealt to minibatches."""
         rewards = torch.tensor([sample.reward for sample in samples])
         advantages = self.objective.advantages(rewards, [sample.group for sample in samples]).tolist()
         outcomes = []
-        for m in range(self.config.minibatches):
+        for m in range(self.config.minibatches):  # prompts are dealt to them
             chosen = [i for i, sample in enumerate(samples) if sample.group % self.config.minibatches == m]
             outcomes.append(self.update([samples[i] for i in chosen], [advantages[i] for i in chosen], between))
         return outcomes
@@ -172,7 +171,7 @@ class GrpoTrainer(Trainer):
     def update(
         self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
     ) -> UpdateOutcome:
-        """One optimizer step on all of `samples`; meets the other ranks. Raises `NonFiniteLossError` on every rank."""
+        """One optimizer step on all of `samples`; meets the other ranks. Raises what `Trainer.step` does."""
         rank, plan = dist.get_rank(), self.plan(samples)
         mine = [
             batch_of([samples[i] for i in some], [advantages[i] for i in some])

@@ -1,8 +1,7 @@
 """The rollout process, `python -m odc.experiments.grpo.worker FD`: it draws responses with its own copy of the model.
 
-It is told everything over the socket FD, and ends when that closes. The log-probabilities it returns are those of the
-distribution that was sampled (temperature 1, no cut-off). Decoding with a cache and training on packed rows differ in
-the last bits, so the first ratio is 1 to about 1e-5.
+It is told everything over the socket FD, and ends when that closes. It returns the log-probabilities of the
+distribution that was sampled (temperature 1, no cut-off); cached decoding makes the first ratio 1 only to about 1e-5.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Generator:
         ]
 
     def _length(self, row: list[int]) -> int:
-        """Up to the first stop token, and that one."""
         stops = [at for at, token in enumerate(row) if token in self.stop_ids]
         return stops[0] + 1 if stops else len(row)
 

@@ -17,7 +17,7 @@ from odc.experiments.grpo.samples import Task
 from odc.experiments.grpo.step import GrpoResult, GrpoTrainer
 from odc.experiments.preflight import check_output, model_source, unwritten_file, writable_folder
 from odc.experiments.progress import Progress
-from odc.experiments.results import ArmRun
+from odc.experiments.results import ArmRun, totals
 from odc.experiments.text.model import config_of
 from odc.experiments.workload import Workload
 from odc.trace import Stat
@@ -62,13 +62,9 @@ class GrpoWorkload(Workload[GrpoConfig]):
     def figures(self, runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
         by_step = list(zip(*(run.results[0].steps[skip:] for run in runs), strict=True))
         train_s = [median(step.train_s for step in repeats) for repeats in by_step]
-        steps, total = [repeats[0] for repeats in by_step], sum(train_s)
+        steps = [repeats[0] for repeats in by_step]
         return {
-            "total": {
-                "seconds": total,
-                "samples_per_s": sum(step.samples for step in steps) / total,
-                "tokens_per_s": sum(step.tokens for step in steps) / total,
-            },
+            "total": totals(steps, sum(train_s)),
             "train_s": Stat.of(train_s).to_dict(),
             "rollout_s": Stat.of(median(step.rollout_s for step in repeats) for repeats in by_step).to_dict(),
             "reward": {"first": steps[0].reward, "final": steps[-1].reward},

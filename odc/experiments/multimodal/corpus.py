@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from odc.errors import OdcError
-from odc.experiments.multimodal.media import RATE
+from odc.experiments.multimodal.media import RATE, pillow, soundfile
 
 _WORDS = ("the", "a", "of", "and", "to", "in", "is", "small", "large", "red", "round", "old", "house", "river", "far")
 #: Tasks and how often each is drawn.
@@ -71,38 +70,26 @@ class _Maker:
         return " ".join(self.draw.choice(_WORDS, max(1, round(self.skewed(median)))))
 
     def image(self) -> dict[str, Any]:
-        sides = [max(16, round(self.skewed(self.config.side))) for _ in range(2)]
-        return {"type": "image", "image": self._save_image(*sides)}
+        width, height = (max(16, round(self.skewed(self.config.side))) for _ in range(2))
+        image = pillow("writing")
+        coarse = self.draw.randint(0, 256, (5, 5, 3)).astype(np.uint8)
+        name = self._name("png")
+        image.fromarray(coarse).resize((width, height), image.Resampling.BICUBIC).save(self.folder / name)
+        return {"type": "image", "image": name}
 
     def clip(self) -> tuple[dict[str, Any], float]:
         seconds = min(self.config.most_seconds, max(0.2, self.skewed(self.config.seconds)))
-        return {"type": "audio", "audio": self._save_clip(seconds)}, seconds
-
-    def _name(self, ending: str) -> str:
-        self.made += 1
-        return f"media/{self.number:05d}-{self.made}.{ending}"
-
-    def _save_image(self, width: int, height: int) -> str:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise OdcError("writing images needs Pillow: pip install 'odc-fsdp[multimodal]'") from error
-        coarse = self.draw.randint(0, 256, (5, 5, 3)).astype(np.uint8)
-        name = self._name("png")
-        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(self.folder / name)
-        return name
-
-    def _save_clip(self, seconds: float) -> str:
-        try:
-            import soundfile
-        except (ImportError, OSError) as error:
-            raise OdcError("writing audio needs soundfile: pip install 'odc-fsdp[multimodal]'") from error
+        library = soundfile("writing")
         time = np.arange(int(seconds * RATE)) / RATE
         pitch = self.draw.uniform(120, 900) * (1 + 0.2 * np.sin(2 * np.pi * self.draw.uniform(0.5, 3) * time))
         tone = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
         name = self._name("flac")
-        soundfile.write(str(self.folder / name), tone + 0.01 * self.draw.standard_normal(len(time)), RATE)
-        return name
+        library.write(str(self.folder / name), tone + 0.01 * self.draw.standard_normal(len(time)), RATE)
+        return {"type": "audio", "audio": name}, seconds
+
+    def _name(self, ending: str) -> str:
+        self.made += 1
+        return f"media/{self.number:05d}-{self.made}.{ending}"
 
 
 def _turns(question: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:

@@ -83,8 +83,7 @@ class Example:
 class ExampleBatch:
     """The examples of one optimizer step: `drawn` [ranks] lists those of each rank.
 
-    An item's number is its flat source place (see `odc.dispatch.Rearrangement`): items are counted rank by rank,
-    example by example. An item of the phase `llm` is an example; one of `image` or `audio` is one image or clip.
+    Items (examples in the phase `llm`, else images or clips) are numbered rank by rank, example by example.
     """
 
     drawn: Sequence[Sequence[Example]]

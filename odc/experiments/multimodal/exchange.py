@@ -1,7 +1,6 @@
-"""The job's exchange between ranks, and what it moved within nodes and across them.
+"""The job's exchange between ranks, and what it moved within nodes and across them, with nodes as declared.
 
-The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, on demand where they do
-not. Nodes are as declared, so that two ranks of one host may stand for two nodes.
+The exchange fits the arm's transport: one all-to-all where ranks meet at every layer anyway, else on demand.
 """
 
 from __future__ import annotations

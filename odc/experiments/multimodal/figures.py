@@ -1,8 +1,4 @@
-"""The figures of a multimodal comparison that no other has: where each phase's time went, and its table.
-
-Every pass of a step is marked as a microbatch (`odc.experiments.multimodal.step.PASSES`), which tells whose time it is.
-docs/multimodal.md describes every key.
-"""
+"""The figures of a multimodal comparison that no other has (docs/multimodal.md), and its table."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from odc.errors import OdcError
 from odc.experiments.multimodal.examples import PHASES, Phase
 from odc.experiments.multimodal.step import PASSES
 from odc.experiments.results import ArmRun
+from odc.experiments.table import empty_table, medians_over
 from odc.trace import COMPUTE, MICROBATCH, Span, Stat
 from odc.trace.cover import cover, marked_epochs
 
@@ -27,7 +23,7 @@ _SECOND = 1e9
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of one step, in seconds by rank: of compute in its passes, and from their begin to their end."""
+    """One phase of one step, in seconds by rank: computing in its passes, and from their begin to their end."""
 
     busy_s: dict[int, float]
     spent_s: dict[int, float]
@@ -90,23 +86,10 @@ def _phase(runs: Sequence[ArmRun], skip: int, phase: Phase) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> Table:
     """A rich table of what `report` returned, a row an arm. Raises OdcError when rich is missing."""
-    try:
-        from rich import box
-        from rich.table import Table
-    except ImportError as error:
-        raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
     job = figures["job"]
-    made = Table(
-        title=f"{job['ranks']} ranks, {figures['per_node']} a node (declared), {job['minibatch_size']} examples a step",
-        caption=_caption(figures),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0),
-        collapse_padding=True,
-        show_edge=False,
-    )
-    made.add_column("", no_wrap=True)
-    for heading, _ in _COLUMNS:
-        made.add_column(heading, justify="right", no_wrap=True)
+    title = f"{job['ranks']} ranks, {figures['per_node']} a node (declared), {job['minibatch_size']} examples a step"
+    headings = [heading for heading, _ in _COLUMNS]
+    made = empty_table(title, _caption(figures), headings, padding=(0, 0), collapse_padding=True, show_edge=False)
     transport = ""
     for name, arm in figures["arms"].items():
         if transport and not name.startswith(transport):
@@ -146,10 +129,8 @@ _COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
 
 
 def _caption(figures: dict[str, Any]) -> str:
-    counted = figures["job"]["steps"] - figures["skipped_steps"]
-    repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
     return (
-        f"Medians over {counted} steps{repeats}. GF/s: useful GFLOP/s, without padding, all ranks. Bubbles are "
+        f"{medians_over(figures)} GF/s: useful GFLOP/s, without padding, all ranks. Bubbles are "
         "measured: of the step, and of each phase (1 - mean busy / the longest rank's time in it). MiB: exchanged in a "
         "step by all ranks, within and across declared nodes; buf: most that one rank needs for a move, or its arena. "
         "Peak: of the largest rank, above what it held before the model was built. "

@@ -1,7 +1,6 @@
 """Examples as tensors: what a rank decodes of a minibatch, what a tower takes of it, and the labels.
 
-One forward takes all of a rank's items of a phase: images packed end to end, clips padded to the longest, sequences
-packed end to end.
+One forward takes all of a rank's items of a phase.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Files to what the encoders take: images to patches by Pillow, audio to log-mel frames by soundfile.
 
-The layouts are those of Qwen2-VL and Whisper, without their processors' padding. A clip at another rate than 16 kHz is
-refused. Both libraries come with the extra `multimodal`.
+The layouts are those of Qwen2-VL and Whisper, without padding. A clip at another rate than 16 kHz is refused.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def image_grid(path: Path, unit: int, max_pixels: int) -> tuple[int, int]:
 def patches(path: Path, size: tuple[int, int], *, patch: int, merge: int) -> Array:
     """An image as patches, [rows * columns, 3 * patch * patch] fp32, normalised.
 
-    `size` is (rows, columns) of patches, both multiples of `merge`. Patches that the connector merges are neighbours:
-    the order is that of `merge` x `merge` blocks, row by row, as Qwen2-VL's tower expects.
+    `size` is (rows, columns), multiples of `merge`. The order is that of `merge` x `merge` blocks, row by row, as
+    Qwen2-VL's tower expects.
     """
     rows, columns = size
     with _open_image(path) as image:
@@ -59,10 +58,10 @@ def patches(path: Path, size: tuple[int, int], *, patch: int, merge: int) -> Arr
 
 def audio_frames(path: Path) -> int:
     """Frames of the spectrogram of an audio file, 100 a second, at least 1; reads the header only."""
-    soundfile = _soundfile()
+    library = soundfile("reading")
     try:
-        facts = soundfile.info(str(path))
-    except soundfile.LibsndfileError as error:
+        facts = library.info(str(path))
+    except library.LibsndfileError as error:
         raise DataError(f"audio {path}: {error}") from error
     if facts.samplerate != RATE:
         raise DataError(f"{path} has {facts.samplerate} samples a second; resample it to {RATE}")
@@ -72,11 +71,11 @@ def audio_frames(path: Path) -> int:
 
 
 def log_mel(path: Path, bins: int) -> Array:
-    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32, as long as the clip and of one channel."""
-    soundfile = _soundfile()
+    """An audio file as Whisper's log-mel spectrogram, [frames, bins] fp32, of the mean of its channels."""
+    library = soundfile("reading")
     try:
-        samples, _ = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
+        samples, _ = library.read(str(path), dtype="float32", always_2d=True)
+    except library.LibsndfileError as error:
         raise DataError(f"{path} cannot be decoded: {error}") from error
     count = max(1, len(samples) // _HOP)
     mono = np.pad(samples.mean(axis=1), _WINDOW // 2 + _WINDOW)  # silence around it, enough for every window
@@ -106,18 +105,24 @@ def _filters(bins: int) -> NDArray[np.float64]:
 
 def _open_image(path: Path) -> Any:
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise OdcError("reading images needs Pillow: pip install 'odc-fsdp[multimodal]'") from error
-    try:
-        return Image.open(path)
-    except (UnidentifiedImageError, FileNotFoundError) as error:
+        return pillow("reading").open(path)
+    except OSError as error:
         raise DataError(f"image {path}: {error}") from error
 
 
-def _soundfile() -> Any:
+def pillow(doing: str) -> Any:
+    """Pillow's `Image`; raises OdcError naming the extra if it is missing."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise OdcError(f"{doing} images needs Pillow: pip install 'odc-fsdp[multimodal]'") from error
+    return Image
+
+
+def soundfile(doing: str) -> Any:
+    """The package; raises OdcError naming the extra if it, or libsndfile, is missing."""
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: without libsndfile
-        raise OdcError("reading audio needs soundfile: pip install 'odc-fsdp[multimodal]'") from error
+    except (ImportError, OSError) as error:
+        raise OdcError(f"{doing} audio needs soundfile: pip install 'odc-fsdp[multimodal]'") from error
     return soundfile

@@ -20,12 +20,10 @@ _PARTS = ("vision_config", "audio_config", "text_config")
 
 @dataclass(frozen=True)
 class TowerGeometry:
-    """What decides lengths.
+    """What decides lengths, and the language model's `width`, which is that of features.
 
-    Images are scaled down to `max_pixels` and cut into patches of `patch` pixels a side, of which the connector merges
-    blocks of `merge` a side into one token. Clips have `bins` mel bins and at most `most_positions` after the
-    convolutions (50 a second), of which the connector joins `downsample`. `width` is the language model's, and so that
-    of features.
+    Images of at most `max_pixels` are cut into patches of `patch` pixels; blocks of `merge` a side become one token.
+    Clips have `bins` mel bins and at most `most_positions` (50 a second), of which `downsample` become one token.
     """
 
     patch: int

@@ -1,13 +1,6 @@
-"""Where every phase of a minibatch is computed, under each way to balance.
+"""Where every phase of a minibatch is computed, under each way to balance (the table in docs/multimodal.md).
 
-* `none`: by the rank that drew the example.
-* `llm-only`: pre-balancing. Examples are dealt to the ranks by the length of their sequences before anything is
-  loaded, and every phase of an example is computed where it was dealt.
-* `all-pad`, `all-rmpad`: every phase is balanced, but both encoders by the one algorithm that is for padded or for
-  unpadded batches (the paper's ablation of algorithms, section 8.3). Images still are packed, and audio padded.
-* `full`: every phase by the algorithm that is for it: images unpadded, audio padded, the language model unpadded.
-* `all-gather`: the plan of `full`; every rank gathers the rows of all ranks and keeps its own (the paper's ablation of
-  the communicator).
+Decoding, padding and computing are the same code under every balance.
 """
 
 from __future__ import annotations
@@ -58,7 +51,7 @@ class Planning:
         return encoders, self._llm(balanced=balanced)
 
     def dealt(self, drawn: ExampleBatch) -> ExampleBatch:
-        """What each rank loads of what was drawn: the same, but under pre-balancing. Pure; waits for nobody."""
+        """What each rank loads of what was drawn: the same, but under pre-balancing. Waits for nobody."""
         if self.balance != "llm-only":
             return drawn
         where_drawn = [dispatch.Phase(modality, None) for modality in MODALITIES]

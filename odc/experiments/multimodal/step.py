@@ -1,8 +1,7 @@
 """One rank of a multimodal job, and its step: exchange, encode, exchange, train the language model, and back.
 
-The graph is cut between the phases, and features and their gradients are moved by hand, so that every pass can be
-measured. Under FSDP2 every rank must run every module that any rank runs: a rank without items runs the smallest
-dummy, with zero gradients. Under odc it runs nothing.
+The graph is cut between the phases, and features and their gradients are moved by hand. Under FSDP2 a rank without
+items runs the smallest dummy, because every rank must run every module that any rank runs; under odc it runs nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class MultimodalTrainer(Trainer):
         self.exchange = make_exchange(config, arena_bytes(self.examples, job.minibatch_size, self.geometry))
         self.mover = Mover(self.exchange, config.per_node)
         self.counts: dict[Phase, PhaseCount] = {}
-        self._waited_s = 0.0
+        self._waited_s, self._on_demand = 0.0, arm_named(self.job.arm).on_demand
 
     def build(self) -> None:
         self.towers = nn.ModuleDict(build_towers(self.parts, self.job.seed))
@@ -140,10 +139,6 @@ class MultimodalTrainer(Trainer):
 
     def _minibatch(self) -> AbstractContextManager[None]:
         return minibatch(*self.towers.values()) if self._on_demand else nullcontext()  # type: ignore[arg-type]
-
-    @property
-    def _on_demand(self) -> bool:
-        return self.job.arm == "odc"
 
     def _passes(self, loaded: Loaded, plan: OwnPlan, scale: float) -> float:
         """All of `PASSES`; leaves gradients to be collected and returns this rank's summed loss."""

@@ -47,8 +47,7 @@ class VisionTower(nn.Module):
 class AudioTower(nn.Module):
     """Whisper's encoder over a padded batch of clips, padding masked everywhere, and the connector.
 
-    `config` is transformers' `WhisperConfig`, `width` the language model's; the connector joins `downsample`
-    neighbouring positions into one token.
+    `config` is transformers' `WhisperConfig`; the connector joins `downsample` positions into a token of `width`.
     """
 
     def __init__(self, config: Any, width: int, downsample: int) -> None:

@@ -41,19 +41,12 @@ def document_attention(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document, as a transformers attention function. `module` is not used.
+    """Causal attention inside each document, as a transformers attention function; `module` is not used.
 
-    Args:
-        query: [B, heads, T, width].
-        key, value: [B, key/value heads, T, width]; fewer heads than the query's are shared (grouped-query attention).
-        attention_mask: must be None.
-        dropout: probability to drop an attention weight.
-        scaling: factor on the scores, 1 / sqrt(width) unless given.
-        sliding_window: most tokens a token may look back; must not be shorter than a document.
-        cu_seq_lens_q: int [documents + 1], where each document starts, and T. Needs B = 1. Without it each row is one.
-
-    Returns [B, T, heads, width] and None. Raises UnsupportedError for masks, windows, and incremental decoding of
-    several tokens at once.
+    `query` is [B, heads, T, width]; `key` and `value` may have fewer heads (grouped-query attention). `cu_seq_lens_q`,
+    int [documents + 1], says where each document starts, and T, and needs B = 1; without it each row is one document.
+    Documents must not be longer than `sliding_window`. Returns [B, T, heads, width] and None. Raises UnsupportedError
+    for masks, windows, and incremental decoding of several tokens at once.
     """
     rows, length = query.shape[0], query.shape[2]
     if attention_mask is not None:

@@ -19,9 +19,8 @@ from odc.experiments.data.tokenizer import Tokenizer
 def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> None:
     """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
-    Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Its config
-    ends texts with the tokenizer's end-of-text token. Raises `CheckpointError` on every rank if the disk or
-    transformers refuses.
+    Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Raises
+    `CheckpointError` on every rank if the disk or transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     together(lambda: _write(folder, model, weights, tokenizer), f"export: cannot write {folder}")

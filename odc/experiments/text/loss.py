@@ -1,8 +1,6 @@
 """The training loss: cross-entropy summed over the labelled tokens, in fp32, without the logits of a whole microbatch.
 
 The head's gradient is computed together with its forward, a block of tokens at a time, and only at labelled positions.
-Each rank multiplies its summed loss by `loss_scale`: FSDP averages gradients over ranks, so the gradient of a minibatch
-is exactly that of the mean over all its labelled tokens, whichever rank has them.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def loss_scale(world_size: int, total_label_tokens: int) -> float:
-    """Factor on each rank's summed loss: ranks / labels of all ranks in the minibatch; 0 without a label."""
+    """Factor on each rank's summed loss by which FSDP's mean over ranks is the mean over all labels; 0 without any."""
     return world_size / total_label_tokens if total_label_tokens else 0.0
 
 
@@ -98,9 +96,8 @@ def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
 def use_document_loss(model: Any) -> Any:
     """Makes `model(labels=..., ...)` return the summed loss of shifted labels instead of logits; returns the model.
 
-    `model` is a transformers causal LM. Call it before `fully_shard`, so that head and loss run inside the root's
-    forward, where the head's weight is gathered. Raises UnsupportedError for a model that changes its logits after the
-    head, or whose head is not one linear layer.
+    `model` is a transformers causal LM. Call it before `fully_shard`, so that the head's weight is gathered there.
+    Raises UnsupportedError if logits change after the head, or if the head is not one linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):

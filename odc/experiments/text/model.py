@@ -27,14 +27,10 @@ def shipped_config(name: str) -> Path:
 def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dtype, seed: int = 0) -> Any:
     """A transformers causal LM in train mode, whole in memory, whose attention stays inside documents. Local.
 
-    Args:
-        source: a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
-        vocab_size: ids the tokenizer has; exactly those of a model without weights, at most those of a checkpoint.
-        dtype: of the parameters. Random weights are drawn in fp32 and rounded.
-        seed: seeds the random weights; the global random state is left as it was.
-
-    Raises ConfigError if `source` is neither, names an unknown architecture or has too small a vocabulary, or if
-    `transformers` is missing.
+    `source` is a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
+    Random weights come from `seed`, drawn in fp32 and rounded; the global random state stays. The model has
+    `vocab_size` ids without weights, and at least as many with. Raises ConfigError if `source` is neither, names an
+    unknown architecture or has too small a vocabulary, or if `transformers` is missing.
     """
     path, weights = _config_path(source)
     config = _config(path)
@@ -52,8 +48,7 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
 
 def config_of(source: Path) -> dict[str, Any]:
     """The parsed config of `source`, for cost models; ConfigError as in `build_model`. Does not load transformers."""
-    path, _ = _config_path(source)
-    return _parsed(path)
+    return _parsed(_config_path(source)[0])
 
 
 def _config_path(source: Path) -> tuple[Path, bool]:

@@ -1,7 +1,6 @@
 """One optimizer step of a causal language model: plan, run the microbatches, agree on the loss, update.
 
-Every rank makes the same plan from the same lengths, so all know who computes what (or, under a dynamic arm, what lies
-in the queue) without communication. Ranks meet for the loss once a step.
+Every rank makes the same plan from the same lengths, without communication. Ranks meet for the loss once a step.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ NS = 1e-9
 
 @dataclass(frozen=True)
 class TextStep(StepRecord):
-    """One optimizer step. Bubbles are predicted by the planner's cost model, of the plan and of the best possible plan.
+    """One optimizer step. The planner's cost model predicts bubbles, of the plan and of the best possible plan.
 
-    `counts` are the microbatches that each rank ran, `dummies` of them dummies. `retried` says why a rank gave the
-    minibatch up the first time; it was then run in smaller microbatches.
+    `counts` are microbatches by rank, `dummies` of them dummies. `retried` says why the minibatch had to run again.
     """
 
     lr: float

@@ -14,7 +14,7 @@ from odc.experiments.data.dataset import load_dataset
 from odc.experiments.launch import start_server
 from odc.experiments.preflight import check_arm, preflight
 from odc.experiments.progress import Progress
-from odc.experiments.results import ArmRun
+from odc.experiments.results import ArmRun, totals
 from odc.experiments.text.step import TextTrainer
 from odc.experiments.workload import Workload
 from odc.trace import Stat
@@ -60,15 +60,11 @@ class TextWorkload(Workload[JobConfig]):
         return self.config.to_dict()
 
     def figures(self, runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
-        steps, total = runs[0].results[0].steps[skip:], sum(seconds)
+        steps = runs[0].results[0].steps[skip:]
         return {
             "samples_per_s": Stat.of(s.samples / t for s, t in zip(steps, seconds, strict=True)).to_dict(),
             "tokens_per_s": Stat.of(s.tokens / t for s, t in zip(steps, seconds, strict=True)).to_dict(),
-            "total": {
-                "seconds": total,
-                "samples_per_s": sum(step.samples for step in steps) / total,
-                "tokens_per_s": sum(step.tokens for step in steps) / total,
-            },
+            "total": totals(steps, sum(seconds)),
             "plan": {
                 "bubble": fmean(step.plan_bubble for step in steps),
                 "bound": fmean(step.bound_bubble for step in steps),

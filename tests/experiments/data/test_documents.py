@@ -11,7 +11,7 @@ import pytest
 
 from odc.errors import DataError
 from odc.experiments.data.documents import Document, load_documents
-from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.sources import RawDocument, read_source
 from odc.experiments.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -114,9 +114,9 @@ def test_bad_input(tmp_path: Path):
     with pytest.raises(DataError, match="there are no documents"):
         load_documents([], BYTES, max_tokens=10)
     with pytest.raises(DataError, match="no file or folder"):
-        load_documents(tmp_path / "missing", BYTES, max_tokens=10)
+        load_documents(read_source(tmp_path / "missing"), BYTES, max_tokens=10)
 
 
 def test_reads_a_source(tmp_path: Path):
     (tmp_path / "a.txt").write_text("ab")
-    assert [d.name for d in load_documents(tmp_path, BYTES, max_tokens=10)] == ["a.txt"]
+    assert [d.name for d in load_documents(read_source(tmp_path), BYTES, max_tokens=10)] == ["a.txt"]
