@@ -13,8 +13,7 @@ from odc.balance.cost import (
 from odc.balance.fit import Fit, fit, fit_scale
 from odc.balance.partition import partition
 from odc.balance.plan import Plan
-from odc.balance.planners import lb_dynamic, lb_micro, lb_mini, local_sort, queue_of
-from odc.balance.policies import POLICIES, policy_named
+from odc.balance.planners import POLICIES, lb_dynamic, lb_micro, lb_mini, local_sort, policy_named, queue_of
 
 __all__ = [
     "POLICIES",
