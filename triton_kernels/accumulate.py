@@ -1,8 +1,7 @@
 """accumulate: add gradients to the accumulators of the ranks that own them, by relaxed atomic adds of the pusher.
 
-Nothing waits for the owner and no lock is held. The last bits depend on the order of arrival, and a GPU's fp32 atomic
-add flushes subnormal numbers to zero. Peers need a pointer, since NVSHMEM adds no floating-point numbers: for others
-`put` into a slot, and the owner calls `add`. The adds order nothing.
+The last bits depend on the order of arrival, and a GPU's fp32 atomic add flushes subnormal numbers to zero. Peers need
+a pointer: for others `put` into a slot, and the owner calls `add`. The adds order nothing.
 """
 
 from __future__ import annotations
@@ -67,12 +66,9 @@ def accumulate(
         shard_numels: elements of a shard of each.
         offsets: of each, in elements of the owner's accumulator.
         table: int64 [shards]: address of each owner's accumulator; one entry pushes to one owner.
-        dtype: of the accumulators, fp32 or fp64.
+        dtype: of the accumulators, fp32 or fp64; UnsupportedError for another.
         first: owner to begin with; ranks that all push at once begin with different ones.
         block: elements for one program.
-
-    Raises:
-        UnsupportedError: an fp16 or bf16 accumulator.
     """
     to, device = accumulator_dtype(dtype), check_table(table)
     contiguous("gradient", gradients, device)

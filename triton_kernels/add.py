@@ -1,6 +1,6 @@
 """add: the owner's half of a staged push, which adds the contents of a slot to the accumulator.
 
-It uses plain loads and stores, because only one thread of control adds at a time.
+Plain loads and stores suffice, because only one thread of control adds at a time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block
     """Add each of `values` to its place, in the place's dtype.
 
     Does not wait: the caller has seen that the values have arrived, returns the slot afterwards, and makes sure that
-    nobody else adds meanwhile. Places must not overlap. One launch for each pair of dtypes, on the current stream; see
-    `launch` for threads and errors.
+    nobody else adds meanwhile. One launch for each pair of dtypes, on the current stream; see `launch` for threads and
+    errors.
 
     Args:
-        places: contiguous views of an accumulator, fp32 or fp64.
+        places: contiguous views of an accumulator that do not overlap, fp32 or fp64; UnsupportedError for another.
         values: contiguous, as many elements each, fp64, fp32, fp16 or bf16.
         block: elements for one program.
-
-    Raises:
-        UnsupportedError: an fp16 or bf16 accumulator.
     """
     launch_pairs(add_kernel, places, values, _types, block)
 

@@ -20,26 +20,19 @@ _TRITON: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
-}
-_WORDS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TRITON_WORDS: dict[torch.dtype, Any] = {
     torch.int8: tl.int8,
     torch.int16: tl.int16,
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
+_WORDS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def kernel_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for a floating or integer `dtype`.
-
-    Raises:
-        UnsupportedError: kernels do not handle it.
-    """
-    found = _TRITON.get(dtype, _TRITON_WORDS.get(dtype))
-    if found is None:
+    """Triton's name for a floating or integer `dtype`; UnsupportedError for another."""
+    if dtype not in _TRITON:
         raise UnsupportedError(f"kernels convert between fp64, fp32, fp16 and bf16; {dtype} can only be copied")
-    return found
+    return _TRITON[dtype]
 
 
 def word_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -48,11 +41,7 @@ def word_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for an accumulator's type.
-
-    Raises:
-        UnsupportedError: fp16 or bf16, which must not be summed into, or no floating type.
-    """
+    """Triton's name for an accumulator's type; UnsupportedError for any but fp32 and fp64."""
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedError(
             f"gradients are accumulated in fp32 or fp64, not in {dtype}: sums of many pushes lose what is smaller than "

@@ -1,7 +1,4 @@
-"""gather: a whole unit from all its owners' memories, straight to its unsharded parameters.
-
-One launch serves all parameters and owners, and no buffer lies in between. Every owner must have published before it.
-"""
+"""gather: a whole unit from all its owners' memories, straight to its unsharded parameters, in one launch."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ def gather(
         symmetric: how to reach owners without a pointer; they cannot convert.
         block: elements for one program.
 
-    Raises:
-        ValueError: a parameter does not divide into as many shards as `table` has entries.
+    Raises ValueError if a parameter does not divide into as many shards as `table` has entries.
     """
     if not outs:
         return

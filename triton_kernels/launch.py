@@ -1,8 +1,7 @@
 """How every kernel here is launched: compiled on a GPU's memory, interpreted on a CPU's, never one on the other's.
 
-Kernels take addresses in int64 tables: one table reaches memory of other processes, and a whole unit is one launch. A
-wrong address is a fault of the process, so launchers check their arguments, and callers keep the memory alive until the
-launch is over (on a GPU: until its stream has passed it).
+Kernels take addresses in int64 tables. A wrong address is a fault of the process, so launchers check their arguments,
+and callers keep the memory alive until the launch is over (on a GPU: until its stream has passed it).
 
 Triton interprets kernels that were defined with TRITON_INTERPRET set in the environment. The interpreter patches
 triton's language module and is not thread-safe, and the first launch of a compiled kernel compiles it, so one lock is
@@ -38,10 +37,8 @@ def is_interpreted(kernel: Any) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on `device`, on its current stream; returns at once on a GPU, when done on the CPU.
 
-    May be called from any thread. An empty grid launches nothing.
-
-    Raises:
-        UnsupportedError: compiled kernels were asked to work on CPU memory, or interpreted ones on a GPU's.
+    May be called from any thread. An empty grid launches nothing. Raises UnsupportedError where compiled kernels are to
+    work on CPU memory, or interpreted ones on a GPU's.
     """
     if 0 in grid:
         return
@@ -84,10 +81,7 @@ def refuse_compiled() -> None:
 def block_of(kernel: Any, itemsize: int, largest: int) -> int:
     """Elements for one program, a power of two.
 
-    Args:
-        kernel: to be launched.
-        itemsize: bytes of the larger of the two element types it reads and writes.
-        largest: elements of the longest contiguous run.
+    `itemsize` is that of the larger element type read or written, `largest` the elements of the longest contiguous run.
     """
     if is_interpreted(kernel):
         return int(min(_LARGEST_INTERPRETED, max(16, triton.next_power_of_2(largest))))
@@ -108,11 +102,7 @@ def contiguous(what: str, tensors: Sequence[torch.Tensor], device: torch.device)
 
 
 def check_table(table: torch.Tensor) -> torch.device:
-    """The device of a pointer table.
-
-    Raises:
-        ValueError: it is not int64, 1-D and contiguous.
-    """
+    """The device of a pointer table; ValueError unless it is int64, 1-D and contiguous."""
     if table.dtype != torch.int64 or table.dim() != 1 or not table.is_contiguous():
         raise ValueError(f"a pointer table is int64 [peers] and contiguous, not {table.dtype} {tuple(table.shape)}")
     return table.device

@@ -1,8 +1,7 @@
 """NVSHMEM's device calls, for peers that no pointer reaches (another host's GPUs).
 
 Each wrapper names a symbol of NVSHMEM's device library, LLVM bitcode that triton links into the kernel. Kernels call
-them in branches that a constexpr chooses, so the interpreter never sees them. NVSHMEM cannot add floating-point numbers
-atomically: gradients for such peers are `put` into a staging slot, and the owner calls `add`.
+them in branches that a constexpr chooses, so the interpreter never sees them. NVSHMEM adds no floating-point numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from triton.language import core
 from odc.errors import UnsupportedError
 
 LIBRARY = "libnvshmem_device"
+_COPY = ("int64", "int64", "int64", "int32")  # types of target, source, bytes and peer
 SIGNAL_SET = tl.constexpr(9)  # nvshmemx_signal_op_t
 
 
@@ -35,8 +35,7 @@ class Symmetric:
 def device_library() -> Path:
     """NVSHMEM's device library in LLVM bitcode, out of the installed wheel (3.4; later ones ship other files).
 
-    Raises:
-        UnsupportedError: it is not installed; names what to install.
+    Raises UnsupportedError, naming what to install.
     """
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec is not None else ():
@@ -77,15 +76,13 @@ def first_thread() -> tl.tensor:
 @core.extern
 def getmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
     """Copy from `source` on `pe` to the local `target`, by the whole program; returns when it has arrived."""
-    types = ("int64", "int64", "int64", "int32")
-    return _call("nvshmemx_getmem_block", [target, source, nbytes, pe], types, _semantic)
+    return _call("nvshmemx_getmem_block", [target, source, nbytes, pe], _COPY, _semantic)
 
 
 @core.extern
 def putmem_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
     """Copy from the local `source` to `target` on `pe`, by the whole program; has arrived after `quiet`."""
-    types = ("int64", "int64", "int64", "int32")
-    return _call("nvshmemx_putmem_block", [target, source, nbytes, pe], types, _semantic)
+    return _call("nvshmemx_putmem_block", [target, source, nbytes, pe], _COPY, _semantic)
 
 
 @core.extern

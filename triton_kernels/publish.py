@@ -1,7 +1,4 @@
-"""publish: this rank's shards, converted to compute dtype, side by side in the buffer that peers read.
-
-One launch serves all parameters of equal dtypes, because a launch costs more than most of their copies.
-"""
+"""publish: this rank's shards, converted to compute dtype, side by side in the buffer that peers read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table by which one launch works on many tensors, and launches over pairs of tensors.
 
-A launch takes a small table with a row a tensor. Column 0 of a row is the number of the first program that works on it,
-and every program finds its row by a binary search there; what the other columns hold is the kernel's business.
+Each tensor has a row. Column 0 is the number of the first program that works on it, and every program finds its row by
+a binary search there; what the other columns hold is the kernel's business.
 """
 
 from __future__ import annotations
@@ -22,34 +22,23 @@ _KEPT = 1024  # tables; each takes 512 bytes of a device or a few more
 def row_table(
     programs: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """(int64 [rows, 1 + columns], rows), ready for a kernel in the current stream (see `on_device`).
-
-    Args:
-        programs: how many work on each row; rows of none are left out.
-        columns: of each row, all equally many.
-    """
+    """(int64 [rows, 1 + columns], rows), ready for a kernel in the current stream; rows of no program are left out."""
     numbers: list[int] = []
     first = rows = 0
     for count, row in zip(programs, columns, strict=True):
         if count:
             numbers += [first, *row]
             first, rows = first + count, rows + 1
-    return on_device(numbers, device).view(rows, -1 if rows else 1), rows
+    return pointer_table(numbers, device).view(rows, -1 if rows else 1), rows
 
 
 def pointer_table(addresses: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [peers]: what kernels take as a pointer table, for launches in the current stream (see `on_device`)."""
-    return on_device(addresses, device)
-
-
-def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64, 1-D, read-only. Does not wait for the device: the copy is one more operation of the current stream.
 
-    The latest tables are cached by stream, so the same numbers need no copy again: a unit is often fetched to where it
-    was fetched before.
+    The latest tables are cached by stream: a unit is often fetched to where it was fetched before.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(tuple(numbers), device, stream)
+    return _kept(tuple(addresses), device, stream)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -86,8 +75,7 @@ def launch_pairs(
 ) -> None:
     """Launch `kernel(rows_at, rows, TO, FROM, BLOCK)` over all elements of all pairs, once for each pair of dtypes.
 
-    Raises:
-        ValueError: a pair is not equally long, not contiguous or not on one device.
+    Raises ValueError if a pair is not equally long, not contiguous or not on one device.
     """
     if not targets:
         return

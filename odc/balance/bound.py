@@ -20,11 +20,8 @@ def lower_bound(
 ) -> float:
     """A time before which the latest of `ranks` ranks cannot end, however samples of these `costs` are spread.
 
-    Args:
-        costs: of every sample, >= 0, in time of a rank of speed 1.
-        ranks: number of ranks, >= 1.
-        speeds: of every rank; all 1 unless given.
-        needs, limits: with both, sample i may only lie on ranks whose limit is at least `needs[i]`.
+    Costs are >= 0, in time of a rank of speed 1. With `needs` and `limits`, sample i may only lie on ranks whose limit
+    is at least `needs[i]`.
 
     For ranks of equal speed it is the greatest of the mean, the costliest sample, and for every j the sum of the j + 1
     cheapest among the j * ranks + 1 costliest samples, since some rank must hold that many of them. For unequal speeds

@@ -1,8 +1,6 @@
-"""Modules of inner loops, compiled by numba where it is installed and worth loading.
+"""Modules of inner loops, compiled by numba where it is installed and worth the half second that loading it takes.
 
-The first use compiles a second copy of a module: numba takes half a second to load, which small plans and `import odc`
-should not pay. Compiled code is cached beside the source or in numba's cache folder. Modules handled this way may call
-nothing but their own functions, and their functions must work on arrays and on lists.
+Such modules may call nothing but their own functions, and their functions must work on arrays and on lists.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ def loops_of(module: ModuleType, samples: int) -> tuple[ModuleType, bool]:
 
 
 def run_loop(function: Callable[..., Any], samples: int, *given: Any) -> tuple[Any, list[Any]]:
-    """Call a function of a module of loops, compiled on arrays or interpreted on lists.
-
-    Returns its result and the arguments as it left them, arrays or lists.
-    """
+    """A loop's result, compiled on arrays or interpreted on lists, and the arguments as it left them."""
     module, arrays = loops_of(sys.modules[function.__module__], samples)
     values = [value if arrays or not isinstance(value, np.ndarray) else value.tolist() for value in given]
     return getattr(module, function.__name__)(*values), values

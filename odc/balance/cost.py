@@ -1,8 +1,7 @@
 """Cost models: what one sample of a given length costs to train on, forward and backward.
 
-A cost is a callable on a length, and a microbatch costs the sum over its samples, because attention is computed per
-document. `transformer_cost` and `cost_from_config` count matrix products only (a multiply-add is two FLOPs, backward is
-twice the forward); `odc.balance.fit` fits what was measured.
+A microbatch costs the sum over its samples, because attention is computed per document. `transformer_cost` counts
+matrix products only (a multiply-add is two FLOPs, backward is twice the forward); `odc.balance.fit` fits measurements.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class QuadraticCost:
     b: float
 
     def __call__(self, length: int) -> float:
-        """The cost of one sample of `length` tokens."""
         return self.a * length + self.b * length * length
 
 
@@ -49,7 +47,6 @@ class WindowedCost:
     windows: tuple[tuple[int, float], ...]  # for each window size: (tokens seen, b of the layers that see so many)
 
     def __call__(self, length: int) -> float:
-        """The cost of one sample of `length` tokens."""
         seen = self.b * length * length
         for window, b in self.windows:
             # Of the l^2 / 2 pairs of a causal document, those further apart than the window are never computed.
@@ -82,10 +79,7 @@ def transformer_cost(
     """FLOPs to train a decoder-only transformer on one document: causal attention inside the document.
 
     Args:
-        hidden, layers, intermediate, vocab: sizes of the model, as in its config.
-        heads: attention heads, only needed for grouped-query attention and unusual head sizes.
-        kv_heads: key and value heads; as many as `heads` unless given.
-        head_dim: size of one head; hidden / heads unless given.
+        heads, kv_heads, head_dim: only needed for grouped-query attention and unusual head sizes.
         gated: three MLP matrices (SwiGLU) instead of two, in experts too.
         checkpointing: layers run forward a second time in backward.
         windows: for each layer with sliding-window attention the tokens that a token sees, itself included.
@@ -93,11 +87,7 @@ def transformer_cost(
         experts, top_k: of such a layer, experts there are and experts a token goes to. The router is counted.
         expert_intermediate, shared_intermediate: width of one expert, and of what every token passes beside them.
 
-    Returns:
-        The cost in FLOPs; with windows a `WindowedCost`.
-
-    Raises:
-        PlanError: a size is below 1, or more layers are windowed or sparse than there are.
+    Raises PlanError where a size is below 1, or more layers are windowed or sparse than there are.
     """
     heads = heads if heads is not None else 1
     sizes = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "vocab": vocab, "heads": heads}

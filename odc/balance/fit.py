@@ -1,8 +1,7 @@
 """Cost models fitted to the measured times of microbatches of known lengths.
 
 The fit is least squares on relative errors with coefficients that cannot be negative. Every subset of the at most three
-coefficients is tried, so the result is the optimum and nothing iterates; `Fit.error` says how well it describes the
-data.
+coefficients is tried, so the result is the optimum.
 """
 
 from __future__ import annotations
@@ -45,13 +44,7 @@ class Fit:
 def fit(microbatches: Sequence[Sequence[int]], seconds: Sequence[float]) -> Fit:
     """The best `fixed + a * tokens + b * sum of squares` for measured microbatches.
 
-    Args:
-        microbatches: lengths of the samples of each.
-        seconds: compute time of each, above 0.
-
-    Raises:
-        PlanError: fewer than three measurements, a time that is not above 0, or times that do not grow with the
-            lengths.
+    Raises PlanError for fewer than three, for a time that is not above 0, and for times that do not grow with lengths.
     """
     _check(microbatches, seconds)
     tokens = [float(sum(lengths)) for lengths in microbatches]

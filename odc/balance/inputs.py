@@ -35,7 +35,6 @@ class Inputs:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.caps)
 
     @property
@@ -52,15 +51,12 @@ class Inputs:
 
     @cached_property
     def bound(self) -> float:
-        """Lower bound on the time of the longest rank over all plans of this input."""
+        """No plan of this input has a longest rank that takes less."""
         costs, needs = self._of_groups
         return lower_bound(costs, self.ranks, speeds=self.speeds, needs=needs, limits=self.caps)
 
     def spread(self, *, equal_sizes: bool = False) -> list[list[int]]:
-        """Samples of each rank, by falling cost, so that ranks end at nearly the same time.
-
-        With `equal_sizes` ranks have equal numbers of groups; PlanError where groups then make samples unequal.
-        """
+        """Samples of each rank, by falling cost; PlanError where `equal_sizes` is asked of unequal groups."""
         if equal_sizes and len({len(group) for group in self.groups}) > 1:
             raise PlanError("groups of unequal size cannot give every rank as many samples: drop equal_samples")
         costs, needs = self._of_groups
@@ -106,9 +102,8 @@ def read_inputs(
 ) -> Inputs:
     """Check the arguments of a policy, which `odc.balance.lb_mini` lists.
 
-    Raises PlanError for no samples, ranks < 1, a length that is no integer or below 1, a sample over the cap (named by
-    its index, with its length and the cap), caps, speeds or groups of the wrong number, a speed that is not above 0,
-    and a cost that is negative, infinite or not a number.
+    Raises PlanError for no samples or ranks, a length that is no integer or below 1, a sample over the cap, caps,
+    speeds or groups of the wrong number, a speed that is not above 0, and a cost that is not finite and >= 0.
     """
     if ranks < 1:
         raise PlanError(f"a plan needs at least one rank, got ranks={ranks!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 # A slot is (load, tree), tree a sample index or a pair of trees. A state holds its non-empty slots by falling load.
@@ -19,13 +20,8 @@ def karmarkar_karp(
 ) -> list[list[int]]:
     """Partition the samples listed in `order` (their falling `costs`) into `parts` lists, sums nearly equal.
 
-    Args:
-        costs: cost of every sample, indexed by what `order` lists.
-        parts: number of lists to return, >= 1; some are empty when there are fewer samples.
-        order: sample indices by falling cost; ties are merged in this order, so the result depends on nothing else.
-        equal_sizes: every list gets the same number of samples (one more or less where it does not divide).
-
-    Returns `parts` lists of sample indices, costliest list first.
+    With `equal_sizes` every list gets the same number of samples (one more or less where it does not divide). Ties are
+    merged in the order given. Returns lists of sample indices, costliest first; some are empty when samples are few.
     """
     width = parts if equal_sizes else 1
     groups = [order[i : i + width] for i in range(0, len(order), width)]
@@ -53,17 +49,13 @@ def _merge(first: list[_Slot], second: list[_Slot], parts: int) -> list[_Slot]:
     """Give the largest slots of one the smallest (or empty) slots of the other."""
     overlap = len(first) + len(second) - parts
     if overlap <= 0:
-        return sorted(first + second, key=_load, reverse=True)
+        return sorted(first + second, key=itemgetter(0), reverse=True)
     alone = len(first) - overlap
     joined = [
         (a[0] + b[0], (a[1], b[1]))
         for a, b in zip(first[alone:], reversed(second[len(second) - overlap :]), strict=True)
     ]
-    return sorted(first[:alone] + joined + second[: len(second) - overlap], key=_load, reverse=True)
-
-
-def _load(slot: _Slot) -> float:
-    return slot[0]
+    return sorted(first[:alone] + joined + second[: len(second) - overlap], key=itemgetter(0), reverse=True)
 
 
 def _flatten(tree: Any) -> list[int]:

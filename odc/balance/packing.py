@@ -1,8 +1,4 @@
-"""Packing samples into microbatches under a hard token cap, which is never exceeded.
-
-`pack` minimizes the number of microbatches: best-fit decreasing, then a bounded exact search for one fewer as long as a
-lower bound allows it. `pack_evenly` fills a given number of microbatches with nearly equal cost, by least-load-first.
-"""
+"""Packing samples into microbatches under a hard token cap, which is never exceeded."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ STEPS = 4000  # of the search, in all, for one call
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], max_tokens: int, steps: int = STEPS) -> list[list[int]]:
-    """Pack the samples of `order` into few microbatches, never more than best-fit decreasing needs.
+    """Pack the samples of `order` into few microbatches: best-fit decreasing, then a bounded search for one fewer.
 
     Every length must be at most `max_tokens`. Ties keep `order`. Returns lists of sample indices, none empty.
     """
@@ -38,10 +34,7 @@ def pack(lengths: Sequence[int], order: Sequence[int], max_tokens: int, steps: i
 
 
 def best_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Pack the samples of `order` into few microbatches: longest first, each where it leaves the least room.
-
-    Every length must be at most `max_tokens`. Ties keep `order`. Returns lists of sample indices, none empty.
-    """
+    """As `pack`, but only longest first, each where it leaves the least room."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     for i in sorted(order, key=lambda i: -lengths[i]):
@@ -94,8 +87,8 @@ def pack_evenly(
 ) -> list[list[int]] | None:
     """Spread the samples of `order` (falling cost) over `count` microbatches of nearly equal cost under the cap.
 
-    Each sample goes to the cheapest microbatch that has room. Where that fails, `pack` decides.
-    Returns `count` lists, some perhaps empty, or None when neither finds a way.
+    Each sample goes to the cheapest microbatch that has room; where that fails, `pack` decides. Lists may be empty;
+    None where neither finds a way.
     """
     fitted, given = run_loop(
         _search.least_load_first,

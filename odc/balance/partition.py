@@ -1,8 +1,7 @@
 """The engine of all policies: `partition` spreads samples over parts, `refine` evens out given parts.
 
 `partition` places the longest sample first on the part that ends first, then trades samples between late and early
-parts, and searches exactly where samples are few. `refine` only trades. The inner loops are in
-`odc.balance.partition_loops`.
+parts, and searches exactly where samples are few. `refine` only trades.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ def partition(
     """Spread n samples over `parts` parts whose times are nearly equal.
 
     Args:
-        costs: [n] finite numbers >= 0, integers or floats.
-        parts: k >= 1. With fewer samples than parts, or giants among them, some parts stay empty.
+        costs: [n] finite numbers >= 0.
+        parts: k >= 1; some may stay empty.
         equal_sizes: every part gets the same number of samples (or one more, where that does not divide).
-        speeds: [k] numbers > 0; a part's time is its cost divided by its speed. All 1 unless given.
+        speeds: [k] numbers > 0; a part's time is its cost divided by its speed.
         needs, limits: [n] and [k] integers; with both, sample i lies on a part whose limit is at least `needs[i]`.
-        ties: [n] a permutation of range(n) that orders samples of equal cost; as they come unless given.
+        ties: [n] a permutation of range(n) that orders samples of equal cost.
 
     Returns the part of each sample, int64 [n]: the same with numba and without, on every machine. Costs are rounded to
     2**-52 of n times the largest where they are not integers below that. Parts within 0.008% of the lower bound are
@@ -177,14 +176,9 @@ def refine(
     everywhere: bool = False,
     worth: float = 0.0,
 ) -> list[list[int]]:
-    """Even out parts by trades between pairs of them; the costliest part never gets costlier.
-
-    Stops where neither a trade of one sample for one or none nor a new division of the cheapest samples of two parts
-    helps.
+    """Even out lists of samples by trades between pairs of them; the costliest never gets costlier.
 
     Args:
-        parts: lists of sample indices.
-        costs: cost of every sample.
         lengths, max_tokens: with both, no trade lifts the sum of lengths of a part over `max_tokens`.
         everywhere: when the costliest part cannot be improved, continue with the next one.
         worth: a trade must lower the larger of two costs by at least this share of it; larger values end sooner.

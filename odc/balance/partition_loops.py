@@ -19,8 +19,7 @@ _TRADES = 256  # at least so many may follow the rounds
 def solve(state: Assignment, rules: Rules) -> None:
     """Trade until no part ends after the goal or no trade helps.
 
-    Rounds first: the latest part trades with the earliest, the next with the next. Then only the latest, with many, and
-    `everywhere` also the next latest once nothing helps the one before.
+    Rounds first: the latest part trades with the earliest, the next with the next. Then only the latest, with many.
     """
     best, stale = -1.0, 0
     many = len(state.costs) > len(state.chosen) * len(state.loads)  # swaps find something near to every ideal

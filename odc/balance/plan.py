@@ -1,7 +1,4 @@
-"""A plan: which rank computes which samples in which microbatch, and what that is predicted to cost.
-
-Every time here is predicted by a cost model, in the model's unit; `odc.trace` measures.
-"""
+"""A plan: which rank computes which samples in which microbatch, and what a cost model predicts that to cost."""
 
 from __future__ import annotations
 

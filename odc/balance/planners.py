@@ -1,8 +1,4 @@
-"""The planners: functions from the lengths of a minibatch to a plan.
-
-`lb_mini` suits ranks that meet once a minibatch, `lb_micro` ranks that meet at every microbatch, `lb_dynamic` ranks
-that take work from a shared list, and `local_sort` is the reference without balancing.
-"""
+"""The planners: functions from the lengths of a minibatch to a plan."""
 
 from __future__ import annotations
 
@@ -39,15 +35,14 @@ def lb_mini(
 
     Args:
         lengths: tokens of every sample, in arrival order.
-        ranks: number of ranks. With fewer samples than ranks, or a few giant ones, some ranks may get no sample.
+        ranks: where samples are few, some may get none.
         max_tokens: hard cap on the tokens of a microbatch: one for all ranks, or one a rank (0: no sample for it).
         cost: cost model; its unit is the plan's unit.
         seed: decides between samples of equal cost and length, nothing else; 0 keeps their arrival order.
         speeds: one number above 0 a rank; a rank of speed 0.5 takes twice the time. All alike unless given.
         groups: one name a sample; samples of one name stay on one rank, though not in one microbatch.
 
-    Raises:
-        PlanError: bad input; see `odc.balance.inputs.read_inputs`.
+    Raises PlanError for bad input; see `odc.balance.inputs.read_inputs`.
     """
     inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     plan = _packed(inputs, inputs.spread())
@@ -62,9 +57,9 @@ def _packed(inputs: Inputs, parts: list[list[int]]) -> Plan:
     steps = min(STEPS, _ALL_STEPS // inputs.ranks)
     plan = []
     for part, cap in zip(parts, inputs.caps, strict=True):
-        microbatches = few_and_even(inputs.lengths, part, cap, steps)
-        plan.append(sorted(microbatches, key=lambda mb: -sum(inputs.costs[i] for i in mb)))
-    return Plan.of(plan, inputs.costs, speeds=inputs.speeds, bound=inputs.bound)
+        bins = few_and_even(inputs.lengths, part, cap, steps)
+        plan.append(sorted(bins, key=lambda mb: -sum(inputs.costs[i] for i in mb)))
+    return _plan(inputs, plan)
 
 
 def few_and_even(lengths: Sequence[int], part: Sequence[int], max_tokens: int, steps: int) -> list[list[int]]:
@@ -89,14 +84,13 @@ def lb_micro(
 ) -> Plan:
     """Equal microbatch counts on all ranks, microbatch m taking nearly the same time on each.
 
-    The plan for ranks that meet at every microbatch, as collectives per layer make them. Plans with equal sample
-    counts, with unequal ones, and with all microbatches balanced at once are tried, and the shortest predicted step
-    wins. Some microbatches may be empty: placeholders that a rank runs as a dummy. Arguments and errors as `lb_mini`,
-    and:
+    For ranks that meet at every microbatch. Plans with equal sample counts, with unequal ones, and with all
+    microbatches balanced at once are tried, and the shortest predicted step wins. Empty microbatches are placeholders
+    that a rank runs as a dummy. Arguments and errors as `lb_mini`, and:
 
     Args:
-        equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), the
-            constraint that verl and the published code have; groups must then be of one size.
+        equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), as verl
+            and the published code make them; groups must then be of one size.
     """
     inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, speeds, groups)
     if equal_samples:
@@ -198,7 +192,7 @@ def local_sort(
         turn += 1
     for microbatches in plan:
         microbatches.sort(key=lambda mb: (-inputs.lengths[mb[0]], mb[0]))
-    return Plan.of(plan, inputs.costs, speeds=inputs.speeds, bound=inputs.bound)
+    return _plan(inputs, plan)
 
 
 def lb_dynamic(

@@ -1,7 +1,4 @@
-"""Loops that place samples one by one: a bounded exact search, and least-load-first under a cap.
-
-Written like `odc.balance.partition_loops`, to run compiled and interpreted alike.
-"""
+"""Loops that place samples one by one, compiled or interpreted: a bounded exact search, and least-load-first."""
 
 from __future__ import annotations
 
@@ -108,13 +105,9 @@ def _roomy(tree: Tree, at: int, under: float) -> bool:
 
 
 def least_load_first(costs: Any, sizes: Any, room: int, loads: Any, used: Any, owners: Any) -> bool:
-    """Put each sample on the cheapest part that has room, of equals the first. False where one fits nowhere.
+    """Put each sample on the cheapest part that has `room`, of equals the first. False where one fits nowhere.
 
-    Args:
-        costs, sizes: [n] of the samples, in the order in which they are placed.
-        room: the most size of a part.
-        loads, used: [k] cost and size on every part; zeros, changed here.
-        owners: [n] the part of each sample, written.
+    Changes `loads` and `used` (cost and size on each of k parts, zeros), and writes each sample's part to `owners`.
     """
     for i in range(len(costs)):
         most, chosen = room - sizes[i], -1

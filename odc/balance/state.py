@@ -70,10 +70,7 @@ def new_assignment(
     limits: Ints | None = None,
     rooms: Ints | None = None,
 ) -> Assignment:
-    """An assignment with no sample on any part; what is not given is zeros. Fields are lists unless `arrays`.
-
-    `costs` falls, and parts are listed kind after kind.
-    """
+    """An assignment with no sample placed; `costs` falls, parts are listed kind after kind. Lists unless `arrays`."""
     n, k = len(costs), len(slowness)
     needs, sizes = (np.zeros(n, np.int64) if given is None else given for given in (needs, sizes))
     limits, rooms = (np.zeros(k, np.int64) if given is None else given for given in (limits, rooms))
@@ -90,7 +87,7 @@ def new_assignment(
 
 
 class Tree(NamedTuple):
-    """n samples by falling cost and k parts, as the exact search sees them."""
+    """n samples by falling cost and k parts, for the exact search."""
 
     costs: Any  # [n]
     needs: Any  # [n] a sample may lie on parts whose limit is at least this

@@ -3,13 +3,11 @@
 Where the published listings are loose, this is what they do here:
 * 1 and 4 balance the sum of what single examples cost, longest first onto the lightest instance. Where that leaves more
   than a thousandth to the lower bound, the engine of `odc.balance` trades between instances.
-* 4 with a tolerance compares sums that are within it by their squares, which is no order. Here sums are compared in
-  whole steps of the tolerance, equal ones by squares, then by instance.
-* 2 returns the walk for the last bound it tried, which may be too small. Here runs of rising lengths are cut for the
-  least bound that is enough, which is exact: some best solution consists of such runs, also with the quadratic term.
-* 5 needs rising lengths for its padded size and must stop after d batches; the rest goes longest first onto the
-lightest
-  sum. It ignores the cost it is for, so the best runs under that cost are tried too and the cheaper result wins.
+* 4 with a tolerance compares sums in whole steps of the tolerance, equal ones by squares, then by instance.
+* 2 cuts runs of rising lengths for the least bound that is enough, which is exact: some best solution consists of such
+  runs, also with the quadratic term.
+* 5 takes rising lengths and stops after d batches; the rest goes longest first onto the lightest sum. The best runs
+  under its cost are tried too, and the cheaper result wins.
 """
 
 from __future__ import annotations
@@ -29,14 +27,9 @@ _NEAR = 1 + 1e-3  # times the lower bound
 
 
 def unpadded(costs: ArrayLike, instances: int) -> Ints:
-    """Algorithms 1 and 4: destination instance of every example, int64 [n], with a small greatest sum of costs.
+    """Algorithms 1 and 4: destination instance, int64 [n], of every example with these costs >= 0.
 
-    Args:
-        costs: [n] finite numbers >= 0.
-        instances: d >= 1.
-
-    The greatest sum is at most 4/3 - 1/(3d) of the least possible (Graham 1969); equal inputs give equal results on
-    every machine.
+    The greatest sum of costs is at most 4/3 - 1/(3d) of the least possible (Graham 1969).
     """
     ticks = to_ticks(np.asarray(costs), instances)
     n = len(ticks)
@@ -82,10 +75,6 @@ def tolerant(lengths: Ints, instances: int, tolerance: int) -> Ints:
 
 def padded(costs: ArrayLike, instances: int) -> Ints:
     """Algorithm 2: destination instance of every example, int64 [n]; the least max over batches of size x costliest.
-
-    Args:
-        costs: [n] finite numbers >= 0, of one example if none in its batch costs more.
-        instances: d >= 1.
 
     Exact for integers whose sum is below 2^52; others are rounded to 2^-52 of n times the largest.
     """

@@ -1,7 +1,6 @@
 """Planning ahead: a thread draws a batch, gathers its lengths and plans while the step before computes.
 
-Only the exchange stays on the critical path. The thread competes for the interpreter lock and, without a spare core,
-for time, so `Overlap` measures what planning ahead saved.
+The thread competes for the interpreter lock and, without a spare core, for time; `Overlap` measures what was saved.
 """
 
 from __future__ import annotations
@@ -38,14 +37,9 @@ class Overlap:
 class PlannedLoader(Generic[B]):
     """Iterates over (batch, plan), planned ahead. Every rank iterates over the same number of batches.
 
-    Args:
-        batches: of this rank.
-        records_of: the records of a batch; raises to refuse it.
-        orchestrator: plans; nothing else may plan with it meanwhile.
-        ahead: batches drawn and planned before they are asked for, >= 1.
-
-    What `batches`, `records_of` or planning raise is raised by the iteration, in its place. An iterator that is dropped
-    before its end stops its thread at the next batch.
+    `records_of` raises to refuse a batch, and nothing else may plan with the orchestrator meanwhile. `ahead` batches
+    are planned before they are asked for. What the thread raises is raised by the iteration, in its place. An iterator
+    that is dropped before its end stops its thread at the next batch.
     """
 
     def __init__(

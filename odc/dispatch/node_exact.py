@@ -1,7 +1,4 @@
-"""Algorithm 3 as an integer program: which node gets which new mini-batch, solved by HiGHS through scipy.
-
-scipy is imported on the first call.
-"""
+"""Algorithm 3 as an integer program: which node gets which new mini-batch, solved by HiGHS through scipy."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def solve(
         rooms: int64 [m] batches that each node takes; the sum is d.
         node_of: int64 [d] node of each sender.
         relaxed: solve the linear relaxation, which gives a bound only.
-        limit_s: give up after so many seconds; the result may then differ between ranks.
+        limit_s: give up then; the result may differ between ranks.
 
     Returns the node of each batch (None if relaxed, or if none was found in time) and a lower bound on the objective.
     Raises PlanError, naming the extra, without scipy.

@@ -1,10 +1,7 @@
 """Node-wise rearrangement (OrchMLLM, algorithm 3): put each new mini-batch on the node that already has most of it.
 
-The objective is the paper's (equation 5): the most that any one instance sends to other nodes. The default method puts
-batches by largest overlap first and then exchanges them between nodes. The number of exchanges follows from the budget
-and the sizes, never from a clock, because every rank plans for itself and all must agree. The paper's integer program
-(method "exact") takes seconds at 64 instances. `keep_local`, which is not in the paper, lets examples of equal length
-trade places so that they stay on their node.
+The objective is the paper's (equation 5): the most that any one instance sends to other nodes. The number of exchanges
+follows from the budget and the sizes, never from a clock, because every rank plans for itself and all must agree.
 """
 
 from __future__ import annotations
@@ -63,12 +60,12 @@ def node_wise(
         rearrangement: of any post-balancing; what a mini-batch holds is not changed.
         sizes: int [n] volume of the example at each flat source place, in any unit.
         per_node: instances of a node; node a has instances a * per_node and following.
-        budget_s: about how long the exchanges may take on a core of 2.5 GHz; it decides how many are tried. The exact
-            method has no limit.
-        method: "exchange", or "exact" for the optimum by HiGHS (needs scipy; milliseconds to minutes).
+        budget_s: about how long the exchanges may take on a core of 2.5 GHz; it decides how many are tried.
+        method: "exchange" (largest overlap first, then exchanges), or "exact" for the optimum by HiGHS (needs scipy;
+            milliseconds to minutes).
         linear_bound: report the bound of the linear relaxation (needs scipy), which is higher than the one of counting.
 
-    Raises PlanError for bad input, and for the exact method without scipy. Pure; does not wait.
+    Raises PlanError for bad input, and for the exact method without scipy.
     """
     known = np.asarray(sizes, np.int64)
     if len(known) != len(rearrangement.order) or (len(known) and known.min() < 0):
@@ -183,7 +180,6 @@ class _Placement:
         return int(sent.max())
 
     def solve(self) -> tuple[Ints, float]:
-        """The best node of each batch, and a bound, by HiGHS."""
         node, bound = node_exact.solve(self.square, self.rooms, self.node_of)
         return self.node_of if node is None else node, bound
 
@@ -236,8 +232,6 @@ def keep_local(
         owners: int64 [n] destination instance of each example.
         homes: int64 [n] instance that holds the example.
         lengths: int64 [n] >= 1.
-        instances: d.
-        per_node: instances of a node.
         tolerance: examples may trade places if their lengths lie in one step of a ladder whose steps are this share
             wide; 0 for equal lengths only. A mini-batch's longest and sum of lengths grow by less than this share.
     """

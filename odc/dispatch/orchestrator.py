@@ -1,7 +1,6 @@
 """The global orchestrator (OrchMLLM, section 6): gathers the records of all ranks and plans a multimodal step.
 
-The training loop moves the data by the plan's routes and `Exchange.move`: raw data to the encoders, encoded rows to the
-LLM (and their gradients back, by the inverse route), text to the LLM.
+The training loop moves the data by the plan's routes and `Exchange.move`.
 """
 
 from __future__ import annotations
@@ -54,18 +53,13 @@ class OwnPlan:
 class Orchestrator:
     """Plans the steps of one rank with all others; `plan` may run on a thread of its own.
 
-    Args:
-        encoders: phases, in the order in which records number them; the same on every rank.
-        llm: the LLM phase.
-        exchange: between the instances.
-        nodes: how instances lie on nodes, so that little is moved between nodes; None ignores nodes.
+    `encoders` are listed in the order in which records number them, the same on every rank.
     """
 
     def __init__(
         self, encoders: Sequence[Phase], llm: Phase, exchange: Exchange, *, nodes: Nodes | None = None
     ) -> None:
-        self.encoders, self.llm, self.exchange = tuple(encoders), llm, exchange
-        self._nodes = nodes
+        self.encoders, self.llm, self.exchange, self._nodes = tuple(encoders), llm, exchange, nodes
         self._step = 0
 
     def plan(self, records: Records) -> OwnPlan:
@@ -86,8 +80,7 @@ class Orchestrator:
                 f"step {self._step} is refused: {error}; instances are ranks {self.exchange.ranks}"
             ) from error
         self._agree(whole)
-        own = self._own(whole)
-        return OwnPlan(**{**own.__dict__, "planning_s": perf_counter() - began})
+        return self._own(whole, began)
 
     def refuse(self, reason: str) -> None:
         """Have every rank's next `plan` raise PlanError with this reason; for a rank that has no data to plan."""
@@ -123,13 +116,14 @@ class Orchestrator:
                 culprit=odd[0],
             )
 
-    def _own(self, whole: StepPlan) -> OwnPlan:
+    def _own(self, whole: StepPlan, began: float) -> OwnPlan:
         me = self.exchange.me
         outbound = {
             name: Route.of(e.outbound, {"rows": e.inbound.take(e.tokens)}, me) for name, e in whole.encoders.items()
         }
         text = Route.of(whole.llm, {"rows": whole.text}, me)
-        return OwnPlan(self._step, whole, me, outbound, text, whole.interleaving(me), 0.0)
+        rows = whole.interleaving(me)
+        return OwnPlan(self._step, whole, me, outbound, text, rows, perf_counter() - began)
 
 
 def _refusal(reason: str) -> Ints:

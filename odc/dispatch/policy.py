@@ -1,8 +1,7 @@
 """Post-balancing: which instance computes which examples of one phase, from their lengths alone.
 
-A small policy states what the phase's batches cost (OrchMLLM, equation 2); padding and cost decide which of the paper's
-algorithms applies. Planning is a pure function of integers with the same result on every machine, so every instance
-plans for itself.
+What its batches cost (OrchMLLM, equation 2) decides which of the paper's algorithms applies. Planning is a pure
+function with the same result on every machine, so every instance plans for itself.
 """
 
 from __future__ import annotations
@@ -71,12 +70,8 @@ class BalancePolicy:
 def post_balance(lengths: Sequence[ArrayLike], policy: BalancePolicy) -> Rearrangement:
     """Rearrange the mini-batches of all instances so that the costliest new one costs little (section 5.1).
 
-    Args:
-        lengths: [d] one list of integers >= 1 an instance, the length of each of its examples; may be empty.
-        policy: what a batch costs.
-
-    Raises PlanError, naming instance and example, for a length that is no integer (NaN too), is below 1 or above the
-    policy's longest. New mini-batches may be empty. Pure; does not wait.
+    `lengths` holds one list an instance, which may be empty. New mini-batches may be empty too. Raises as
+    `check_lengths`.
     """
     counts, flat = check_lengths(lengths, policy.longest)
     return Rearrangement.to(counts, balance_flat(flat, len(counts), policy))
@@ -102,18 +97,11 @@ def _single(lengths: Ints, policy: BalancePolicy) -> NDArray[np.float64]:
     return policy.alpha * lengths + policy.beta * (lengths * lengths)
 
 
-def check_lengths(
-    lengths: Sequence[ArrayLike], longest: int | None = None, *, what: str = "example"
-) -> tuple[Ints, Ints]:
+def check_lengths(lengths: Sequence[ArrayLike], longest: int | None = None) -> tuple[Ints, Ints]:
     """Counts int64 [d] and flat lengths int64 [n] of one list an instance, checked.
 
-    Args:
-        lengths: [d] lists of lengths.
-        longest: the most tokens of one; None for no cap.
-        what: noun for messages.
-
-    Raises PlanError, naming instance and example, for a length that is no whole number, below 1 or over the cap, and
-    for no instances.
+    Raises PlanError, naming instance and example, for a length that is no whole number (NaN too), below 1 or over the
+    cap `longest`, and for no instances.
     """
     if not len(lengths):
         raise PlanError("there are no instances to balance")
@@ -132,11 +120,9 @@ def check_lengths(
     if not good.all():
         place = int(np.flatnonzero(~good)[0])
         instance = int(np.searchsorted(np.cumsum(counts), place, side="right"))
-        _refuse(f"instance {instance}: {what} {place - int(counts[:instance].sum())}", flat[place].item(), longest)
+        value = flat[place].item()
+        over = longest is not None and value > longest
+        why = f", more than the cap of {longest}" if over else "; a length is a whole number >= 1"
+        example = place - int(counts[:instance].sum())
+        raise PlanError(f"instance {instance}: example {example} has length {value}{why}")
     return counts, flat.astype(np.int64, copy=False)
-
-
-def _refuse(who: str, value: float, longest: int | None) -> None:
-    if longest is not None and value > longest:
-        raise PlanError(f"{who} has length {value}, more than the cap of {longest}")
-    raise PlanError(f"{who} has length {value}; a length is a whole number >= 1")

@@ -37,11 +37,7 @@ class Rearrangement:
 
     @classmethod
     def to(cls, counts: ArrayLike, owners: ArrayLike) -> Rearrangement:
-        """Move the example at each flat source place to the instance `owners` gives; slots keep the source's order.
-
-        Args:
-            counts: [d] examples of each source instance.
-            owners: int [n] destination instance of each flat source place, 0 to d - 1.
+        """Move the example at each flat source place to the instance in `owners` [n]; slots keep the source's order.
 
         Raises PlanError for owners of another number, or out of range.
         """
@@ -65,7 +61,6 @@ class Rearrangement:
 
     @property
     def instances(self) -> int:
-        """Number of instances, d."""
         return len(self.counts)
 
     @cached_property
@@ -126,7 +121,7 @@ class Rearrangement:
     def compose(self, first: Rearrangement) -> Rearrangement:
         """`self` after `first`, as one move: with Pi_Ek for `first`'s inverse this is Pi_M o Pi_Ek^-1 (section 6).
 
-        Raises PlanError unless `first` leaves every instance with as many examples as `self` starts from.
+        Raises PlanError unless `first` leaves as many examples on each instance as `self` starts from.
         """
         if not np.array_equal(first.new_counts, self.counts):
             raise PlanError(
@@ -147,11 +142,7 @@ class Rearrangement:
         return np.asarray(values)[self.order]
 
     def lift(self, parts: ArrayLike) -> Rearrangement:
-        """The same move for parts of examples: each goes where its example goes, in the example's order.
-
-        Args:
-            parts: int [n] >= 0, number of parts of the example at each flat source place.
-        """
+        """The same move for parts of examples, `parts[i]` of the example at flat place i: each goes with it."""
         number = np.asarray(parts, np.int64)
         if len(number) != len(self.order) or (len(number) and number.min() < 0):
             raise PlanError(f"parts must list a number >= 0 for each of {len(self.order)} examples")
@@ -160,11 +151,7 @@ class Rearrangement:
         return Rearrangement(_sums(number, self.starts), _sums(moved, self.new_starts), order)
 
     def relabel(self, places: ArrayLike) -> Rearrangement:
-        """The same mini-batches on other instances: what instance j got, instance `places[j]` gets.
-
-        Args:
-            places: int [d], a permutation of the instances.
-        """
+        """The same mini-batches on other instances: what instance j got, instance `places[j]` gets."""
         place = np.asarray(places, np.int64)
         if not np.array_equal(np.sort(place), np.arange(self.instances)):
             raise PlanError(f"places must be a permutation of {self.instances} instances")
@@ -174,11 +161,7 @@ class Rearrangement:
         return Rearrangement(self.counts, moved, self.order[np.repeat(shift, moved) + np.arange(len(self.order))])
 
     def volume(self, sizes: ArrayLike | None = None) -> Ints:
-        """[d, d]: entry (i, j) is what instance i sends to instance j (itself on the diagonal); examples without sizes.
-
-        Args:
-            sizes: int [n] of each flat source place, in any unit.
-        """
+        """[d, d]: what instance i sends to j, of examples with these sizes [n] in any unit; 1 each without."""
         d = self.instances
         weights = np.ones(len(self.order), np.int64) if sizes is None else np.asarray(sizes, np.int64)
         volume = np.zeros(d * d, np.int64)

@@ -1,7 +1,6 @@
 """What each example consists of: its subsequences, their modality and length, in order (OrchMLLM, section 6).
 
-Records are one small integer table an instance, which all instances gather. Modalities are numbers in it, so all ranks
-must list the same encoders in the same order.
+All ranks must list the same encoders in the same order, because records number them.
 """
 
 from __future__ import annotations
@@ -50,12 +49,18 @@ class Records:
         table = np.array(rows).reshape(-1, _COLUMNS)
         return cls(len(examples), *table.T)
 
+    @classmethod
+    def joined(cls, records: Sequence[Records]) -> Records:
+        """Records of all instances as one table, examples counted through."""
+        starts = np.cumsum([0, *(record.examples for record in records)])
+        example = np.concatenate([record.example + at for record, at in zip(records, starts, strict=False)])
+        columns = [np.concatenate([getattr(r, name) for r in records]) for name in ("phase", "length", "tokens")]
+        return cls(int(starts[-1]), example, *columns)
+
     def check(self, instance: int, longest: Sequence[int | None]) -> Records:
         """The same as int64; raises PlanError, naming the instance and the example, for what no plan may hold.
 
-        Args:
-            instance: whose records these are.
-            longest: caps by phase: of the LLM's whole sequence, then of each encoder's subsequences.
+        `longest` caps the LLM's whole sequence, then each encoder's subsequences.
         """
         columns = [np.asarray(column) for column in (self.example, self.phase, self.length, self.tokens)]
         self._check_shape(instance, columns, len(longest))
@@ -99,7 +104,14 @@ class Records:
 
     def sequence_lengths(self) -> Ints:
         """[examples] tokens of each interleaved sequence: what the LLM phase is balanced on."""
-        return np.bincount(self.example, weights=self.tokens, minlength=self.examples).astype(np.int64)
+        return self._by_example(self.tokens)
+
+    def text_tokens(self) -> Ints:
+        """[examples] text tokens of each."""
+        return self._by_example(np.where(self.phase == 0, self.tokens, 0))
+
+    def _by_example(self, values: Ints) -> Ints:
+        return np.bincount(self.example, weights=values, minlength=self.examples).astype(np.int64)
 
     def to_array(self) -> Ints:
         """int64 [1 + 4 p]: what is gathered; `from_array` gives it back. Raises PlanError for what is no integer."""

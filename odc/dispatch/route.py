@@ -1,7 +1,6 @@
 """What one instance sends and receives in one move: a rearrangement with rows, cut down to one rank's part.
 
-Everything, sizes included, follows from the plan and can be computed ahead. Ranks with different plans would move
-garbage, so every exchange compares the `digest` of the whole move.
+Ranks with different plans would move garbage, so every exchange compares the `digest` of the whole move.
 
 An example (or subsequence) is a run of rows of a field, [rows, features...]. In the send order rows go by destination
 instance, then destination slot; in the receive order by source instance, then destination slot.
@@ -38,12 +37,12 @@ class FieldRoute:
 
     @cached_property
     def outgoing(self) -> list[list[Run]]:
-        """[d] for each destination: runs of rows (place among what goes there, local row, rows)."""
+        """[d] runs of rows for each destination: (place among what goes there, local row, rows)."""
         return _runs(self.pack, self.sent)
 
     @cached_property
     def incoming(self) -> list[list[Run]]:
-        """[d] for each source: runs of rows (place among what comes from there, local row, rows)."""
+        """[d] runs of rows from each source: (place among what comes from there, local row, rows)."""
         return _runs(np.argsort(self.unpack), self.received)
 
 
@@ -57,11 +56,7 @@ class Route:
 
     @classmethod
     def of(cls, move: Rearrangement, rows: Mapping[str, ArrayLike], me: int) -> Route:
-        """The part of instance `me`.
-
-        Args:
-            move: of all instances.
-            rows: by field, int [n] >= 0: rows of the example at each flat source place.
+        """The part of instance `me`, with int [n] rows of the example at each flat source place, by field.
 
         Raises PlanError for rows of another number, below 0, or no field.
         """

@@ -5,8 +5,7 @@
     text          source instance --Pi_M--> LLM's instance
 
 Encoders are balanced over subsequences (one image, one audio clip), the LLM over whole interleaved examples, so two
-images of one example may be encoded on two ranks. A plan is pure arithmetic on gathered `Records` with the same result
-on all ranks, and can be made while the previous step computes.
+images of one example may be encoded on two ranks. The same records give the same plan on all ranks.
 """
 
 from __future__ import annotations
@@ -113,21 +112,17 @@ class StepPlan:
 def plan_step(
     records: Sequence[Records], encoders: Sequence[Phase], llm: Phase, *, nodes: Nodes | None = None
 ) -> StepPlan:
-    """Plan all phases of one step.
+    """Plan all phases of one step from every instance's records, which number the encoders as they are listed.
 
-    Args:
-        records: of every instance's examples.
-        encoders: in the order that the records number them.
-        llm: its policy balances interleaved lengths.
-        nodes: with it mini-batches are placed node-wise (algorithm 3) and examples of equal length stay where they can.
-
-    Raises PlanError, naming the instance, for records that no plan may hold. Pure; does not wait.
+    With `nodes`, mini-batches are placed node-wise (algorithm 3) and examples of equal length stay where they can.
+    Raises PlanError, naming the instance, for records that no plan may hold.
     """
     if not records:
         raise PlanError("there are no instances to plan for")
     caps = [llm.longest, *(encoder.longest for encoder in encoders)]
     known = [record.check(instance, caps) for instance, record in enumerate(records)]
-    joined = _Joined.of(known)
+    joined = Records.joined(known)
+    sequences, text = joined.sequence_lengths(), joined.text_tokens()
     d = len(known)
     drawn = Rearrangement.identity([record.examples for record in known])
     inbound = {}
@@ -135,10 +130,10 @@ def plan_step(
         mine = joined.phase == k
         start = drawn.lift(np.bincount(joined.example[mine], minlength=joined.examples))
         inbound[encoder.name] = _balanced(start, joined.length[mine], encoder, nodes)
-    owners = drawn.owners if llm.policy is None else balance_flat(joined.sequences, d, llm.policy)
+    owners = drawn.owners if llm.policy is None else balance_flat(sequences, d, llm.policy)
     move = Rearrangement.to(drawn.counts, owners)
     if nodes is not None and llm.policy is not None:
-        move = _placed_llm(move, joined, inbound, encoders, llm, nodes)
+        move = _placed_llm(move, joined, text * llm.bytes_in, inbound, encoders, nodes)
     plans = {}
     for k, encoder in enumerate(encoders, 1):
         mine, first = joined.phase == k, inbound[encoder.name]
@@ -148,36 +143,7 @@ def plan_step(
         )
     parts = np.stack([joined.phase, joined.tokens])
     counts = np.bincount(joined.example, minlength=joined.examples)
-    return StepPlan(plans, move, joined.sequences, joined.text, parts, counts, llm.policy)
-
-
-@dataclass(frozen=True, eq=False)
-class _Joined:
-    """Records of all instances as one table; examples counted through."""
-
-    examples: int
-    example: Ints
-    phase: Ints
-    length: Ints
-    tokens: Ints
-
-    @classmethod
-    def of(cls, records: Sequence[Records]) -> _Joined:
-        starts = np.cumsum([0, *(record.examples for record in records)])
-        example = np.concatenate([record.example + at for record, at in zip(records, starts, strict=False)])
-        columns = [np.concatenate([getattr(r, name) for r in records]) for name in ("phase", "length", "tokens")]
-        return cls(int(starts[-1]), example, *columns)
-
-    @cached_property
-    def sequences(self) -> Ints:
-        return self._sum(self.tokens)
-
-    @cached_property
-    def text(self) -> Ints:
-        return self._sum(np.where(self.phase == 0, self.tokens, 0))
-
-    def _sum(self, values: Ints) -> Ints:
-        return np.bincount(self.example, weights=values, minlength=self.examples).astype(np.int64)
+    return StepPlan(plans, move, sequences, text, parts, counts, llm.policy)
 
 
 def _balanced(start: Rearrangement, lengths: Ints, phase: Phase, nodes: Nodes | None) -> Rearrangement:
@@ -187,45 +153,38 @@ def _balanced(start: Rearrangement, lengths: Ints, phase: Phase, nodes: Nodes | 
     move = Rearrangement.to(start.counts, balance_flat(lengths, start.instances, phase.policy))
     if nodes is None:
         return move
-    sizes = lengths * phase.bytes_in
-    places, _ = place_batches(
-        move.sources, move.owners, sizes, move.instances, nodes.size, budget_s=nodes.budget_s, method=nodes.method
-    )
-    owners = keep_local(places[move.owners], move.sources, lengths, len(places), nodes.size, tolerance=nodes.tolerance)
-    return Rearrangement.to(start.counts, owners)
+    return _placed(move, move.sources, move.owners, lengths * phase.bytes_in, move.sources, lengths, nodes)
 
 
 def _placed_llm(
     move: Rearrangement,
-    joined: _Joined,
+    joined: Records,
+    text_bytes: Ints,
     inbound: dict[str, Rearrangement],
     encoders: Sequence[Phase],
-    llm: Phase,
     nodes: Nodes,
 ) -> Rearrangement:
     """Pi_M with its mini-batches placed by what each instance will send to them: text, and what it has encoded."""
-    senders, batches, sizes = [move.sources], [move.owners], [joined.text * llm.bytes_in]
+    senders, examples, sizes = [move.sources], [np.arange(joined.examples)], [text_bytes]
     for k, encoder in enumerate(encoders, 1):
         mine = joined.phase == k
         senders.append(inbound[encoder.name].owners)
-        batches.append(move.owners[joined.example[mine]])
+        examples.append(joined.example[mine])
         sizes.append(joined.tokens[mine] * encoder.bytes_out)
+    sender, example, size = np.concatenate(senders), np.concatenate(examples), np.concatenate(sizes)
+    homes = _heaviest(example, sender, size, move.instances)
+    return _placed(move, sender, move.owners[example], size, homes, joined.sequence_lengths(), nodes)
+
+
+def _placed(
+    move: Rearrangement, senders: Ints, batches: Ints, sizes: Ints, homes: Ints, lengths: Ints, nodes: Nodes
+) -> Rearrangement:
+    """The move with mini-batches placed node-wise, and examples of equal length staying at their homes."""
+    instances, per_node = move.instances, nodes.size
     places, _ = place_batches(
-        np.concatenate(senders),
-        np.concatenate(batches),
-        np.concatenate(sizes),
-        move.instances,
-        nodes.size,
-        budget_s=nodes.budget_s,
-        method=nodes.method,
+        senders, batches, sizes, instances, per_node, budget_s=nodes.budget_s, method=nodes.method
     )
-    example = np.concatenate(
-        [np.arange(joined.examples), *(joined.example[joined.phase == k] for k in range(1, 1 + len(encoders)))]
-    )
-    homes = _heaviest(example, np.concatenate(senders), np.concatenate(sizes), move.instances)
-    owners = keep_local(
-        places[move.owners], homes, joined.sequences, len(places), nodes.size, tolerance=nodes.tolerance
-    )
+    owners = keep_local(places[move.owners], homes, lengths, instances, per_node, tolerance=nodes.tolerance)
     return Rearrangement.to(move.counts, owners)
 
 

@@ -1,8 +1,4 @@
-"""Machines and models by name, from data sheets and public configs, for `odc simulate` and the reproduction page.
-
-Bandwidths are those of data sheets, and all models reach one share of peak FLOPs; `odc.simulate.Scenario` can change
-both.
-"""
+"""Machines and models by name, from data sheets and public configs, for `odc simulate` and the reproduction page."""
 
 from __future__ import annotations
 

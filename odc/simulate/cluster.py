@@ -21,7 +21,7 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and links. Infinite bandwidth and no latency are allowed: communication then costs nothing."""
+    """Ranks and links. By default communication costs nothing."""
 
     ranks: int
     ranks_per_node: int | None = None  # ranks that share a node; divides `ranks`. None: all of them.
@@ -66,12 +66,10 @@ class Cluster:
 
     @property
     def node(self) -> int:
-        """Ranks in a node."""
         return self.ranks if self.ranks_per_node is None else self.ranks_per_node
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return self.ranks // self.node
 
     def slowness(self) -> list[float]:
@@ -79,10 +77,7 @@ class Cluster:
         return [float(self.slow.get(rank, 1.0)) for rank in range(self.ranks)]
 
     def transfer_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
-        """One unit of `nbytes` fetched from (or pushed to) its `shards` owners, the fastest it can be.
-
-        Shards are on the ranks of the node, or on all ranks. Both links work at the same time.
-        """
+        """One unit of `nbytes` fetched from (or pushed to) its `shards` owners, over both links at the same time."""
         near, far = self._near_and_far(nbytes, shards)
         if near + far == 0:
             return 0.0

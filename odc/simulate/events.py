@@ -1,17 +1,13 @@
 """The reference simulator: every rank is a generator that reads like the training loop, and one clock runs them all.
 
-It takes 10 to 20 us for each use of a unit, so thousands of ranks take minutes; see `vectorised`.
-
-The model: * A rank uses units in order. It may begin the fetch (or gather) of the next unit when it starts to compute
-this one, within
-  one pass. Pushes start after a unit's backward and delay nothing but the end of the step.
+* A rank uses units in order. It may begin the fetch (or gather) of the next unit when it starts to compute this one,
+  within one pass. Pushes start after a unit's backward and delay nothing but the end of the step.
 * Collectives of a group run one after the other, each once its last rank has called it. Reductions start after a unit's
   backward; a rank with more than `Cluster.reductions_in_flight` unfinished ones waits.
 * With resident parameters, all units are gathered one after the other before the first microbatch, and all
   reductions follow the last one, in the backward of a dummy.
 * On demand, a rank has one fetch and one push at a time. Where an owner holds more than its share, transfers queue at
-it in
-  the order they began, separately for each direction.
+  it in the order they began, separately for each direction.
 * The step ends `Step.ending_seconds` after all ranks have computed and all gradients have arrived.
 """
 

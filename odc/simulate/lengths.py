@@ -1,7 +1,4 @@
-"""Lengths of samples: named distributions that resemble published data sets, or lengths from a file.
-
-The named ones are clipped lognormals. Mean and longest are published figures; the widths are assumptions, named below.
-"""
+"""Lengths of samples: named distributions that resemble published data sets, or lengths from a file."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Lognormal:
     about: str = ""  # where mean and longest are from, and what is assumed
 
     def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
-        """`count` lengths of at least 16 tokens, cut at `longest` (the distribution's own unless given)."""
+        """`count` lengths of at least 16 tokens, cut at `longest`."""
         drawn = np.exp(self.location + self.sigma * generator.standard_normal(count))
         return np.clip(drawn, 16, longest or self.longest).astype(np.int64)
 
@@ -55,7 +52,6 @@ class LengthSample:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
         return max(self.lengths)
 
     def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
@@ -66,7 +62,7 @@ class LengthSample:
 
 Lengths = Lognormal | LengthSample
 
-#: The widths are assumptions; so are the longest of AIME and GRPO.
+#: Mean and longest are published; the widths are assumptions, and so are the longest of AIME and GRPO.
 NAMED: dict[str, Lognormal] = {
     "longalign": Lognormal(16_500, 65_536, 0.8, "LongAlign-like: mean 16.5K and cut at 64K as in the ODC paper"),
     "swe-smith": Lognormal(34_700, 131_072, 0.7, "SWE-Smith-like: mean 34.7K as in the ODC paper, cut at 128K"),
@@ -79,14 +75,10 @@ NAMED: dict[str, Lognormal] = {
 
 
 def lengths_named(source: str) -> Lengths:
-    """The distribution called `source`, or the lengths in that file or datasets folder.
+    """The distribution called `source`, or the lengths in that file or folder saved by Hugging Face datasets.
 
     A file is anything that `odc.balance.inputs.read_elements` reads, of numbers or of objects with `length`,
-    `num_tokens` or `input_ids`. A folder saved by Hugging Face datasets has such a column.
-
-    Raises:
-        ConfigError: neither a name nor a path that is there.
-        DataError: what is there holds no lengths.
+    `num_tokens` or `input_ids`. Raises ConfigError if there is no such path, DataError if it holds no lengths.
     """
     if source in NAMED:
         return NAMED[source]

@@ -1,8 +1,4 @@
-"""From a recorded trace to a cost model: the compute time of every microbatch against the lengths in it.
-
-Compute is what `odc.trace.cover` counts as busy: time inside a microbatch under no other span. It includes copies that
-FSDP2 makes inside forward and backward, and no fetches.
-"""
+"""From a recorded trace to a cost model: the compute time of every microbatch against the lengths in it."""
 
 from __future__ import annotations
 
@@ -17,7 +13,10 @@ Key = tuple[int, int, int]  # epoch, rank, microbatch
 
 
 def microbatch_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[Key, float]:
-    """Measured compute seconds by (epoch, rank, microbatch) of all marked microbatches."""
+    """Measured compute seconds by (epoch, rank, microbatch) of all marked microbatches.
+
+    They include the copies that FSDP2 makes inside forward and backward, and no fetches.
+    """
     marked = marked_epochs(spans_by_rank)
     nanoseconds: dict[Key, int] = {}
     for rank, spans in spans_by_rank.items():
@@ -38,11 +37,11 @@ def fit_trace(
 
     Args:
         spans_by_rank: all spans of every rank, as for `odc.trace.breakdown`.
-        plans: by epoch, what was run. Empty microbatches and dummies after a rank's last microbatch do not count.
-        lengths: by epoch, tokens of each of the plan's samples.
+        plans, lengths: by epoch, what was run and the tokens of each sample. Epochs without a plan, empty microbatches
+            and dummies are left out.
         cost: fit only the scale of this cost model and the fixed seconds; otherwise linear and quadratic coefficients.
 
-    Epochs without a plan are left out (warm-up). Raises TraceError when no microbatch matches, PlanError as `fit`.
+    Raises TraceError when no microbatch matches, PlanError as `fit`.
     """
     microbatches, seconds = [], []
     for (epoch, rank, m), second in microbatch_seconds(spans_by_rank).items():

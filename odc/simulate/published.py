@@ -1,9 +1,7 @@
 """Ratios that others have published, and which scenario of ours each is compared with.
 
 Sources: the On-Demand Communication paper (arXiv 2601.19362; "text": its own words, "reviews": its tables as public
-    machine-
-written reviews quote them) and AMD's port (AMD-AGI/Primus, examples/odc). Only ratios are listed: the absolute
-throughput that reviews quote is not possible on the paper's machines in the unit they give.
+machine-written reviews quote them) and AMD's port (AMD-AGI/Primus, examples/odc).
 """
 
 from __future__ import annotations

@@ -55,13 +55,7 @@ _STYLE: dict[str, tuple[str, str]] = {
 def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: str) -> None:
     """Write a picture (format by suffix) with one column for each axis: bubbles above, speed-ups below.
 
-    Args:
-        path: of the file.
-        sweeps: axis -> studies by its rising values.
-        title: over all.
-
-    Raises:
-        OdcError: matplotlib is not installed.
+    `sweeps` maps an axis to studies by its rising values. Raises OdcError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

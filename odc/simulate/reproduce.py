@@ -1,8 +1,6 @@
 """bench/results/reproduction.md: every published ratio beside ours, with what was assumed, agreeing or not.
 
-One rule for all rows, fixed before the first run: a speed-up agrees within 0.05, a bubble within 5 percentage points, a
-statement if it holds. Assumptions are not tuned to make rows agree. Made by `odc simulate --reproduce
-bench/results/reproduction.md`.
+Made by `odc simulate --reproduce bench/results/reproduction.md`, which states its rule and assumptions.
 """
 
 from __future__ import annotations

@@ -37,78 +37,41 @@ _ARMS = (
 )
 
 
+def _data(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": "Data and model"})
+
+
+def _device(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": "Machine"})
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """Minibatches of one kind under several arms. The fields are described by their help text.
+    """Minibatches of one kind under several arms. The fields are described by their help text."""
 
-    Args:
-        slow: compute time by rank, as a multiple of the others'.
-    """
-
-    lengths: str = field(
-        default="longalign",
-        metadata={
-            "help": "longalign, swe-smith, swe-smith-32k, aime, grpo, or a file or datasets folder.",
-            "panel": "Data and model",
-        },
-    )
-    sigma: float | None = field(
-        default=None,
-        metadata={"help": "Width of a named distribution, in place of its own.", "panel": "Data and model"},
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Cut samples at so many tokens. (default: the distribution's longest)",
-            "panel": "Data and model",
-        },
-    )
-    packing_ratio: float = field(
-        default=1.0,
-        metadata={"help": "Tokens that fit into a microbatch, over the longest sample.", "panel": "Data and model"},
-    )
-    samples_per_rank: int = field(
-        default=4, metadata={"help": "Samples of a rank in a minibatch, on average.", "panel": "Data and model"}
-    )
-    minibatches: int = field(
-        default=20, metadata={"help": "Minibatches that are drawn and simulated.", "panel": "Data and model"}
-    )
-    model: str = field(
-        default="qwen2.5-1.5b",
-        metadata={"help": "qwen2.5-1.5b, -7b, -14b, -32b, or a Hugging Face config.", "panel": "Data and model"},
-    )
-    checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in backward.", "panel": "Data and model"}
-    )
-    machine: str = field(
-        default="a100-roce", metadata={"help": "a100-roce, a100, a100-free, h100 or mi300x.", "panel": "Machine"}
-    )
-    ranks: int = field(default=8, metadata={"help": "Devices.", "panel": "Machine"})
-    ranks_per_node: int | None = field(
-        default=None, metadata={"help": "Devices of one node. (default: the machine's)", "panel": "Machine"}
-    )
-    efficiency: float = field(
-        default=0.4, metadata={"help": "Share of the machine's peak FLOPs that compute reaches.", "panel": "Machine"}
-    )
-    intra_bandwidth: float | None = field(
-        default=None,
-        metadata={"help": "Bytes/s of one rank within a node. (default: the machine's)", "panel": "Machine"},
-    )
-    inter_bandwidth: float | None = field(
-        default=None,
-        metadata={"help": "Bytes/s of one rank to other nodes. (default: the machine's)", "panel": "Machine"},
-    )
+    lengths: str = _data("longalign", "longalign, swe-smith, swe-smith-32k, aime, grpo, or a file or datasets folder.")
+    sigma: float | None = _data(None, "Width of a named distribution, in place of its own.")
+    max_length: int | None = _data(None, "Cut samples at so many tokens. (default: the distribution's longest)")
+    packing_ratio: float = _data(1.0, "Tokens that fit into a microbatch, over the longest sample.")
+    samples_per_rank: int = _data(4, "Samples of a rank in a minibatch, on average.")
+    minibatches: int = _data(20, "Minibatches that are drawn and simulated.")
+    model: str = _data("qwen2.5-1.5b", "qwen2.5-1.5b, -7b, -14b, -32b, or a Hugging Face config.")
+    checkpointing: bool = _data(True, "Recompute activations in backward.")
+    machine: str = _device("a100-roce", "a100-roce, a100, a100-free, h100 or mi300x.")
+    ranks: int = _device(8, "Devices.")
+    ranks_per_node: int | None = _device(None, "Devices of one node. (default: the machine's)")
+    efficiency: float = _device(0.4, "Share of the machine's peak FLOPs that compute reaches.")
+    intra_bandwidth: float | None = _device(None, "Bytes/s of one rank within a node. (default: the machine's)")
+    inter_bandwidth: float | None = _device(None, "Bytes/s of one rank to other nodes. (default: the machine's)")
     collective: Algorithm = field(default="ring", metadata={"help": "ring or tree.", "panel": "Machine"})
-    prefetch: int = field(default=1, metadata={"help": "Units fetched or gathered ahead, 0 or 1.", "panel": "Machine"})
-    owner_skew: float = field(
-        default=1.0, metadata={"help": "Fullest owner's share over the mean.", "panel": "Machine"}
-    )
-    jitter: float = field(default=0.0, metadata={"help": "Sigma of compute noise.", "panel": "Machine"})
-    slow: Mapping[int, float] = field(default_factory=dict)
+    prefetch: int = _device(1, "Units fetched or gathered ahead, 0 or 1.")
+    owner_skew: float = _device(1.0, "Fullest owner's share over the mean.")
+    jitter: float = _device(0.0, "Sigma of compute noise.")
+    slow: Mapping[int, float] = field(default_factory=dict)  # compute time by rank, as a multiple of the others'
     arms: tuple[str, ...] = field(
         default=_ARMS, metadata={"help": "Which, with commas; the first is the base of speed-ups."}
     )
-    seed: int = field(default=0, metadata={"help": "Seeds lengths and jitter.", "panel": "Data and model"})
+    seed: int = _data(0, "Seeds lengths and jitter.")
 
     def __post_init__(self) -> None:
         for name in ("samples_per_rank", "minibatches", "ranks"):
@@ -136,7 +99,6 @@ class Scenario:
         self.cluster()
 
     def cluster(self) -> Cluster:
-        """Ranks and links."""
         machine = machine_named(self.machine)
         return Cluster(
             self.ranks,

@@ -1,7 +1,7 @@
 """One step to simulate, and what it took.
 
-Two simulators run a step: `events` is written to be read and knows everything, `vectorised` is numpy over all
-microbatches and reaches thousands of ranks. They agree to rounding.
+Two simulators run a step: `events` is written to be read, `vectorised` reaches thousands of ranks. They agree to
+rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Simulating a step, a plan, a scenario under several arms, and sweeps along one field of a scenario.
 
-Every arm sees the same minibatches, and arms of one planner share its plans. Figures of an arm are ratios of summed
-step times, so a long step counts for what it costs.
+Every arm sees the same minibatches. Figures are ratios of summed step times, so a long step counts for what it costs.
 """
 
 from __future__ import annotations

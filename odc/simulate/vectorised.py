@@ -1,11 +1,7 @@
 """The model of `events` for thousands of ranks: numpy over all microbatches or all ranks at once.
 
-* On demand with even shards, ranks do not affect each other between two meetings, because no owner ever has more to
-serve
-  than it can. A microbatch takes the same time whenever it runs, so all are computed together, use after use.
-* Under collectives all ranks of a group take each use together: one pass over the uses, numpy over the ranks.
-
-Uneven shards (`Cluster.owner_skew` above 1) make transfers queue at an owner, which this cannot simulate.
+On demand with even shards, ranks do not affect each other between two meetings, so all microbatches are computed
+together, use after use. Under collectives all ranks of a group take each use together.
 """
 
 from __future__ import annotations

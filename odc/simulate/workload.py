@@ -1,7 +1,4 @@
-"""What one step computes and moves: units in order of use, and the compute seconds of every microbatch.
-
-Each unit takes a fixed share of a microbatch's compute, whatever the microbatch's length.
-"""
+"""What one step computes and moves: units in order of use, and the compute seconds of every microbatch."""
 
 from __future__ import annotations
 
@@ -44,30 +41,29 @@ class Model:
 
     @property
     def parameter_bytes(self) -> float:
-        """Of all units."""
         return sum(unit.parameter_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> float:
-        """Of all units."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     def uses(self) -> list[Use]:
         """The uses of units in one microbatch: all of forward, then all of backward in reverse."""
-        passes = [[(unit, False) for unit in self.units], [(unit, True) for unit in reversed(self.units)]]
-        found = []
-        for one in passes:
-            for place, (unit, backward) in enumerate(one):
-                found.append(
-                    Use(
-                        first=place == 0,
-                        backward=backward,
-                        share=unit.share * (1 - self.forward if backward else self.forward),
-                        fetch_bytes=0.0 if backward and unit.kept else unit.parameter_bytes,
-                        push_bytes=unit.gradient_bytes if backward else 0.0,
-                    )
-                )
-        return found
+        forward = [
+            Use(place == 0, False, unit.share * self.forward, unit.parameter_bytes, 0.0)
+            for place, unit in enumerate(self.units)
+        ]
+        back = [
+            Use(
+                first=place == 0,
+                backward=True,
+                share=unit.share * (1 - self.forward),
+                fetch_bytes=0.0 if unit.kept else unit.parameter_bytes,
+                push_bytes=unit.gradient_bytes,
+            )
+            for place, unit in enumerate(reversed(self.units))
+        ]
+        return forward + back
 
 
 @dataclass(frozen=True)

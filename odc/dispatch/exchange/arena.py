@@ -1,16 +1,14 @@
 """A declared piece of every rank's heap in which ragged data lies until all who need it have copied it.
 
-Chose an arena with places found at run time, in a heap whose size is fixed before, over a heap that grows: memory is
-known when the job starts, and overflow says which size would have done. A place is given back when its readers have
-marked it read, so ranks may run apart by as much as the arena holds; the price is that in a small arena the fast wait
-for the slow.
+The heap's size is fixed before, so an overflow raises and names the size that would have done. In a small arena fast
+ranks wait for slow ones.
 
-    owner    wait: the channel's last place is read | find room | write | (offset, bytes, signature) | STEP (release)
-    reader   wait: STEP >= its step | copy what is its own | READ[channel, reader] on the owner = step (release)
+    owner    wait: the channel's last entry is read | find room | write | (offset, bytes, signature) | STEP (release)
+    reader   wait: STEP >= its step | copy its rows | READ[channel, reader] on the owner = step (release)
 
-Why it is right. STEP of a channel moves on only after everyone who was to read the step before has stored READ, so a
-reader that sees its own step finds the place as it was written; and it stores READ after its last copy. READ words have
-one writer each. A reader with nothing to read neither waits nor is waited for: nobody meets.
+STEP of a channel moves on only after every reader of the step before has stored READ, so a reader that sees its step
+finds the entry as it was written; and it stores READ after its last copy. READ words have one writer each. A reader
+with nothing to read neither waits nor is waited for.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ _STEP, _OFFSET, _NBYTES, _SIGNATURE, _ROW = range(5)
 _ALIGN = 64
 
 
-class Lying(NamedTuple):
-    """What lies ready: uint8 [bytes] in the owner's heap, and the signature it was put with."""
+class ArenaEntry(NamedTuple):
+    """What a peer has put."""
 
-    raw: torch.Tensor
+    raw: torch.Tensor  # uint8 [bytes], in the owner's heap
     signature: int
 
 
 @dataclass
-class _Place:
-    """Of one channel, on its owner."""
+class _Slot:
+    """What one channel's entry takes, on its owner."""
 
     step: int
     offset: int
@@ -54,19 +52,9 @@ class _Place:
 class Arena:
     """One rank's arena and its view of the others'. Channels may be used from several threads, each from one at a time.
 
-    Construction waits for nobody; a peer is attached when it is first read from, or waited for.
-
-    Args:
-        store: of the job.
-        ranks: global ranks that share it, the same list on all.
-        rank: own global rank.
-        nbytes: of the arena, on every rank.
-        channels: names, the same on every rank.
-        timeout_s: seconds a wait may last without progress of the peer it waits for.
-        name: unlike that of any other arena of these ranks.
-
-    Raises:
-        HeapMemoryError: the arena does not fit into memory.
+    Construction waits for nobody; a peer is attached when it is first read from, or waited for. Ranks, bytes and
+    channels are the same on every rank, and no other arena of these ranks has this name. `timeout_s` is how long a wait
+    may last without progress of the peer it waits for. Raises HeapMemoryError if the arena does not fit into memory.
     """
 
     def __init__(
@@ -95,87 +83,78 @@ class Arena:
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
         self.layout, self._protocol, self.waiter = member.layout, member.protocol, member.protocol.waiter
         self._lock = threading.Lock()
-        self._places: dict[int, _Place] = {}
+        self._slots: dict[int, _Slot] = {}
         self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
         announce_process(JobStore(store, timeout_s, rank), rank)
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
 
-    # owner ------------------------------------------------------------------------------------------------------
-
     def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int]) -> torch.Tensor:
-        """Room for `nbytes` of `step`, uint8 [nbytes], to be written and then shown by `show`.
+        """Room for `nbytes` that other members will read, uint8 [nbytes], to be written and then shown by `show`.
 
-        Waits until what lies in the channel is read, and until there is room.
-
-        Args:
-            channel: each is put at most once a step; steps rise.
-            readers: members that will read it; own reads need no place.
+        Waits until what the channel held is read, and until there is room. Steps of a channel rise.
 
         Raises:
             HeapMemoryError: it is larger than the whole arena; names the size needed.
-            WaitTimeoutError, PeerLostError: a reader, which is named, has not read what lies here.
+            WaitTimeoutError, PeerLostError: a reader, which is named, has not read an earlier entry.
         """
         self.touch(f"putting {channel} of step {step}")
         number = self._number(channel)
-        before = self._places.get(number)
+        before = self._slots.get(number)
         if before is not None:
             if step <= before.step:
                 raise OdcError(f"{self._who()}: {channel} was put for step {before.step} already, not only for {step}")
             self._await_readers(number, before, channel)
-        offset = self._reserve(_Place(step, 0, nbytes, list(readers)), number, channel)
+        offset = self._reserve(_Slot(step, 0, nbytes, list(readers)), number, channel)
         return self.layout.heap.tensor(self.grid.me, "arena", torch.uint8, offset=offset, numel=nbytes)
 
     def show(self, channel: str, signature: int = 0) -> None:
         """Let readers have what was put: everything was written before."""
         number = self._number(channel)
-        place, table, base = self._places[number], self._table(self.grid.me), _ROW * self._number(channel)
-        table.store(base + _OFFSET, place.offset)
-        table.store(base + _NBYTES, place.nbytes)
+        slot, table, base = self._slots[number], self._table(self.grid.me), _ROW * number
+        table.store(base + _OFFSET, slot.offset)
+        table.store(base + _NBYTES, slot.nbytes)
         table.store(base + _SIGNATURE, signature)
-        self._protocol.show_step(place.step)
-        table.store(base + _STEP, place.step)  # release: the bytes and the words above are visible before it
+        self._protocol.show_step(slot.step)
+        table.store(base + _STEP, slot.step)  # release: the bytes and the words above are visible before it
 
-    def _reserve(self, place: _Place, number: int, channel: str) -> int:
+    def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
         """Find room and note who has it; waits for readers while there is none."""
-        needed = _up(place.nbytes)
+        needed = _up(slot.nbytes)
         if needed > self.nbytes:
             raise HeapMemoryError(
-                f"{self._who()}: {channel} of step {place.step} needs {needed} bytes, but the arena has {self.nbytes}; "
+                f"{self._who()}: {channel} of step {slot.step} needs {needed} bytes, but the arena has {self.nbytes}; "
                 f"declare arena_bytes={needed} or more"
             )
         while True:
             with self._lock:
-                held = [(n, one) for n, one in self._places.items() if n != number and self._unread(n, one)]
+                held = [(n, one) for n, one in self._slots.items() if n != number and self._unread(n, one)]
                 offset = _gap([(one.offset, _up(one.nbytes)) for _, one in held], needed, self.nbytes)
                 if offset is not None:
-                    place.offset = offset
-                    self._places[number] = place
+                    slot.offset = offset
+                    self._slots[number] = slot
                     return offset
             total = needed + sum(_up(one.nbytes) for _, one in held)
-            what = f"{channel} of step {place.step} (with arena_bytes={total} this would not wait)"
+            what = f"{channel} of step {slot.step} (with arena_bytes={total} this would not wait)"
             self._await_readers(*min(held, key=lambda one: one[0]), what)
 
-    def _await_readers(self, number: int, place: _Place, what: str) -> None:
+    def _await_readers(self, number: int, slot: _Slot, what: str) -> None:
         read, name = self._read(self.grid.me), list(self.channels)[number]
-        for member in place.readers:
+        for member in slot.readers:
             word, rank = number * len(self.grid.ranks) + member, self.grid.ranks[member]
 
             def done(word: int = word) -> bool:
-                return read.load(word) >= place.step
+                return read.load(word) >= slot.step
 
-            self.waiter.until(done, member, f"rank {rank} to read {name} of step {place.step}, to make room for {what}")
+            self.waiter.until(done, member, f"rank {rank} to read {name} of step {slot.step}, to make room for {what}")
 
-    def _unread(self, number: int, place: _Place) -> bool:
+    def _unread(self, number: int, slot: _Slot) -> bool:
         read, members = self._read(self.grid.me), len(self.grid.ranks)
-        return any(read.load(number * members + reader) < place.step for reader in place.readers)
+        return any(read.load(number * members + reader) < slot.step for reader in slot.readers)
 
-    # reader -----------------------------------------------------------------------------------------------------
-
-    def get(self, channel: str, step: int, owner: int) -> Lying:
+    def get(self, channel: str, step: int, owner: int) -> ArenaEntry:
         """What `owner` has put for this step; waits for it. Copy it, then call `done`.
 
-        Raises:
-            WaitTimeoutError, PeerLostError: the owner, which is named, did not put it.
+        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it.
         """
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
@@ -188,14 +167,12 @@ class Arena:
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
         offset, nbytes = table.load(base + _OFFSET), table.load(base + _NBYTES)
         raw = self.layout.heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes)
-        return Lying(raw, table.load(base + _SIGNATURE))
+        return ArenaEntry(raw, table.load(base + _SIGNATURE))
 
     def done(self, channel: str, step: int, owner: int) -> None:
         """This rank has copied what it needs of what `get` gave."""
         word = self._number(channel) * len(self.grid.ranks) + self.grid.me
         self._read(owner).store(word, step)  # release: the copies are over
-
-    # both -------------------------------------------------------------------------------------------------------
 
     def touch(self, doing: str) -> None:
         """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
@@ -207,16 +184,15 @@ class Arena:
         self._protocol.abort(reason, self.grid.rank)
 
     def close(self) -> None:
-        """Wait until all that was put is read, or its readers are gone, then leave. Idempotent.
+        """Wait until all that was put is read, or its readers are gone, then shut down. Idempotent.
 
-        Raises:
-            WaitTimeoutError: a reader, which is named, did not read it; this rank has left all the same.
+        Raises WaitTimeoutError, naming a reader that did not read; this rank has shut down all the same.
         """
         if not self._end.alive:
             return
         try:
-            for number, place in self._places.items():
-                self._await_readers(number, place, "the end of this exchange")
+            for number, slot in self._slots.items():
+                self._await_readers(number, slot, "the end of this exchange")
         except PeerLostError:  # nobody will read it any more
             pass
         finally:

@@ -1,7 +1,6 @@
 """Exchange by one all-to-all with exact sizes (OrchMLLM, section 5.2.1), and the all-gather it replaces.
 
-One all-to-all of bytes moves all fields; sizes follow from the plan. A 24-byte head is gathered first, so that ranks
-with different plans refuse the step instead of moving garbage.
+A small head is gathered first, so that ranks with different plans refuse the step instead of moving garbage.
 """
 
 from __future__ import annotations
@@ -23,14 +22,8 @@ from odc.runtime import KeyValueStore
 class CollectiveExchange:
     """An `Exchange` by collectives of torch.distributed (gloo, NCCL); see there for the methods.
 
-    All ranks of the group construct it together. It makes its own process groups (one for data, gloo ones for heads and
-    for planning), so that it has its own deadlines and planning may run on another thread.
-
-    Args:
-        store: of the job; `torch.distributed.TCPStore` for example.
-        group: whose ranks are the instances, in its order; None for all.
-        timeout_s: of every collective.
-        name: unlike that of any other exchange of these ranks.
+    All ranks of the group (None: of the job) construct it together, under a name unlike that of any other exchange of
+    these ranks. It makes process groups for data, heads and planning, so planning may run on another thread.
     """
 
     def __init__(

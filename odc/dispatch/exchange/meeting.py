@@ -1,7 +1,6 @@
 """Collectives with a deadline that name who is missing, and a head that refuses a step on all ranks alike.
 
-Chose a mark in the job's store before every collective (a message, no answer awaited) over torch's bare time-out, which
-says that somebody is late and not who. The price is one small message an exchange to the store's host.
+Each rank counts its collectives in the job's store, so that a timeout can say who did not come.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """One process group of its own, with marks; used by one thread at a time. All ranks of `ranks` make it together.
+    """A process group with marks, used by one thread at a time. All of these global ranks make it together.
 
-    Args:
-        store: of the job.
-        name: of this meeting, the same on every rank and unlike any other.
-        ranks: global ranks that meet.
-        backend: of torch.distributed.
-        timeout_s: of every collective.
+    The name is the same on every rank and unlike that of any other meeting. `timeout_s` holds for every collective.
     """
 
     def __init__(self, store: KeyValueStore, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
@@ -50,8 +44,7 @@ class Meeting:
     def run(self, what: str, collective: Callable[[], T]) -> T:
         """Call a collective of this group; `what` it does, for messages.
 
-        Raises:
-            WaitTimeoutError: it failed or ran late; names the ranks that have not come to it.
+        Raises WaitTimeoutError if it failed or ran late, naming the ranks that have not come to it.
         """
         self._number += 1
         self._store.set(self._key(self.me), str(self._number))
@@ -69,12 +62,9 @@ class Meeting:
             ) from error
 
     def agree(self, what: str, refusal: str, *values: int) -> None:
-        """Raise PlanError on every rank unless none has a refusal and all bring the same values.
+        """Raise PlanError on every rank unless none has a refusal and all bring the same values, 63 bits each.
 
-        Args:
-            what: is about to happen, for messages.
-            refusal: why this rank cannot go on; empty if it can.
-            values: 63 bits each.
+        `refusal` says why this rank cannot go on; it is empty if it can.
         """
         head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64)
         if refusal:
@@ -89,7 +79,7 @@ class Meeting:
                 f"rank {self.ranks[self.me]}, {what}: the step is refused: {'; '.join(why)}",
                 culprit=self.ranks[refused[0]],
             )
-        refuse_strangers(told, self.ranks, self.me, what)
+        require_same_plan(told, self.ranks, self.me, what)
 
     def gather(self, what: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all ranks."""
@@ -120,14 +110,14 @@ class Meeting:
         return f"odc/meeting/{self._name}/{self.ranks[instance]}"
 
 
-def refuse_strangers(told: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:
+def require_same_plan(told: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:
     """Raise PlanError, naming the ranks, unless all instances tell the same."""
     common, _ = Counter(told).most_common(1)[0]
-    strangers = [ranks[i] for i, one in enumerate(told) if one != common]
-    if strangers:
+    odd = [ranks[i] for i, one in enumerate(told) if one != common]
+    if odd:
         others = [ranks[i] for i, one in enumerate(told) if one == common]
         raise PlanError(
-            f"rank {ranks[me]}, {what}: the step is refused: rank {', '.join(map(str, strangers))} planned another "
+            f"rank {ranks[me]}, {what}: the step is refused: rank {', '.join(map(str, odd))} planned another "
             f"exchange than rank {', '.join(map(str, others))}; lengths, policies, dtypes and features must agree",
-            culprit=strangers[0],
+            culprit=odd[0],
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from odc.dispatch.exchange.arena import Arena
-from odc.dispatch.exchange.meeting import refuse_strangers
+from odc.dispatch.exchange.meeting import require_same_plan
 from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
@@ -29,12 +29,11 @@ class OnDemandExchange:
 
     Args:
         store: of the job; `torch.distributed.TCPStore` for example.
-        ranks: global ranks of the instances.
-        rank: global rank of this process.
+        ranks: global ranks of the instances; `rank` is this one's.
         channels: every name that is moved or gathered under; a backward's is its forward's with ".back".
         arena_bytes: room on each rank for rows that others have yet to copy, at least the bytes of one channel; with
             all that a rank sends in one step nobody waits for room.
-        timeout_s: seconds a wait may last without progress of the peer it waits for.
+        timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
     """
 
@@ -110,9 +109,9 @@ class OnDemandExchange:
         ]
         if not readers:
             return
-        place = self._arena.put(channel, step, end, readers)
-        place[: _HEAD * len(self.ranks)].copy_(torch.tensor(heads).view(torch.uint8))
-        base = place.data_ptr()
+        room = self._arena.put(channel, step, end, readers)
+        room[: _HEAD * len(self.ranks)].copy_(torch.tensor(heads).view(torch.uint8))
+        base = room.data_ptr()
         for reader in readers:
             at = base + heads[reader]
             for name, field in route.fields.items():
@@ -128,7 +127,7 @@ class OnDemandExchange:
         entry = self._arena.get(channel, step, owner)
         begin = recorder().now()
         try:
-            refuse_strangers([(mark,), (entry.signature,)], (self.ranks[self.me], self.ranks[owner]), 0, what)
+            require_same_plan([(mark,), (entry.signature,)], (self.ranks[self.me], self.ranks[owner]), 0, what)
         except PlanError as error:
             self._arena.refuse(str(error))
             raise

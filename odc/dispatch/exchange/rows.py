@@ -1,7 +1,6 @@
 """What all exchanges share: the `Exchange` protocol, and tensors as rows of bytes, whatever their dtype.
 
-A move is identified by its step and its channel's name, so ranks that come to their moves in different orders still
-agree which is which.
+A move is identified by its step and its channel's name, so ranks may come to their moves in different orders.
 """
 
 from __future__ import annotations
@@ -79,18 +78,11 @@ class Kind(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return torch.Size(self.features).numel() * self.dtype.itemsize
 
 
 def kinds_of(route: Route, tensors: Mapping[str, torch.Tensor], who: str) -> dict[str, Kind]:
-    """The kind of every field; raises PlanError unless the tensors are what the route expects of this rank.
-
-    Args:
-        route: of this rank.
-        tensors: by field, [rows, features...]; also with 0 rows.
-        who: names the rank.
-    """
+    """The kind of every field; raises PlanError unless tensors [rows, features...] are what the route expects."""
     if set(tensors) != set(route.fields):
         raise PlanError(f"{who} brings fields {sorted(tensors)}; the plan moves {sorted(route.fields)}")
     for name, tensor in tensors.items():
