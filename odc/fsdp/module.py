@@ -145,18 +145,23 @@ class OdcModule(compat.FSDPModule):
         super().set_reshard_after_forward(reshard_after_forward, recurse)
 
     def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: there is no all-gather."""
         _refuse("set_custom_all_gather", "parameters are fetched from their owners' heaps")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: there is no reduce-scatter."""
         _refuse("set_custom_reduce_scatter", "gradients are pushed to their owners")
 
     def set_all_reduce_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: there is no all-reduce."""
         _refuse("set_all_reduce_hook", "use a hybrid mesh, or reduce .grad after the minibatch")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused: no buffers are allocated for collectives."""
         _refuse("set_allocate_memory_from_process_group_for_comm", "the heap is allocated once")
 
     def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the heap is symmetric memory already."""
         _refuse("set_symm_mem_for_comm", "the heap is symmetric memory already")
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
