@@ -1,9 +1,7 @@
 """What odc is measured against: a plain copy or add as the limit, and collectives that move as many bytes.
 
-A collective is sized by what passes between ranks: `nbytes` arrive here in an all-gather, and leave here in a
-reduce-scatter and an all-to-all. The CPU has gloo; CUDA has NCCL and torch's symmetric-memory collectives where every
-rank has its own device. Ranks that share a device have gloo alone, by way of the host: NCCL refuses to share, and a
-barrier on the device would measure the turns that the processes take on it.
+On CUDA these are NCCL's and torch's symmetric-memory collectives where every rank has its own device, which NCCL
+requires; otherwise gloo's, by way of the host.
 """
 
 from __future__ import annotations
@@ -14,39 +12,27 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from odc.bench.rounds import Action, nothing
-
-_FEW = 3  # rounds of what goes by way of the host
-
-
-def own_device_each() -> bool:
-    """Whether no two ranks share a CUDA device."""
-    return dist.get_world_size() <= torch.cuda.device_count()
+from odc.bench.rounds import Action
 
 
 def transport(device: str) -> str:
     """The backend of collectives on `device`."""
-    return "nccl" if device == "cuda" and own_device_each() else "gloo"
+    return "nccl" if device == "cuda" and dist.get_world_size() <= torch.cuda.device_count() else "gloo"
 
 
 def copy(nbytes: int, device: str, times: int = 1, dtype: torch.dtype = torch.float32) -> Action:
     """Private memory to private memory: `nbytes` written, read as fp32 and written as `dtype`."""
     name = {"cpu": "memcpy", "cuda": "device copy"}[device] if dtype is torch.float32 else "local cast"
-    return _copy(name, nbytes, device, times, dtype)
-
-
-def roofline(nbytes: int, read_and_written: int, device: str, times: int = 1, of: str = "") -> Action:
-    """A copy that reads and writes `read_and_written` bytes in all, as the action of `nbytes` must."""
-    made = _copy(f"byte roofline{of}", read_and_written // 8 * 4, device, times, torch.float32)
-    return replace(made, nbytes=nbytes)
-
-
-def _copy(name: str, nbytes: int, device: str, times: int, dtype: torch.dtype) -> Action:
     numel, apart = nbytes // dtype.itemsize, slices(times, device)
     source = torch.ones(apart * numel, device=device).split(numel)
     target = torch.empty(apart * numel, dtype=dtype, device=device).split(numel)
     run = repeated(lambda i: target[i].copy_(source[i]), times, apart)
     return Action(name, run, nbytes, times=times, limit=True, queued=True)
+
+
+def roofline(nbytes: int, read_and_written: int, device: str, times: int, of: str = "") -> Action:
+    """A copy that reads and writes `read_and_written` bytes in all, as the action of `nbytes` must."""
+    return replace(copy(read_and_written // 8 * 4, device, times), name=f"byte roofline{of}", nbytes=nbytes)
 
 
 def add(nbytes: int, device: str, times: int = 1) -> list[Action]:
@@ -76,11 +62,11 @@ def slices(times: int, device: str) -> int:
 
 def all_gather(nbytes: int, device: str) -> list[Action]:
     """All-gathers in which `nbytes` of other ranks reach this one."""
-    kind, peers = transport(device), max(1, dist.get_world_size() - 1)
-    if dist.get_world_size() == 1:
+    kind, world = transport(device), dist.get_world_size()
+    if world == 1:
         return []
-    part = torch.ones(max(1, nbytes // 4 // peers), device=device)
-    whole = torch.empty(part.numel() * dist.get_world_size(), device=device)
+    part = torch.ones(max(1, nbytes // 4 // (world - 1)), device=device)
+    whole = torch.empty(part.numel() * world, device=device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
     made = [collective(f"{kind} all_gather", lambda: gather(whole, part), nbytes, device)]
     if kind == "nccl":
@@ -113,11 +99,11 @@ def all_to_all(nbytes: int, device: str) -> list[Action]:
 
 
 def collective(
-    name: str, run: Callable[[], object], nbytes: int, device: str, after: Callable[[], object] = nothing
+    name: str, run: Callable[[], object], nbytes: int, device: str, after: Callable[[], object] = lambda: None
 ) -> Action:
     """A collective as a baseline; by way of the host it is slow, and gloo may lack it for memory of a device."""
     if device == "cuda" and transport(device) == "gloo":
-        return Action(f"{name} (via host)", run, nbytes, after=after, most=_FEW, optional=True)
+        return Action(f"{name} (via host)", run, nbytes, after=after, most=3, optional=True)
     return Action(name, run, nbytes, after=after, queued=device == "cuda")
 
 

@@ -1,14 +1,14 @@
 """Cases of dispatching: planning against longest-first and Karmarkar-Karp, and the exchange of batches.
 
-Lengths are LongAlign-like, costs verl's 24576 l + l^2. LPT (longest processing time first) is the engine's own compiled
-heap of loads, without trades, from the same unsorted costs. KK is `odc.balance.karmarkar_karp`, sparse and interpreted.
-The exchange is an even shuffle, every rank sending each rank as much: its collectives are at their best there.
+Lengths are LongAlign-like, costs verl's 24576 l + l^2. LPT (longest processing time first) is the engine's compiled
+heap without trades. KK is `odc.balance.karmarkar_karp`, sparse and interpreted. The exchange is an even shuffle.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -100,19 +100,9 @@ def exchange(nbytes: int, device: str) -> list[Action]:
     moved = rows * _EXAMPLES * (world - 1) * 4 * _WIDTH
     limit = baselines.copy(moved, device)
     against = (limit.name, *list(kinds)[1:])
-    made = [
-        Action(kind, _mover(one, route, given), moved, against if kind == "exchange" else ())
-        for kind, one in kinds.items()
-    ]
-    return [*made, limit]
 
+    def moving(kind: str, one: Exchange, steps: Iterator[int]) -> Action:
+        others = against if kind == "exchange" else ()
+        return Action(kind, lambda: one.move(next(steps), "x", route, given), moved, others)
 
-def _mover(one: Exchange, route: Route, given: dict[str, torch.Tensor]) -> Callable[[], object]:
-    step = 0
-
-    def run() -> None:
-        nonlocal step
-        step += 1
-        one.move(step, "x", route, given)
-
-    return run
+    return [*(moving(kind, one, itertools.count(1)) for kind, one in kinds.items()), limit]

@@ -1,7 +1,7 @@
 """Cases on a bare heap: get, put, add, and a signal there and back.
 
-The heap has one region of data and one of words and no model around it. All ranks measure at once, each with the next
-rank. On a device each way to move data is measured alone, beside the way that odc chooses by size.
+All ranks measure at once, each with the next rank. On a device each way to move data is measured alone, beside the way
+that odc chooses by size.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from odc.bench import baselines
 from odc.bench.ranks import held, meet
-from odc.bench.rounds import Action
+from odc.bench.rounds import Action, Prepare
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
 
 _TRIPS = 100
@@ -44,7 +45,9 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
     heap.allocate("words", 64, words=True)
     heap.allocate("data", nbytes)
     heap.seal()
-    members += _gathered((os.getpid(), host.fd, host.nbytes, host.digest))
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(gathered, (os.getpid(), host.fd, host.nbytes, host.digest))
+    members += gathered
     heap.base_addresses()
     held.closing = [heap]
     return heap
@@ -59,12 +62,6 @@ def _on_device(host: ShmHeap) -> SymmetricHeap:
     return CudaHeap(host, here, CudaLanes(here), group, meet)
 
 
-def _gathered(mine: tuple[int, int, int, str]) -> list[tuple[int, int, int, str]]:
-    every: list[tuple[int, int, int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return [one for one in every if one is not None]
-
-
 def _next() -> int:
     return (dist.get_rank() + 1) % dist.get_world_size()
 
@@ -76,17 +73,29 @@ def _times(nbytes: int, device: str) -> int:
 
 def get(nbytes: int, device: str) -> list[Action]:
     """Copies `nbytes` of the next rank's heap into private memory; on a device in each way that there is."""
-    heap, mine, peers = _pieces(nbytes, device)
-    ways: Ways = {"get": lambda i: mine[i].copy_(peers[i])} if device == "cpu" else _device_gets(heap, mine, peers)
-    return _copies(ways, nbytes, device, baselines.all_gather(nbytes, device))
+    return _copies("get", nbytes, device, _device_gets, baselines.all_gather)
 
 
-def _pieces(nbytes: int, device: str) -> tuple[SymmetricHeap, Pieces, Pieces]:
-    """A heap, private memory of ones, and the next rank's memory, the latter two in pieces of `nbytes`."""
-    count = baselines.slices(_times(nbytes, device), device)
-    heap = open_heap(nbytes * count, device)
-    mine = torch.ones(count * nbytes // 4, device=device)
-    return heap, mine.split(nbytes // 4), heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
+def put(nbytes: int, device: str) -> list[Action]:
+    """Copies `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
+    return _copies("put", nbytes, device, _device_puts, baselines.all_to_all)
+
+
+def _copies(
+    name: str, nbytes: int, device: str, device_ways: Callable[..., Ways], collectives: Prepare
+) -> list[Action]:
+    """Actions between private memory and the next rank's, both in pieces of `nbytes`."""
+    times = _times(nbytes, device)
+    apart = baselines.slices(times, device)
+    heap = open_heap(nbytes * apart, device)
+    mine = torch.ones(apart * nbytes // 4, device=device).split(nbytes // 4)
+    peers = heap.tensor(_next(), "data", torch.float32).split(nbytes // 4)
+    source, target = (peers, mine) if name == "get" else (mine, peers)
+    ways: Ways = {name: lambda i: target[i].copy_(source[i])}
+    if device == "cuda":
+        ways = device_ways(heap, mine, peers)
+    others = [baselines.copy(nbytes, device, times), *collectives(nbytes, device)]
+    return [*_actions(ways, nbytes, times, apart, others), *others]
 
 
 def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
@@ -108,13 +117,6 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     return ways
 
 
-def put(nbytes: int, device: str) -> list[Action]:
-    """Copies `nbytes` of private memory into the next rank's heap; on a device in each way that there is."""
-    heap, mine, peers = _pieces(nbytes, device)
-    ways: Ways = {"put": lambda i: peers[i].copy_(mine[i])} if device == "cpu" else _device_puts(heap, mine, peers)
-    return _copies(ways, nbytes, device, baselines.all_to_all(nbytes, device))
-
-
 def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way in which a push fills a staging slot, and kernels."""
     from odc.runtime.movers import cuda as by_cuda
@@ -132,26 +134,13 @@ def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     return ways
 
 
-def _copies(ways: Ways, nbytes: int, device: str, collectives: list[Action]) -> list[Action]:
-    times = _times(nbytes, device)
-    limit = baselines.copy(nbytes, device, times)
-    return [*_actions(ways, nbytes, times, baselines.slices(times, device), [limit, *collectives]), limit, *collectives]
-
-
 def _actions(ways: Ways, nbytes: int, times: int, apart: int, others: list[Action]) -> list[Action]:
     """One action for each way; a Triton kernel may fail to compile, and the others are measured all the same."""
     against = tuple(other.name for other in others)
+    loops = {name: baselines.repeated(run, times, apart) for name, run in ways.items()}
     return [
-        Action(
-            name,
-            baselines.repeated(run, times, apart),
-            nbytes,
-            against,
-            times,
-            queued=True,
-            optional=name.endswith(TRITON_KERNEL),
-        )
-        for name, run in ways.items()
+        Action(name, loop, nbytes, against, times, queued=True, optional=name.endswith(TRITON_KERNEL))
+        for name, loop in loops.items()
     ]
 
 
@@ -167,8 +156,7 @@ def add(nbytes: int, device: str) -> list[Action]:
     half = torch.ones(times * numel, device=device, dtype=torch.bfloat16).split(numel)
     made: list[Action] = []
     for of, values in (("", full), (" of bf16", half)):
-        # Reads the values and the sum, writes the sum.
-        moved = values[0].nbytes + 2 * nbytes
+        moved = values[0].nbytes + 2 * nbytes  # reads the values and the sum, writes the sum
         limit = baselines.roofline(nbytes, moved, device, times, of)
         made += [*_actions(_device_adds(of, values, peers), nbytes, times, times, [limit]), limit]
     return made

@@ -1,7 +1,7 @@
 """A pool of ranks in which the benchmark itself is rank 0, so that it times the call and not a message about it.
 
-The other ranks are processes of `odc.ranks` that run what they are told: module-level functions, pickled by name, so
-both sides of a collective run the same function. Every rank computes on one thread.
+The other ranks are processes of `odc.ranks` that run module-level functions, pickled by name. Every rank computes on
+one thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,12 +27,7 @@ held = SimpleNamespace()
 class RankPool:
     """`world` ranks in one process group; this process is rank 0. Use as a context manager, one at a time.
 
-    On CUDA one in a process: see `alone`.
-
-    Args:
-        world: ranks, this process included.
-        timeout_s: that one command may take.
-        device: "cpu" or "cuda".
+    On CUDA one in a process: see `alone`. A command may take `timeout_s`.
     """
 
     def __init__(self, world: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
@@ -54,12 +49,10 @@ class RankPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._others is not None
         try:
-            if kind is None and not self._broken:
+            if raised[0] is None and not self._broken:
                 self.each(_close_all)
                 self._others.send(b"")
                 leave()
@@ -81,11 +74,11 @@ class RankPool:
         self._broken = True
         if not self._others.answers(self._timeout_s, grace_s=0.0):
             outcomes = self._others.outcomes
-            outcome = next((one for one in outcomes if one.failed), None)
-            if outcome is None:
-                silent = ", ".join(str(one.rank) for one in outcomes if not one.answered)
-                raise RanksFailed(f"rank {silent} did not answer in {self._timeout_s:g} s")
-            raise RanksFailed(f"rank {outcome.rank} failed:\n{outcome.describe()}")
+            for outcome in outcomes:
+                if outcome.failed:
+                    raise RanksFailed(f"rank {outcome.rank} failed:\n{outcome.describe()}")
+            silent = ", ".join(str(one.rank) for one in outcomes if not one.answered)
+            raise RanksFailed(f"rank {silent} did not answer in {self._timeout_s:g} s")
         self._broken = False
         return [outcome.value for outcome in self._others.outcomes]
 
@@ -108,8 +101,8 @@ class RankPool:
 def alone(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in a fresh process, with pools of its own; both and the result are pickled.
 
-    For pools on CUDA, of which a process may have only one: torch counts the exchanges of device handles that a process
-    has taken part in and looks for its peers' under that number, so all ranks must have taken part in as many.
+    For pools on CUDA, of which a process may have only one: torch counts a process's exchanges of device handles, and
+    all ranks must have taken part in as many.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), die_with, (os.getpid(),)) as pool:
         return pool.submit(function, *args).result()

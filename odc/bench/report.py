@@ -21,28 +21,16 @@ from odc.provenance import Measurement
 
 def machine() -> dict[str, Any]:
     """Processor, cores and memory; nothing that names the host."""
-    model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as info:
-        for line in info:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
+        named = (line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+        model = next(named, platform.processor() or platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = {}
+    cores, kernel = len(os.sched_getaffinity(0)), platform.release().split("-")[0]
+    found = {"cpu": model, "cores": cores, "memory_gib": round(memory / 2**30, 1), "kernel": kernel}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        devices = {
-            "gpu": properties.name,
-            "gpus": torch.cuda.device_count(),
-            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
-        }
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "kernel": platform.release().split("-")[0],
-        **devices,
-    }
+        device, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+        found |= {"gpu": device.name, "gpus": count, "gpu_memory_gib": round(device.total_memory / 2**30, 1)}
+    return found
 
 
 def versions() -> dict[str, str]:

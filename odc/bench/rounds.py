@@ -1,18 +1,16 @@
 """Timing actions on every rank at once, in turn with what they are measured against.
 
-In each round every action runs once after an untimed meeting of all ranks, and the slowest rank's time counts: "until
-every rank has its bytes" asks the same of a collective and of a one-sided copy, and a machine that slows down for a
-second slows both.
+In each round every action runs once after an untimed meeting of all ranks, and the slowest rank's time counts.
 
 On CUDA an action that only enqueues work has a second time, the device's own: a kernel that spins holds the device back
-until everything is enqueued, and events are recorded around it. That is the rate of the copy itself; the first time is
-what a caller who waits would see. Ranks that share a device take turns on it, which only the first time shows.
+until everything is enqueued, and events are recorded around it. Ranks that share a device take turns on it, which only
+the first time shows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,54 +18,33 @@ import torch
 from odc.bench.ranks import meet
 
 
-def nothing() -> None:
-    """Does nothing."""
-
-
 @dataclass(frozen=True)
 class Action:
-    """Something to time.
+    """Something to time."""
 
-    Args:
-        name: for tables; unique among the actions of a case.
-        run: repeats the action `times` times; on CUDA it may return before the device is done.
-        nbytes: moved to or from this rank by one repetition, 0 where bytes mean nothing.
-        against: names of the actions it is measured against; empty for those themselves.
-        after: undoes it, not timed.
-        limit: nothing that does the same could be faster, such as a plain copy.
-        queued: on CUDA `run` does not wait, so the device's own time is taken too.
-        most: rounds at most, for slow baselines; None for all.
-        optional: it may raise here, and is then left out with the reason.
-    """
-
-    name: str
-    run: Callable[[], object]
-    nbytes: int = 0
-    against: tuple[str, ...] = ()
+    name: str  # for tables; unique among the actions of a case
+    run: Callable[[], object]  # repeats the action `times` times; on CUDA it may return before the device is done
+    nbytes: int = 0  # moved to or from this rank by one repetition, 0 where bytes mean nothing
+    against: tuple[str, ...] = ()  # names of the actions it is measured against; empty for those themselves
     times: int = 1
-    after: Callable[[], object] = nothing
-    limit: bool = False
-    queued: bool = False
-    most: int | None = None
-    optional: bool = False
+    after: Callable[[], object] = lambda: None  # undoes it, not timed
+    limit: bool = False  # nothing that does the same could be faster, such as a plain copy
+    queued: bool = False  # on CUDA `run` does not wait, so the device's own time is taken too
+    most: int | None = None  # rounds at most, for slow baselines
+    optional: bool = False  # it may raise here, and is then left out with the reason
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one repetition of an action, by round.
-
-    Attributes:
-        device_seconds: by the device's clock; empty where that was not taken.
-        refused: why it could not be done here; then there are no seconds.
-    """
+    """Seconds of one repetition of an action, by round."""
 
     name: str
     nbytes: int
     against: tuple[str, ...]
     seconds: list[float]
-    device_seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] = field(default_factory=list)  # by the device's clock; empty where not taken
     limit: bool = False
-    refused: str = ""
+    refused: str = ""  # why it could not be done here; then there are no seconds
 
 
 Prepare = Callable[[int, str], list[Action]]
@@ -132,15 +109,13 @@ def _settle(device: str) -> None:
 
 def slowest(ranks: Sequence[list[Timed]]) -> list[Timed]:
     """The same actions with the slowest rank's time of each round."""
+
+    def most(rounds: Iterable[list[float]]) -> list[float]:
+        return [max(round_) for round_ in zip(*rounds, strict=True)]
+
     return [
         replace(
-            first,
-            seconds=_most([one.seconds for one in (first, *others)]),
-            device_seconds=_most([one.device_seconds for one in (first, *others)]),
+            same[0], seconds=most(one.seconds for one in same), device_seconds=most(one.device_seconds for one in same)
         )
-        for first, *others in zip(*ranks, strict=True)
+        for same in zip(*ranks, strict=True)
     ]
-
-
-def _most(ranks: Sequence[list[float]]) -> list[float]:
-    return [max(round_) for round_ in zip(*ranks, strict=True)]

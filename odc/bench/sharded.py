@@ -49,49 +49,33 @@ def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
     return [Action("accumulate", lambda: adder.add(owner, unit, values), moved, against), *others]
 
 
-def accumulate_kernel(nbytes: int, device: str) -> list[Action]:
-    """`accumulate` by odc's Triton kernel."""
-    return accumulate(nbytes, device, kernels="triton")
-
-
-def publish(nbytes: int, device: str) -> list[Action]:
-    """Copies `nbytes` of this rank's shards to where peers can read them."""
-    return _publish("publish", nbytes, device, torch.float32)
-
-
 def publish_cast(nbytes: int, device: str) -> list[Action]:
     """Publishes shards in fp32 as `nbytes` of bf16."""
-    return _publish("publish, cast to bf16", nbytes, device, torch.bfloat16)
+    return publish(nbytes, device, torch.bfloat16)
 
 
-def publish_kernel(nbytes: int, device: str) -> list[Action]:
-    """`publish` by odc's Triton kernel."""
-    return _publish("publish", nbytes, device, torch.float32, kernels="triton")
-
-
-def _publish(name: str, nbytes: int, device: str, compute: torch.dtype, **settings: Any) -> list[Action]:
+def publish(nbytes: int, device: str, compute: torch.dtype = torch.float32, **settings: Any) -> list[Action]:
+    """Copies `nbytes` of this rank's shards to where peers can read them."""
+    name = "publish" if compute is torch.float32 else "publish, cast to bf16"
     root = opened(nbytes * dist.get_world_size(), device, compute, **settings)
     moved = sum(unit.published_bytes for unit in root.layout.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = baselines.copy(moved, device, dtype=compute)
     mine, epoch = root.layout.mine, root.minibatch.epoch
     places = [[mine.published(unit, i, epoch) for i in range(len(unit.params))] for unit in root.layout.units]
+
+    @torch.no_grad()
+    def copies() -> None:
+        for place, shard in zip(places, shards, strict=True):
+            root.layout.mover.publish(place, shard)
+
     # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
     return [
         Action(name, lambda: root.member.shards.publish(shards, [False]), moved, (limit.name,)),
         # A publish ends with a wait for the device; its copies alone have a rate there.
-        Action(f"{name}, its copies", _copier(root, places, shards), moved, (limit.name,), queued=True),
+        Action(f"{name}, its copies", copies, moved, (limit.name,), queued=True),
         limit,
     ]
-
-
-def _copier(root: Root, places: list[list[torch.Tensor]], shards: list[list[torch.Tensor]]) -> Callable[[], object]:
-    def run() -> None:
-        with torch.no_grad():
-            for place, shard in zip(places, shards, strict=True):
-                root.layout.mover.publish(place, shard)
-
-    return run
 
 
 class PlainCopy:
@@ -119,11 +103,6 @@ class PlainCopy:
         """Frees the destinations."""
         for output in self._outputs:
             output.untyped_storage().resize_(0)
-
-
-def gather_kernel(nbytes: int, device: str) -> list[Action]:
-    """`gather` by odc's Triton kernel."""
-    return gather(nbytes, device, kernels="triton")
 
 
 def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
@@ -185,16 +164,15 @@ def push(nbytes: int, device: str) -> list[Action]:
 def minibatch(nbytes: int, device: str) -> list[Action]:
     """Begin and finish of a minibatch over a unit of `nbytes` with nothing to compute."""
     root = opened(nbytes, device)
-    with torch.no_grad():
-        root.minibatch.done()
-        root.minibatch.collect()
-    limit = baselines.copy(sum(unit.published_bytes for unit in root.layout.units), device)
-    other = baselines.barrier()
 
     def finish() -> None:
         root.minibatch.done()
         root.minibatch.collect()
 
+    with torch.no_grad():
+        finish()
+    limit = baselines.copy(sum(unit.published_bytes for unit in root.layout.units), device)
+    other = baselines.barrier()
     return [
         Action("begin (publishes)", root.minibatch.begin, limit.nbytes, (limit.name,)),
         Action("finish (nothing pushed)", finish, 0, (other.name,)),

@@ -1,8 +1,4 @@
-"""`odc bench`: every case at every size and number of ranks, one table, one file.
-
-It is part of the package so that whoever has odc installed can measure their machine. The repository's bench/ folder
-holds closer looks, made of the same parts.
-"""
+"""`odc bench`: every case at every size and number of ranks, one table, one file."""
 
 from __future__ import annotations
 
@@ -44,19 +40,16 @@ def fitting_ranks(device: str) -> list[int]:
 
 def parts_of(device: str) -> list[str]:
     """Names of what can be measured on `device` here."""
-    return [name for name, part in PARTS.items() if not _unfit(part, device)]
+    return [name for name in PARTS if not unfit(name, device)]
 
 
-def unfit(device: str) -> list[str]:
-    """The parts that cannot be measured on `device` here, and why."""
-    return [f"{name} {why}" for name, part in PARTS.items() if (why := _unfit(part, device))]
-
-
-def _unfit(part: Part, device: str) -> str:
-    """Why a part cannot be measured; empty where it can."""
+def unfit(name: str, device: str) -> str:
+    """Why a part cannot be measured on `device` here; empty where it can."""
+    part = PARTS[name]
     if part.on not in (None, device):
-        return "is measured on the CPU (--device cpu)" if part.on == "cpu" else "needs a CUDA device"
-    return "needs triton (pip install 'odc-fsdp[kernels]')" if part.compiled and not heaps.triton_is_here() else ""
+        return f"{name} is measured on the CPU (--device cpu)" if part.on == "cpu" else f"{name} needs a CUDA device"
+    missing = part.compiled and not heaps.triton_is_here()
+    return f"{name} needs triton (pip install 'odc-fsdp[kernels]')" if missing else ""
 
 
 def run(
@@ -69,21 +62,15 @@ def run(
 ) -> dict[str, Any]:
     """Measures and returns what is saved as JSON. A case that fails is named under "failed", and the others go on.
 
-    Args:
-        parts: names of `PARTS`.
-        worlds: numbers of ranks; this process is rank 0 of each, on CUDA a fresh one (so `say` must pickle).
-        sizes: in bytes.
-        device: "cpu" or "cuda".
-        effort: how many rounds.
-        say: called with lines of progress.
+    `worlds` are numbers of ranks, `sizes` bytes. This process is rank 0, on CUDA a fresh one for each world. `say` gets
+    lines of progress and must pickle.
     """
-    begun, found = begin(), _Found()
-    chosen = list(parts)
+    begun, found, chosen = begin(), _Found(), list(parts)
     for name in chosen:
         if name not in PARTS:
             raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
-        if why := _unfit(PARTS[name], device):
-            raise ConfigError(f"only: {name} {why}")
+        if why := unfit(name, device):
+            raise ConfigError(f"only: {why}")
     if "planners" in chosen:
         found.rows += _planned(effort, say)
     for world in worlds:
@@ -144,9 +131,8 @@ def _case(
     found.left_out += [
         f"{each.name}, {pool.world} ranks, {text_of(size)}: {each.refused}" for each in timed if each.refused
     ]
-    rows = _rows(name, timed, pool.world, None if name in _SIZELESS else size, device)
-    found.rows += rows
-    for row in rows:
+    for row in _rows(name, timed, pool.world, None if name in _SIZELESS else size, device):
+        found.rows.append(row)
         say(brief(row))
 
 

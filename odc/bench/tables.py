@@ -1,8 +1,7 @@
 """The tables of `odc bench`: of one run, and of two saved runs beside each other.
 
-Where the device's own time was taken, bytes a second and ratios are of that; the time that a caller would wait stands
-beside it. Two runs are compared by each row's ratio to its baseline of the same run, besides the plain times: what
-slowed the machine down slowed both halves of the ratio.
+Where the device's own time was taken, bytes a second and ratios are of that. Two runs are compared by each row's ratio
+to its baseline of the same run, besides the plain times: what slowed the machine down slowed both halves of the ratio.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def text_of(nbytes: int) -> str:
 def line_of(row: Row) -> Row:
     """A row as it is shown: "of limit" and "times as fast as" divide the limit and each baseline by its own time."""
     waited, own = row["seconds"]["median"], (row["device_seconds"] or {}).get("median")
-    faster = {name: _ratio(row, name) for name in row["rivals"]}
+    faster = {name: _ratio(row, name, "device_" if name in row["device_rivals"] else "") for name in row["rivals"]}
     limit = faster.pop(row["limit"], None)
     line = {
         "what": row["what"],
@@ -53,11 +52,9 @@ def brief(row: Row) -> str:
     return f"  {line['what']}: {cell(line['ms'])} ms{own}" + (f", {line['of limit']}" if line["of limit"] else "")
 
 
-def _ratio(row: Row, baseline: str) -> float:
-    """How many times as fast as `baseline`: on the device, where both were timed there."""
-    if baseline in row["device_rivals"]:
-        return float(row["device_rivals"][baseline]["median"] / row["device_seconds"]["median"])
-    return float(row["rivals"][baseline]["median"] / row["seconds"]["median"])
+def _ratio(row: Row, baseline: str, clock: str) -> float:
+    """How many times as fast as `baseline`, by the device's clock ("device_") or this process's ("")."""
+    return float(row[f"{clock}rivals"][baseline]["median"] / row[f"{clock}seconds"]["median"])
 
 
 def show(result: dict[str, Any]) -> str:
@@ -89,11 +86,10 @@ def crossovers(rows: list[Row]) -> str:
         first = next((i for i in range(len(sizes)) if all(wins[i:])), None)
         said = f"from {text_of(sizes[first])} on" if first is not None else f"never, up to {text_of(sizes[-1])}"
         lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {said}.")
-    if lines:
-        lines.append(
-            f"odc takes it from {text_of(by_cuda.COPY_ENGINE_BYTES)} on (odc.runtime.movers.cuda.COPY_ENGINE_BYTES, "
-            "see docs/gpu.md)."
-        )
+    least = text_of(by_cuda.COPY_ENGINE_BYTES)
+    lines += (
+        [f"odc takes it from {least} on (odc.runtime.movers.cuda.COPY_ENGINE_BYTES, see docs/gpu.md)."] if lines else []
+    )
     return "\n".join(lines)
 
 
@@ -108,11 +104,7 @@ def to_stderr(text: str) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A saved run.
-
-    Raises:
-        ConfigError: the file cannot be read or is no run of `odc bench`.
-    """
+    """A saved run; raises `ConfigError` when the file cannot be read or is no run of `odc bench`."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -143,10 +135,9 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _compared(a: Row, b: Row) -> dict[str, Any]:
-    # The device's own times, where both runs took them.
     clock = "device_" if a.get("device_seconds") and b.get("device_seconds") else ""
     mine, theirs = a[f"{clock}seconds"], b[f"{clock}seconds"]
-    # The first that both have: the limit, where there is one.
+    # The first that both have is the limit, where there is one.
     baseline = next((name for name in a[f"{clock}rivals"] if name in b[f"{clock}rivals"]), None)
     return {
         "what": a["what"],
@@ -155,20 +146,10 @@ def _compared(a: Row, b: Row) -> dict[str, Any]:
         "a ms": mine["median"] * 1e3,
         "b ms": theirs["median"] * 1e3,
         "b/a": theirs["median"] / mine["median"],
-        "beyond noise": _apart(mine, theirs),
+        "beyond noise": "slower" if theirs["min"] > mine["max"] else "faster" if theirs["max"] < mine["min"] else "no",
         "baseline": baseline or "",
-        "b/a against baseline": _relative(b, baseline, clock) / _relative(a, baseline, clock) if baseline else "",
+        "b/a against baseline": _ratio(a, baseline, clock) / _ratio(b, baseline, clock) if baseline else "",
     }
-
-
-def _relative(row: Row, baseline: str, clock: str) -> float:
-    return float(row[f"{clock}seconds"]["median"] / row[f"{clock}rivals"][baseline]["median"])
-
-
-def _apart(a: dict[str, float], b: dict[str, float]) -> str:
-    if b["min"] > a["max"]:
-        return "slower"
-    return "faster" if b["max"] < a["min"] else "no"
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

@@ -5,15 +5,18 @@ A unit has the parameters of a transformer block (seven matrices, two vectors): 
 
 from __future__ import annotations
 
-from typing import Literal
+import gc
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
 
 from odc.bench.ranks import held, let_go
+from odc.fsdp import fully_shard, live_roots
 from odc.settings import Settings
 
 MIB = 1 << 20
@@ -39,59 +42,37 @@ class BenchUnit(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Touches every parameter, whose gradients are then ones."""
-        total = x
-        for weight in self.weights:
-            total = total + weight.sum()
-        return total
-
-
-def policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Compute in `compute` (None: as stored), reduce in fp32."""
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        return sum((weight.sum() for weight in self.weights), x)
 
 
 def sharded_by(
     arm: Literal["odc", "fsdp2"],
     nbytes: int,
     compute: torch.dtype,
-    shape: Shape,
-    settings: Settings | None,
-    device: str,
+    shape: Shape = "block",
+    settings: Settings | None = None,
+    device: str = "cpu",
 ) -> nn.Module:
     """A unit of `nbytes` bytes in `compute`, stored in fp32 and sharded over all ranks. Called on every rank."""
     torch.manual_seed(0)
     module = BenchUnit(nbytes * 4 // compute.itemsize, torch.float32, shape, device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     if arm == "odc":
-        from odc.fsdp import fully_shard
-
-        fully_shard(module, mesh=mesh, mp_policy=policy(compute), settings=settings)
+        fully_shard(module, mesh=mesh, mp_policy=policy, settings=settings)
     else:
-        from torch.distributed.fsdp import fully_shard as collective
-
-        collective(module, mesh=mesh, mp_policy=policy(compute))
+        fsdp2(module, mesh=mesh, mp_policy=policy)
     return module
 
 
-def build(
-    arm: Literal["odc", "fsdp2"],
-    nbytes: int,
-    compute: torch.dtype,
-    shape: Shape = "block",
-    settings: Settings | None = None,
-    device: str = "cpu",
-) -> None:
+def build(*args: Any, **options: Any) -> None:
     """Replaces what is held by a unit of `sharded_by`, as `held.module`. Called on every rank."""
     drop()
-    held.module = sharded_by(arm, nbytes, compute, shape, settings, device)
+    held.module = sharded_by(*args, **options)
 
 
 def drop() -> None:
     """Shuts down the roots that are held. Called on every rank."""
-    import gc
-
-    from odc.fsdp import live_roots
-
     for left in [root.shut_down() for root in live_roots()]:
         left()
     let_go()

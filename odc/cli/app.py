@@ -1,7 +1,4 @@
-"""The commands, and how their errors are shown.
-
-Command files import torch only inside their functions, so that `--help` and bad options are answered at once.
-"""
+"""The commands, and how their errors are shown. Command files import torch only inside their functions."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ import typer
 from odc.cli.bench import bench
 from odc.cli.compare import compare
 from odc.cli.doctor import doctor
-from odc.cli.grpo import grpo
-from odc.cli.options import Commands
+from odc.cli.options import Command, Commands
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.status import status
-from odc.cli.train import train
+from odc.cli.train import grpo, train
 from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
 
@@ -31,15 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(train_mm)
-app.command()(compare)
-app.command()(grpo)
-app.command()(plan)
-app.command()(simulate)
-app.command()(bench)
-app.command()(doctor)
-app.command()(status)
+_COMMANDS: tuple[Command, ...] = (train, train_mm, compare, grpo, plan, simulate, bench, doctor, status)
+for _command in _COMMANDS:
+    app.command()(_command)
 
 
 @app.callback()

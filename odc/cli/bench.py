@@ -46,7 +46,7 @@ def bench(
     wanted = [_bytes(word) for word in sizes.split(",")]
     result = suite.run(parts, worlds, wanted, on, QUICK if quick else THOROUGH, tables.to_stderr)
     if on == "cuda" and not only:
-        result["left_out"] += suite.unfit(on)
+        result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
     print(tables.show(result))
     _write(json, jsonlib.dumps(result, indent=1) + "\n")
     print(f"\nfigures  {json}")

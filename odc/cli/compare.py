@@ -28,6 +28,8 @@ _DEMO: dict[str, Any] = {
     "warmup": 2,
 }
 Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
+Output = Annotated[str | None, Option(help="Folder for figures, pictures and traces. (default: runs/COMMAND-DATE)")]
+Figures = Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/COMMAND.json)")]
 Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
 
 
@@ -42,10 +44,8 @@ def compare(
     arms: Annotated[str, Option(help=f"Which of {', '.join(ARM_NAMES)}, with commas.")] = ",".join(DEFAULT_ARMS),
     repeats: Repeats = 1,
     skip: Skip = 1,
-    output: Annotated[
-        str | None, Option(help="Folder for figures, pictures and traces. (default: runs/compare-DATE)")
-    ] = None,
-    json: Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/compare.json)")] = None,
+    output: Output = None,
+    json: Figures = None,
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
     say = progress("compare")

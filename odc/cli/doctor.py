@@ -38,19 +38,15 @@ def doctor(
 
 def _print(findings: Any, missing: Any, uses: list[str], well: str) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     made = Table("", "state", "found", title="odc doctor")
     for finding in findings:
         bad = finding.state != well
         style = ("red" if finding in missing else "yellow") if bad else "green"
-        text = _plain(finding.found) + (f"\n[bold]->[/bold] {_plain(finding.do)}" if bad else "")
+        text = escape(finding.found) + (f"\n[bold]->[/bold] {escape(finding.do)}" if bad else "")
         made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
     Console().print(made)
     wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
     print(f"odc {'cannot run here' if missing else 'can run here'}{wanted}")
-
-
-def _plain(text: str) -> str:
-    """Text in which brackets mean nothing to rich."""
-    return text.replace("[", "\\[")

@@ -16,9 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        print(
-            f"odc: {error.name} is not installed; the command line needs: pip install 'odc-fsdp[cli]'", file=sys.stderr
-        )
+        said = f"odc: {error.name} is not installed; the command line needs: pip install 'odc-fsdp[cli]'"
+        print(said, file=sys.stderr)
         raise SystemExit(2) from None
     from odc.cli.app import run
 

@@ -37,13 +37,11 @@ def options_from(
     """
 
     def decorate(command: Command) -> Command:
-        def with_options() -> Command:
-            return _with_options(command, configs, without, optional, helps or {})
-
         stub = functools.wraps(command)(lambda: None)
         stub.__signature__ = Signature()  # type: ignore[attr-defined]
         stub.__annotations__ = {}
-        setattr(stub, _DELAYED, with_options)
+        delayed = functools.partial(_with_options, command, configs, without, optional, helps or {})
+        setattr(stub, _DELAYED, delayed)
         return stub
 
     return decorate
@@ -100,8 +98,7 @@ def _with_options(
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+    return getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
 
 
 def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:

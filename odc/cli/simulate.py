@@ -14,7 +14,7 @@ from typer import Argument, Option
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 
-_OUTPUT = "Output"
+_OUTPUT: dict[str, Any] = {"rich_help_panel": "Output"}
 
 
 @options_from("odc.simulate.scenario:Scenario")
@@ -26,19 +26,14 @@ def simulate(
     ] = None,
     sweeps: Annotated[
         str | None,
-        Option(
-            "--sweep",
-            help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.",
-            rich_help_panel=_OUTPUT,
-        ),
+        Option("--sweep", help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.", **_OUTPUT),
     ] = None,
     picture: Annotated[
-        str | None, Option(help="Where the sweeps are drawn. (default: simulated.png)", rich_help_panel=_OUTPUT)
+        str | None, Option(help="Where the sweeps are drawn. (default: simulated.png)", **_OUTPUT)
     ] = None,
-    json: Annotated[str | None, Option(help="Where figures are written.", rich_help_panel=_OUTPUT)] = None,
+    json: Annotated[str | None, Option(help="Where figures are written.", **_OUTPUT)] = None,
     reproduce: Annotated[
-        str | None,
-        Option(help="Write published ratios beside simulated ones there, as a page.", rich_help_panel=_OUTPUT),
+        str | None, Option(help="Write published ratios beside simulated ones there, as a page.", **_OUTPUT)
     ] = None,
 ) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""

@@ -47,12 +47,7 @@ def table(answers: list[RankStatus]) -> Any:
 def _row(answer: RankStatus, root: dict[str, Any]) -> list[str]:
     waits = "-" if root["waits_for"] is None else f"rank {root['waits_for']} (epoch {root['waits_in_epoch']})"
     return [
-        str(answer.rank),
-        str(answer.pid),
-        str(root["root"]),
-        str(root["epoch"]),
-        str(root["state"]),
-        str(root["microbatch"]),
+        *map(str, (answer.rank, answer.pid, root["root"], root["epoch"], root["state"], root["microbatch"])),
         _claimed(root.get("queue")),
         f"{root['fetched_bytes'] / _MIB:.1f}",
         f"{root['pushed_bytes'] / _MIB:.1f}",

@@ -1,4 +1,4 @@
-"""`odc train`: one job of supervised fine-tuning."""
+"""`odc train` and `odc grpo`: one job of supervised fine-tuning, and one of reinforcement learning on the toy task."""
 
 from __future__ import annotations
 
@@ -17,30 +17,44 @@ def train(given: dict[str, Any]) -> None:
 
     Starts its own ranks on this machine. Under torchrun it runs as one rank, and torchrun says how many there are.
     """
-    world = world_of_torchrun()
-    if world is not None:
-        from odc.experiments.job import run_rank
-        from odc.experiments.text.workload import TextWorkload
-
-        run_under_torchrun(run_rank, TextWorkload(JobConfig(**(given | {"ranks": world}))))
-        return
-    config = JobConfig(**given)
-    print(f"odc train: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
-    from odc.experiments.job import run
+    config = _configured("train", JobConfig, given)
+    from odc.experiments.job import run, run_rank
     from odc.experiments.text.workload import TextWorkload
 
-    print(run(TextWorkload(config))[0].summary())
+    _carry_out(run, run_rank, TextWorkload(config))
 
 
-def world_of_torchrun() -> int | None:
-    """The number of ranks where this process is one of torchrun's; else None."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+@options_from("odc.experiments.grpo.config:GrpoConfig")
+def grpo(given: dict[str, Any]) -> None:
+    """Train a causal language model by GRPO; rollouts run in a process of their own and read the ranks' weights.
+
+    Starts its own ranks on this machine. Under torchrun it runs as one rank. For a task of your own see docs/rl.md.
+    """
+    from odc.experiments.grpo import GrpoConfig, run, run_rank
+
+    _carry_out(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
 
 
-def run_under_torchrun(run_rank: Callable[[Any], Any], config: Any) -> None:
-    """Runs this process's rank, records its error for torchrun, and prints a summary on rank 0."""
+def _under_torchrun() -> bool:
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """The configuration, with torchrun's number of ranks where it started this process; else says what starts."""
+    if _under_torchrun():
+        return kind(**(given | {"ranks": int(os.environ["WORLD_SIZE"])}))
+    config = kind(**given)
+    print(f"odc {command}: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
+    return config
+
+
+def _carry_out(run: Callable[[Any], Any], run_rank: Callable[[Any], Any], job: Any) -> None:
+    """Runs all ranks of a job, or under torchrun this one, whose error torchrun is told; prints a summary once."""
+    if not _under_torchrun():
+        print(run(job)[0].summary())
+        return
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    result = record(run_rank)(config)
+    result = record(run_rank)(job)
     if os.environ["RANK"] == "0" and result is not None:
         print(result.summary())

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from odc.cli.compare import Repeats, Skip, carry_out, progress
+from odc.cli.compare import Figures, Output, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
+_ARMS = (
+    "TRANSPORT/BALANCE, with commas: fsdp2, odc; none, llm-only, all-pad, all-rmpad, all-gather, full. (default: all)"
+)
 _TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
 
 
@@ -32,20 +35,12 @@ def train_mm(
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
-    arms: Annotated[
-        str | None,
-        Option(
-            help="TRANSPORT/BALANCE with commas: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full. "
-            "(default: all)"
-        ),
-    ] = None,
+    arms: Annotated[str | None, Option(help=_ARMS)] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
-    output: Annotated[
-        str | None, Option(help="Folder for figures, pictures and traces. (default: runs/train-mm-DATE)")
-    ] = None,
-    json: Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/train-mm.json)")] = None,
+    output: Output = None,
+    json: Figures = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model under every balance and transport; print a table."""
     fields = {"model": model, **(_DEMO if demo else {}), **given}
@@ -58,6 +53,7 @@ def train_mm(
     from odc.experiments.config import JobConfig
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
+    from odc.experiments.multimodal.figures import table
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
     if "data" not in fields:
@@ -66,6 +62,4 @@ def train_mm(
     job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
     chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
     config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen)
-    from odc.experiments.multimodal.figures import table
-
     carry_out(config, Path(json or Path(folder) / "train-mm.json"), say, lambda figures, _: [table(figures)])

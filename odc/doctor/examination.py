@@ -1,7 +1,4 @@
-"""All probes, each in a process of its own with a deadline.
-
-A driver that hangs, a library that aborts and a plugin that loops are each one line of the report and never its end.
-"""
+"""All probes, each in a separate process with a deadline: one that hangs or aborts is a line of the report."""
 
 from __future__ import annotations
 
@@ -43,21 +40,13 @@ _WITH = {"nvshmem": ("cuda",)}  # what a use needs besides: a library that loads
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to look at.
+    """Something to look at."""
 
-    Args:
-        what: its name, if it says nothing itself.
-        function: "module:function"; takes nothing, returns findings.
-        use: what needs it.
-        deadline_s: seconds after which it counts as hanging.
-        hangs: what to do then.
-    """
-
-    what: str
-    function: str
-    use: str = "run"
-    deadline_s: float = 120.0
-    hangs: str = "look at this process with py-spy or gdb; report it"
+    what: str  # its name, if it says nothing itself
+    function: str  # "module:function"; takes nothing, returns findings
+    use: str = "run"  # what needs it
+    deadline_s: float = 120.0  # after which it counts as hanging
+    hangs: str = "look at this process with py-spy or gdb; report it"  # what to do then
 
 
 PROBES: tuple[Probe, ...] = (
@@ -99,13 +88,7 @@ def _run(probe: Probe) -> list[Finding]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=probe.deadline_s,
-            check=False,
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=probe.deadline_s
         )
     except subprocess.TimeoutExpired:
         return [broken(probe.what, f"no answer in {time.monotonic() - begin:.0f} s", probe.hangs, probe.use)]

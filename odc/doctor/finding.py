@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 
 
 class State(StrEnum):
@@ -17,18 +18,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
-
-    Args:
-        use: what needs it: "run" (odc at all), or one of the other `USES`.
-        do: what to install or change; empty where all is well.
-    """
+    """One thing looked at."""
 
     what: str
     state: State
     found: str
-    use: str = "run"
-    do: str = ""
+    use: str = "run"  # what needs it: "run" (odc at all), or one of the other `USES`
+    do: str = ""  # what to install or change; empty where all is well
 
 
 def ok(what: str, found: str, use: str = "run") -> Finding:
@@ -46,14 +42,15 @@ def broken(what: str, found: str, do: str, use: str = "run") -> Finding:
     return Finding(what, State.BROKEN, found, use, do)
 
 
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def version_tuple(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
-    numbers: list[int] = []
-    for word in text.split("."):
-        digits = re.match(r"\d+", word)
-        if digits is None:
-            break
-        numbers.append(int(digits[0]))
-        if digits[0] != word:
-            break
-    return tuple(numbers)
+    leading = re.match(r"(?:\d+\.)*\d+", text)
+    return tuple(int(number) for number in leading[0].split(".")) if leading else ()

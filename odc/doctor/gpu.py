@@ -1,7 +1,4 @@
-"""Probes of the GPU side, each layer alone from the driver up: driver, torch, Triton, symmetric memory, NVSHMEM.
-
-"CUDA is not available" has five causes with five cures, which torch tells apart badly.
-"""
+"""Probes of the GPU side, each layer alone from the driver up: driver, torch, Triton, symmetric memory, NVSHMEM."""
 
 from __future__ import annotations
 
@@ -9,9 +6,8 @@ import ctypes
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from odc.doctor.finding import Finding, absent, broken, ok, version_tuple
+from odc.doctor.finding import Finding, absent, broken, ok, version_of, version_tuple
 
 _WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 _BITCODE = "libnvshmem_device.bc"
@@ -30,9 +26,8 @@ def driver(library: str = "libcuda.so.1") -> list[Finding]:
         text = ctypes.c_char_p()
         cuda.cuGetErrorName(code, ctypes.byref(text))
         name = (text.value or str(code).encode()).decode()
-        return [
-            broken("driver", f"cuInit fails: {name}", _DRIVER_CURES.get(name, "see `nvidia-smi` and dmesg"), "cuda")
-        ]
+        do = _DRIVER_CURES.get(name, "see `nvidia-smi` and dmesg")
+        return [broken("driver", f"cuInit fails: {name}", do, "cuda")]
     number, count = ctypes.c_int(), ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(number))
     cuda.cuDeviceGetCount(ctypes.byref(count))
@@ -90,7 +85,7 @@ def _symmetric() -> Finding:
 
 def triton() -> list[Finding]:
     """Whether Triton is installed, new enough, and the version that torch asks for."""
-    version = _version("triton")
+    version = version_of("triton")
     if version is None:
         do = "for odc's own kernels: pip install triton (the version that torch pins)"
         return [absent("Triton", "not installed", do, "kernels")]
@@ -108,11 +103,11 @@ def nvshmem() -> list[Finding]:
     """NVSHMEM's host library, device bitcode and Python API, and whether their versions fit torch and each other."""
     import torch
 
-    found = [(name, version) for name in _WHEELS if (version := _version(name)) is not None]
+    found = [(name, version) for name in _WHEELS if (version := version_of(name)) is not None]
     cuda = (torch.version.cuda or "").split(".")[0]
     if not found:
-        wheels = f"'nvidia-nvshmem-cu{cuda or 13}<3.8' nvshmem4py-cu{cuda or 13}"
-        do = f"for ranks beyond one host's NVLink: pip install {wheels}"
+        cuda = cuda or "13"
+        do = f"for ranks beyond one host's NVLink: pip install 'nvidia-nvshmem-cu{cuda}<3.8' nvshmem4py-cu{cuda}"
         return [absent("NVSHMEM", "not installed", do, "nvshmem")]
     fitting = [pair for pair in found if not cuda or pair[0].endswith(f"cu{cuda}")]
     if not fitting:
@@ -150,7 +145,7 @@ def _bitcode(name: str, version: str) -> Finding:
 
 def _python_api(name: str) -> Finding:
     package = name.replace("nvidia-nvshmem", "nvshmem4py")
-    version = _version(package)
+    version = version_of(package)
     if version is None:
         return absent("nvshmem4py", "not installed", f"pip install {package}", "nvshmem")
     try:
@@ -161,26 +156,12 @@ def _python_api(name: str) -> Finding:
     return ok("nvshmem4py", version, "nvshmem")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _pinned(package: str, needed: str) -> str | None:
     """The exact version of `needed` that `package` asks for."""
-    for requirement in metadata.requires(package) or ():
-        match = re.match(rf"{re.escape(needed)}\s*==\s*([\w.]+)", requirement)
-        if match:
-            return match[1]
-    return None
+    pattern = rf"{re.escape(needed)}\s*==\s*([\w.]+)"
+    return next((match[1] for one in metadata.requires(package) or () if (match := re.match(pattern, one))), None)
 
 
 def _file(package: str, pattern: str) -> Path | None:
-    files: list[Any] = metadata.files(package) or []
-    for file in files:
-        if re.search(pattern, file.name):
-            path = Path(str(file.locate()))
-            return path if path.exists() else None
-    return None
+    paths = (Path(str(file.locate())) for file in metadata.files(package) or () if re.search(pattern, file.name))
+    return next((path for path in paths if path.exists()), None)

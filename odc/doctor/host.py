@@ -1,7 +1,6 @@
 """Probes of the host and its network: what every rank needs to share memory with its peers, and what joins hosts.
 
-They do in small what the runtime does, since containers take system calls away whatever the kernel's version says; the
-network is read from /sys, because most containers lack `ibv_devinfo` and `ip`.
+They do in small what the runtime does, since containers take system calls away whatever the kernel's version says.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import ctypes
 import mmap
 import os
 import socket
-from importlib import metadata
 from pathlib import Path
 
-from odc.doctor.finding import Finding, absent, broken, ok
+from odc.doctor.finding import Finding, absent, broken, ok, version_of
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import (
     MUTEX_BYTES,
@@ -148,9 +146,8 @@ def peers() -> list[Finding]:
         return [broken("peers", f"a unix socket does not work: {error}", _SOCKETS)]
     finally:
         stop_daemon()
-    return [
-        ok("peers", f"listeners open, descriptors pass, deaths are seen ({'pidfd' if watched else 'polled in /proc'})")
-    ]
+    how = "pidfd" if watched else "polled in /proc"
+    return [ok("peers", f"listeners open, descriptors pass, deaths are seen ({how})")]
 
 
 def _pass_a_descriptor() -> None:
@@ -169,36 +166,24 @@ _SOCKETS = "allow abstract unix sockets with SCM_RIGHTS; ranks in several contai
 
 def network(sys: Path = Path("/sys/class")) -> list[Finding]:
     """Interfaces that are up, RDMA devices, and the library that uses them; one host needs none of them."""
-    up = [nic for nic in sorted(_names(sys / "net")) if nic != "lo" and _read(sys / "net" / nic / "operstate") == "up"]
+    up = [nic for nic in _names(sys / "net") if nic != "lo" and _read(sys / "net" / nic / "operstate") == "up"]
     said = ", ".join(f"{nic} ({_speed(sys / 'net' / nic)})" for nic in up)
-    found = [
-        ok("network", said, "network")
-        if up
-        else absent("network", "no interface but loopback is up", "nothing on one host; else bring one up", "network")
-    ]
-    rdma = sorted(_names(sys / "infiniband"))
-    if rdma:
-        ports = [
-            f"{name} ({_read(sys / 'infiniband' / name / 'ports' / '1' / 'rate') or 'rate unknown'})" for name in rdma
-        ]
-        found.append(ok("RDMA", ", ".join(ports), "network"))
-    else:
-        do = (
-            "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container"
-        )
-        found.append(absent("RDMA", "no InfiniBand or RoCE device", do, "rdma"))
-    return [*found, _nixl()]
+    do = "nothing on one host; else bring one up"
+    nics = ok("network", said, "network") if up else absent("network", "no interface but loopback is up", do, "network")
+    adapters = sys / "infiniband"
+    rates = {name: _read(adapters / name / "ports" / "1" / "rate") or "rate unknown" for name in _names(adapters)}
+    if rates:
+        return [nics, ok("RDMA", ", ".join(f"{name} ({rate})" for name, rate in rates.items()), "network"), _nixl()]
+    do = "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container"
+    return [nics, absent("RDMA", "no InfiniBand or RoCE device", do, "rdma"), _nixl()]
 
 
 def _nixl() -> Finding:
     for package in _NIXL:
-        try:
-            return ok("NIXL", f"{package} {metadata.version(package)}", "network")
-        except metadata.PackageNotFoundError:
-            continue
-    return absent(
-        "NIXL", "not installed", "for ranks on several hosts: pip install nixl-cu13 (works without CUDA)", "network"
-    )
+        if version := version_of(package):
+            return ok("NIXL", f"{package} {version}", "network")
+    do = "for ranks on several hosts: pip install nixl-cu13 (works without CUDA)"
+    return absent("NIXL", "not installed", do, "network")
 
 
 def _speed(nic: Path) -> str:
@@ -207,10 +192,7 @@ def _speed(nic: Path) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except OSError:
-        return []
+    return sorted(path.name for path in folder.glob("*"))
 
 
 def _read(path: Path) -> str:

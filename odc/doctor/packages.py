@@ -6,7 +6,7 @@ import platform
 import re
 from importlib import metadata
 
-from odc.doctor.finding import Finding, absent, broken, ok, version_tuple
+from odc.doctor.finding import Finding, absent, broken, ok, version_of, version_tuple
 
 _DISTRIBUTION = "odc-fsdp"
 _GROUP = "verl.plugins"
@@ -92,9 +92,8 @@ def _extra(name: str, wanted: list[tuple[str, str]]) -> Finding:
 
 def _lacks(package: str, condition: str) -> str:
     """What is wrong with a package, or nothing; only lower bounds are checked."""
-    try:
-        have = metadata.version(package)
-    except metadata.PackageNotFoundError:
+    have = version_of(package)
+    if have is None:
         return f"{package} is not installed"
     least = re.search(r">=\s*([\w.]+)", condition)
     if least and version_tuple(have) < version_tuple(least[1]):
@@ -105,9 +104,8 @@ def _lacks(package: str, condition: str) -> str:
 def verl_plugin() -> list[Finding]:
     """Whether verl would find odc's plugin and load it; verl itself goes on without one that fails."""
     ours = [entry for entry in metadata.entry_points(group=_GROUP) if entry.value.split(".")[0] == "odc"]
-    try:
-        verl = metadata.version("verl")
-    except metadata.PackageNotFoundError:
+    verl = version_of("verl")
+    if verl is None:
         return [absent("verl plugin", "verl is not installed", "for reinforcement learning: pip install verl", "verl")]
     if not ours:
         do = f"pip install --upgrade {_DISTRIBUTION} (an entry point of group {_GROUP} comes with it)"

@@ -32,8 +32,7 @@ PATIENCE_S = 600.0
 _OUTPUT_SHOWN = 6000  # last characters of a rank's output shown in a failure
 _PROGRAM = """
 import json, sys
-control, parent, path, preloaded = json.loads(sys.argv[1])
-sys.path[:] = path
+control, parent, sys.path[:], preloaded = json.loads(sys.argv[1])
 from odc.ranks.worker import main
 main(control, parent, preloaded)
 """
@@ -56,29 +55,19 @@ def host_store() -> Any:
 
 @dataclass
 class RankOutcome:
-    """How one rank ended, or how its last task did.
-
-    Attributes:
-        exit_code: of the process; negative a signal's number; None while it lives.
-        value: what the function returned.
-        error, message, trace, at: of the exception: the name of its type, its text and traceback, and
-            `time.monotonic()` when it had left the function, which is comparable between processes.
-        told: what the rank passed to `odc.ranks.worker.tell`.
-        output: its standard output and error, where they were kept.
-        answered: whether the function has returned or raised.
-    """
+    """How one rank ended, or how its last task did."""
 
     rank: int
     pid: int
-    exit_code: int | None = None
-    value: Any = None
-    error: str | None = None
+    exit_code: int | None = None  # negative a signal's number; None while the process lives
+    value: Any = None  # what the function returned
+    error: str | None = None  # name of the exception's type
     message: str = ""
     trace: str = ""
-    at: float = 0.0
-    told: list[Any] = field(default_factory=list)
-    output: str = ""
-    answered: bool = False
+    at: float = 0.0  # `time.monotonic()` when the exception had left the function, comparable between processes
+    told: list[Any] = field(default_factory=list)  # what the rank passed to `odc.ranks.worker.tell`
+    output: str = ""  # standard output and error, where they were kept
+    answered: bool = False  # the function has returned or raised
 
     @property
     def failed(self) -> bool:
@@ -97,10 +86,9 @@ class RankOutcome:
             self.error, self.message, self.trace, self.at = value
 
     def describe(self) -> str:
-        """For a failure's message."""
+        """For a failure's message, without the traceback that torch prints once more."""
         end = "still runs" if self.exit_code is None else f"exit code {self.exit_code}"
         what = self.trace or ("returned" if self.answered else "no answer")
-        # What it printed, without the traceback that torch prints once more.
         lines = [line for line in self.output.splitlines() if not line.startswith(f"[rank{self.rank}]:")]
         return f"--- rank {self.rank} (pid {self.pid}, {end}): {what}\n" + "\n".join(lines)[-_OUTPUT_SHOWN:]
 
@@ -108,9 +96,8 @@ class RankOutcome:
 class ForkServer:
     """The process that forks ranks, and the store at which they meet.
 
-    Args:
-        environment: variables of that process and its ranks, besides this process's own.
-        preloaded: modules that it imports while the caller goes on.
+    That process and its ranks have the variables of `environment` besides this process's own. It imports the modules
+    in `preloaded` while the caller goes on.
     """
 
     def __init__(self, environment: Environment, preloaded: Iterable[str]) -> None:
@@ -146,7 +133,7 @@ class ForkServer:
         return pid, channel
 
     def new_group(self, world: int, device: str, timeout_s: float) -> Group:
-        """A process group of its own for `world` ranks; this process hosts the store."""
+        """A new process group for `world` ranks; this process hosts the store."""
         if self._store is None:
             self._store = host_store()
         self._groups += 1
@@ -215,12 +202,8 @@ def _main_module() -> dict[str, Any]:
 class RankProcesses:
     """Processes of some ranks. Every wait has a timeout.
 
-    Args:
-        server: forks them.
-        ranks: their numbers.
-        environment: variables to set in each, by rank.
-        outputs: a descriptor for each rank's standard output and error; None writes to this process's own.
-        group, once, whole_end, quiet: as in `Hello`.
+    `environment` gives the variables to set in a rank. `outputs` are descriptors for each rank's standard output and
+    error; None writes to this process's own. `group`, `once`, `whole_end` and `quiet` are as in `Hello`.
     """
 
     def __init__(
@@ -261,10 +244,10 @@ class RankProcesses:
     def receive(self, timeout: float) -> None:
         """Takes in what ranks send, and exits, until something came or `timeout` is over."""
         open_channels = {channel: i for i, channel in enumerate(self._channels) if not channel.closed}
-        for ready in wait([*open_channels, self._server.control], timeout):
-            if ready is self._server.control:
+        ready: list[Any] = wait([*open_channels, self._server.control], timeout)
+        for channel in ready:
+            if channel is self._server.control:
                 continue
-            channel: Any = ready
             try:
                 self.outcomes[open_channels[channel]].note(*pickle.loads(channel.recv_bytes()))
             except (EOFError, OSError):

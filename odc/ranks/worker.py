@@ -1,10 +1,8 @@
 """The processes behind `odc.ranks.processes`: a fork server that imports modules once, and the ranks it forks.
 
 Importing torch costs seconds and a fork milliseconds. The server starts no thread, so that a fork loses none. It ends
-with the process that started it, and its ranks end with it, by the kernel's parent-death signal.
-
-A rank ends as the interpreter does, with threads joined and atexit handlers run, but without taking torch's modules
-apart, which costs 1.5 s of processor time. With `whole_end` it does that too.
+with the process that started it, and its ranks end with it, by the kernel's parent-death signal. A rank ends as the
+interpreter does, except for taking torch's modules apart, which costs 1.5 s of processor time.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -56,25 +55,15 @@ class Group(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first message to a rank.
-
-    Args:
-        rank: its number.
-        group: joined before the first task and left after the last one; None joins none.
-        environment: variables to set.
-        once: end after the first task, without leaving the group.
-        whole_end: end as the interpreter does, to the last module.
-        quiet: write no traceback of a task that raises; the answer has it.
-        main: what `multiprocessing` tells a spawned child of its parent's paths and main module.
-    """
+    """The first message to a rank."""
 
     rank: int
-    group: Group | None
-    environment: dict[str, str]
-    once: bool
-    whole_end: bool
-    quiet: bool
-    main: dict[str, Any]
+    group: Group | None  # joined before the first task and left after the last one
+    environment: dict[str, str]  # variables to set
+    once: bool  # end after the first task, without leaving the group
+    whole_end: bool  # end as the interpreter does, to the last module
+    quiet: bool  # write no traceback of a task that raises; the answer has it
+    main: dict[str, Any]  # what `multiprocessing` tells a spawned child of its parent's paths and main module
 
 
 def tell(value: Any) -> None:
@@ -150,7 +139,6 @@ def live(birth: Birth) -> None:
 
 
 def _work(channel: Connection, hello: Hello) -> None:
-    """Joins the group and runs tasks until one raises or there are no more."""
     try:
         os.environ.update(hello.environment)
         multiprocessing.spawn.prepare(hello.main)
@@ -199,7 +187,7 @@ def _import_file(module: str, file: str) -> None:
 
 
 def _end(code: int) -> None:
-    """Does what the interpreter does at its end that anyone outside can see."""
+    """Ends with everything that the interpreter does at its end and anyone outside can see."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -213,8 +201,6 @@ def join(rank: int, group: Group) -> None:
     On CUDA ranks take the devices in turn. Several share one where there are fewer, which NCCL refuses: then there is
     gloo alone.
     """
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
@@ -244,12 +230,9 @@ def leave() -> None:
 
 
 def main(control: int, parent: int, preloaded: Sequence[str]) -> None:
-    """Serves until nobody asks any more; in a forked rank, lives.
+    """Serves requests from the socket of descriptor `control` until nobody asks any more; in a forked rank, lives.
 
-    Args:
-        control: descriptor of the socket that requests come on.
-        parent: id of the process that started this one.
-        preloaded: modules to import first; those that are not installed are passed over.
+    Imports `preloaded` first, without those that are not installed. `parent` is the process that started this one.
     """
     die_with(parent)
     gc.disable()  # imports leave next to no garbage

@@ -20,7 +20,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def install(**versions: str) -> None:
         known = {name.replace("_", "-"): version for name, version in versions.items()}
-        monkeypatch.setattr(gpu, "_version", known.get)
+        monkeypatch.setattr(gpu, "version_of", known.get)
 
     return install
 
