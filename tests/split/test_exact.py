@@ -60,7 +60,11 @@ def test_four_ranks(ranks: Any, kind: str) -> None:
     print(*ranks(4).run(exact, uuid.uuid4().hex, kind, "float64", True, True)[0], sep="\n")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "mixtral"])
+# The same code in another dtype: fp64 shows every kind above.
+MORE = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen3", "mistral", "gpt2", "mixtral")]
+
+
+@pytest.mark.parametrize("kind", ["llama", *MORE])
 @pytest.mark.parametrize(("checkpoint", "keep"), [(True, True), (True, False)])
 def test_fp32(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
     print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float32", checkpoint, keep)[0], sep="\n")
