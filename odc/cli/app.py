@@ -10,6 +10,7 @@ import typer
 
 from odc.cli.bench import bench
 from odc.cli.compare import compare
+from odc.cli.compare_grpo import compare_grpo
 from odc.cli.doctor import doctor
 from odc.cli.options import Command, Commands
 from odc.cli.plan import plan
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_COMMANDS: tuple[Command, ...] = (train, train_mm, compare, grpo, plan, simulate, bench, doctor, status)
+_COMMANDS: tuple[Command, ...] = (train, train_mm, compare, grpo, compare_grpo, plan, simulate, bench, doctor, status)
 for _command in _COMMANDS:
     app.command()(_command)
 

@@ -21,7 +21,7 @@ def train(given: dict[str, Any]) -> None:
     from odc.experiments.job import run, run_rank
     from odc.experiments.text.workload import TextWorkload
 
-    _carry_out(run, run_rank, TextWorkload(config))
+    carry_out_job(run, run_rank, TextWorkload(config))
 
 
 @options_from("odc.experiments.grpo.config:GrpoConfig")
@@ -32,25 +32,26 @@ def grpo(given: dict[str, Any]) -> None:
     """
     from odc.experiments.grpo import GrpoConfig, run, run_rank
 
-    _carry_out(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
+    carry_out_job(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
 
 
-def _under_torchrun() -> bool:
+def under_torchrun() -> bool:
+    """Whether torchrun started this process as one rank."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The configuration, with torchrun's number of ranks where it started this process; else says what starts."""
-    if _under_torchrun():
+    if under_torchrun():
         return kind(**(given | {"ranks": int(os.environ["WORLD_SIZE"])}))
     config = kind(**given)
     print(f"odc {command}: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     return config
 
 
-def _carry_out(run: Callable[[Any], Any], run_rank: Callable[[Any], Any], job: Any) -> None:
+def carry_out_job(run: Callable[[Any], Any], run_rank: Callable[[Any], Any], job: Any) -> None:
     """Runs all ranks of a job, or under torchrun this one, whose error torchrun is told; prints a summary once."""
-    if not _under_torchrun():
+    if not under_torchrun():
         print(run(job)[0].summary())
         return
     from torch.distributed.elastic.multiprocessing.errors import record

@@ -1,28 +1,29 @@
-"""`odc train-mm`: a multimodal model under every balance and transport, in one table."""
+"""`odc train-mm`: a multimodal model, trained as one job or under every balance and transport in one table."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from odc.cli.compare import Figures, Output, Repeats, Skip, carry_out, progress
+from odc.cli.compare import Figures, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
+from odc.cli.train import carry_out_job, under_torchrun
 from odc.errors import ConfigError
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
-_ARMS = (
-    "TRANSPORT/BALANCE, with commas: fsdp2, odc; none, llm-only, all-pad, all-rmpad, all-gather, full. (default: all)"
-)
+_ARM = "TRANSPORT/BALANCE: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
 _TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
 
 
 @options_from(
     "odc.experiments.config:JobConfig",
-    without=("arm", "save_every", "resume", "export", *_TEXT_ONLY),
+    without=("arm", "export", *_TEXT_ONLY),
     optional=("data",),
     helps={
         "data": "JSONL of `messages` with text, image and audio parts; files relative to it.",
@@ -35,31 +36,73 @@ def train_mm(
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
-    arms: Annotated[str | None, Option(help=_ARMS)] = None,
+    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}")] = None,
+    arms: Annotated[str | None, Option(help="Compare these arms, with commas. (default: all)")] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
-    output: Output = None,
+    output: Annotated[
+        str | None,
+        Option(help="Folder for checkpoints and steps.jsonl of one arm; for a comparison's files (default: runs/...)."),
+    ] = None,
     json: Figures = None,
 ) -> None:
-    """Train a vision tower, an audio encoder and a language model under every balance and transport; print a table."""
+    """Train a vision tower, an audio encoder and a language model: one arm, or every balance and transport compared.
+
+    One arm may be saved and resumed, and runs under torchrun as one rank; a comparison prints a table.
+    """
     fields = {"model": model, **(_DEMO if demo else {}), **given}
-    if "data" not in fields and not demo:
+    folder = Path(output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}")
+    if "data" not in fields:
+        fields["data"] = _made_up(demo, folder, fields.get("seed", 0))
+    if arm is None:
+        _compare(fields, per_node, arms, repeats, skip, folder, Path(json or folder / "train-mm.json"))
+    elif arms is not None or json is not None or (repeats, skip) != (1, 1):
+        raise ConfigError("arm trains one job; --arms, --repeats, --skip and --json are options of a comparison")
+    else:
+        _train(fields | {"output": output}, per_node, arm)
+
+
+def _made_up(demo: bool, folder: Path, seed: int) -> str:
+    """Writes the demo's corpus below `folder`; returns its path."""
+    if not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")
-    folder = output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}"
+    if under_torchrun():
+        raise ConfigError("demo: its corpus is made before ranks start; under torchrun say which data (--data)")
+    from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
+
+    return str(write_corpus(folder / "corpus", CorpusConfig(seed=seed)))
+
+
+def _compare(
+    fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
+) -> None:
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.config import JobConfig
     from odc.experiments.multimodal.config import MultimodalConfig
-    from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
     from odc.experiments.multimodal.figures import table
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
-    if "data" not in fields:
-        say("making a corpus")
-        fields["data"] = str(write_corpus(Path(folder) / "corpus", CorpusConfig(seed=fields.get("seed", 0))))
-    job = MultimodalConfig(JobConfig(**fields, output=folder), per_node=per_node)
+    job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
     chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
     config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen)
-    carry_out(config, Path(json or Path(folder) / "train-mm.json"), say, lambda figures, _: [table(figures)])
+    carry_out(config, figures, say, lambda found, _: [table(found)])
+
+
+def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
+    from odc.experiments.config import JobConfig
+    from odc.experiments.job import run, run_rank
+    from odc.experiments.multimodal.config import MultimodalConfig
+    from odc.experiments.multimodal.workload import MultimodalWorkload
+
+    transport, _, balance = arm.partition("/")
+    if arm not in MultimodalWorkload.arms:
+        raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm!r}")
+    if under_torchrun():
+        fields = fields | {"ranks": int(os.environ["WORLD_SIZE"])}
+    job: Any = JobConfig(**fields, arm=transport)  # type: ignore[arg-type]
+    if not under_torchrun():
+        print(f"odc train-mm: {arm}, {job.ranks} ranks, {job.steps} steps", file=sys.stderr, flush=True)
+    carry_out_job(run, run_rank, MultimodalWorkload(MultimodalConfig(job, balance, per_node)))  # type: ignore[arg-type]

@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -27,6 +32,7 @@ FOLDER = "checkpoints"
 LATEST = "latest"
 JOB_FILE = "job.json"
 _ON_CUDA = "-cuda"
+_MOMENTS = "optimizer.state"  # a parameter's have its name and their own after it
 
 
 class CheckpointError(OdcError):
@@ -83,12 +89,17 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any
     job = read_job(checkpoint)
     state = _state(model, optimizer)
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # A parameter that had no gradient until then, of a tower that no rank had run, has no moments yet.
+    moments = state["optimizer"]["state"]
+    for name in [name for name in moments if not any(f"{_MOMENTS}.{name}.{key}" in saved for key in moments[name])]:
+        del moments[name]
     random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
     try:
         state_dict_loader.load(state, checkpoint_id=checkpoint)
     except Exception as error:
         raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {error}") from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=StateDictOptions(strict=False))
     for key, own in random.items():
         (torch.cuda.set_rng_state if key.endswith(_ON_CUDA) else torch.set_rng_state)(own)
     return job

@@ -1,4 +1,4 @@
-"""`odc grpo` and the example as a user starts them, in processes of their own."""
+"""`odc grpo`, `odc compare-grpo` and the example as a user starts them, in processes of their own."""
 
 from __future__ import annotations
 
@@ -42,6 +42,34 @@ def test_what_cannot_be_is_said_before_ranks_start(capfd: pytest.CaptureFixture[
         main(["grpo", "--group", "1"])
     assert ended.value.code == 2
     assert capfd.readouterr().err == "odc: group must be a whole number, 2 or more, not 1\n"
+
+
+@pytest.mark.thorough
+def test_a_comparison_and_what_it_writes(tmp_path: Path) -> None:
+    options = ["--steps", "2", "--prompts", "2", "--response-tokens", "8", "--arms", "fsdp2,odc/verl"]
+    done = python("odc.cli", "compare-grpo", *options, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\n +fsdp2 +odc/verl", done.stdout) and re.search(r"final reward +0\.\d+ +0\.\d+", done.stdout)
+    figures = json.loads((tmp_path / "compare-grpo.json").read_text())
+    assert figures["arms"].keys() == {"fsdp2", "odc/verl"} and figures["command"][1] == "compare-grpo"
+    assert all(0 <= arm["bubble"]["median"] < 1 for arm in figures["arms"].values())
+    assert {"trace-fsdp2.json.gz", "trace-odc-verl.json.gz", "timeline.png"} <= {one.name for one in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--arms", "odc-dynamic"], "arms must be different ones of fsdp2,"),
+        (["--skip", "20"], "skip must leave a step to measure"),
+    ],
+)
+def test_a_comparison_that_cannot_be_is_refused_first(
+    options: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare-grpo", "--output", str(tmp_path), *options])
+    assert ended.value.code == 2
+    assert says in capfd.readouterr().err
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from support.small_model import toy
 from odc.errors import ConfigError
 from odc.experiments.compare import CompareConfig, measure
 from odc.experiments.grpo import GrpoResult, GrpoStep, GrpoWorkload
-from odc.experiments.report import compare, report
+from odc.experiments.report import report
 from odc.experiments.results import ArmRun
 from odc.experiments.table import table
 from odc.trace import MICROBATCH, OPTIMIZER, WINDOW, Span
@@ -66,13 +66,3 @@ def test_arms_by_name(tmp_path: Path) -> None:
     assert (config.arm, config.balance, config.folder) == ("odc", "verl", None)
     with pytest.raises(ConfigError, match="arms must be different ones of"):
         CompareConfig(workload, ("odc-dynamic",))
-
-
-@pytest.mark.thorough
-def test_a_whole_comparison(tmp_path: Path) -> None:
-    workload = GrpoWorkload(toy(tmp_path, steps=2, folder=str(tmp_path / "out")))
-    config = CompareConfig(workload, ("fsdp2", "odc"))
-    figures, written = compare(config, tmp_path / "out" / "grpo.json", ["odc", "grpo"], lambda text: None)
-    assert figures["arms"]["odc"]["loss"]["largest_difference"] < 1e-3
-    assert all(0 <= arm["bubble"]["median"] < 1 for arm in figures["arms"].values())
-    assert {"figures", "trace fsdp2", "trace odc"} <= written.keys()

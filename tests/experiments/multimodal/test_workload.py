@@ -84,7 +84,26 @@ def _moved(arm: dict[str, Any], key: str) -> float:
     return sum(phase[key] for phase in arm["phases"].values())
 
 
+@pytest.mark.thorough
+def test_one_arm_is_a_job_that_can_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job, output = tiny_job(tmp_path).job, tmp_path / "out"
+    options = ["--arm", "odc/full", "--model", job.model, "--data", job.data, "--minibatch-size", "6"]
+    options += ["--output", str(output)]
+    for steps, more in (("1", ["--save-every", "1"]), ("2", ["--resume", str(output)])):
+        with pytest.raises(SystemExit) as ended:
+            main(["train-mm", *options, "--steps", steps, *more])
+        said = capfd.readouterr()
+        assert ended.value.code == 0, said.err
+        assert said.err.startswith(f"odc train-mm: odc/full, 2 ranks, {steps} steps\n")
+        assert f"step {steps}: loss " in said.out and f"checkpoints/step-0000000{steps}" in said.out
+    assert [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()] == [1, 2]
+
+
 REFUSED = [
+    (["--arm", "odc/best"], "arm must be one of fsdp2/none,"),
+    (["--arm", "odc/full", "--repeats", "2"], "arm trains one job; --arms, --repeats"),
+    (["--resume", "runs/before"], "a comparison neither resumes"),
+    (["--arm", "odc/full", "--resume", "runs/before"], "resume: no checkpoint in runs/before"),
     (["--arms", "odc/best"], "odc/full, not 'odc/best'"),
     (["--arms", "odc/full,odc/full"], "arms must be different"),
     (["--per-node", "3"], "per_node must divide"),
