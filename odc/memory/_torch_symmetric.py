@@ -6,13 +6,39 @@ A release of torch that moves one is noticed here, with a message that names wha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from odc.errors import UnsupportedError
+
+
+SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's switch: several ranks may be on one device
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def may_share_devices() -> bool:
+    """Whether the user has set torch's switch for several ranks on one device."""
+    return os.environ.get(SHARE) == "1"
+
+
+@contextmanager
+def _switched(*names: str) -> Iterator[None]:
+    """Set switches of torch inside the block; it reads them from the environment at every exchange."""
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _module() -> Any:
@@ -50,13 +76,18 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-def map_peers(local: torch.Tensor, group: dist.ProcessGroup, me: int) -> list[torch.Tensor]:
+def map_peers(
+    local: torch.Tensor, group: dist.ProcessGroup, me: int, *, same_numbers: bool = False
+) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
-    `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group. Raises
-    RuntimeError if torch cannot map a peer's memory.
+    `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group; `same_numbers`:
+    the ranks' devices differ although their numbers do not, which torch would refuse. Multicast objects, which odc does
+    not use, are not made: on a misconfigured NVSwitch making them fails. Raises RuntimeError if torch cannot map a
+    peer's memory.
     """
-    handle = _module().rendezvous(local, group.group_name)
+    with _switched(_NO_MULTICAST, *([SHARE] if same_numbers else [])):
+        handle = _module().rendezvous(local, group.group_name)
     return [local if peer == me else _view(handle, peer, local) for peer in range(group.size())]
 
 

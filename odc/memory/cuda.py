@@ -24,26 +24,46 @@ from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
 
 _MIB = 1 << 20
+_DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128  # of the words: text, what `_device_text` says of a member's device
+_URGENT = -1  # a stream's priority; compute has 0
+
+
+#: What to do where processes that see one device each cannot map the others'.
+_SEE_ALL = (
+    "every process sees one device alone (CUDA_VISIBLE_DEVICES); let each see all of them and choose its own by "
+    "torch.cuda.set_device(LOCAL_RANK). Ray leaves the variable alone with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1,"
+    " Slurm without --gpus-per-task"
+)
 
 
 class CudaLanes:
     """`Lanes` of a CUDA device: each lane is a stream, each mark an event.
 
-    `streams` are the streams to use, by lane; a lane without one gets a new stream. For fetch and push, FSDP2's own
-    streams keep their priorities, and what already waits for them keeps its order.
+    `streams` are the streams to use, by lane; a lane without one gets a new stream, ahead of compute: a push waits for
+    a slot until the server has added what is in it. For fetch and push, FSDP2's own streams keep their priorities, and
+    what already waits for them keeps its order.
+
+    Made by the training thread, whose current device is the caller's affair. Any other thread is given this device for
+    good when it first enters a lane: torch would otherwise go back to device 0 at the end of each, and create a context
+    there, half a gigabyte for each rank.
     """
 
     asynchronous = True
 
     def __init__(self, device: torch.device, streams: Mapping[str, torch.cuda.Stream] | None = None) -> None:
         self._device, self._streams, self._making = device, dict(streams or {}), threading.Lock()
+        self._placed = threading.local()
+        self._placed.here = True
 
     def lane(self, name: str) -> AbstractContextManager[object]:
-        with self._making:
-            stream = self._streams.get(name)
-            if stream is None:
-                stream = self._streams[name] = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(stream)  # also makes the device current, which differs between threads
+        if not getattr(self._placed, "here", False):
+            torch.cuda.set_device(self._device)
+            self._placed.here = True
+        stream = self._streams.get(name)
+        if stream is None:
+            with self._making:
+                stream = self._streams.setdefault(name, torch.cuda.Stream(self._device, priority=_URGENT))
+        return torch.cuda.stream(stream)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -103,9 +123,14 @@ class CudaHeap(NamedHeap):
             raise OdcError(f"{self._who()}: a heap can be sealed only once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
         local = self._create(layout.nbytes)  # zeroed before peers can attach to the words, which announce it
+        self._host.allocate(_DEVICE_REGION, _DEVICE_BYTES, words=True)
         # Peers compare their layouts when they attach to the words, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         self._host.seal(f"{fingerprint!r}; words and data: {listed}")
+        said = _device_text(self.device).encode()[: _DEVICE_BYTES - 1]
+        self._host.tensor(self.me, _DEVICE_REGION, torch.uint8)[: len(said)].copy_(
+            torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        )
         self._local, self._layout = local, layout
 
     def _create(self, nbytes: int) -> torch.Tensor:
@@ -172,15 +197,35 @@ class CudaHeap(NamedHeap):
     def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
         for member in range(len(self.ranks)):
             self._host.address(member, LAYOUT_REGION)  # proves that the member is up and laid out alike
+        one_visible = self._refuse_shared_devices()
         self._meet()
         try:
-            return symmetric.map_peers(local, self._group, self.me)
+            return symmetric.map_peers(local, self._group, self.me, same_numbers=one_visible)
         except RuntimeError as error:
+            hint = f"; {_SEE_ALL}" if one_visible else ""
             raise OdcError(
                 f"{self._who()}: the ranks' devices cannot map each other's memory: {str(error).splitlines()[0]}; "
-                "see `odc doctor --need cuda` (several ranks on one device need "
-                "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 in the environment)"
+                f"see `odc doctor --need cuda`{hint}"
             ) from error
+
+    def _refuse_shared_devices(self) -> bool:
+        """Whether ranks give one number to different devices; raises OdcError where two ranks are on one device.
+
+        torch takes equal numbers for one device and refuses them in the midst of its exchange, so the ranks say through
+        their words beforehand which device they mean. Every rank finds the same, so none is left alone in the exchange.
+        """
+        texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in range(len(self.ranks))]
+        devices = [bytes(text.numpy().tobytes()).split(b"\0", 1)[0].decode() for text in texts]
+        for member, device in enumerate(devices):
+            first = devices.index(device)
+            if first < member and not symmetric.may_share_devices():
+                raise OdcError(
+                    f"{self._who()}: ranks {self.ranks[first]} and {self.ranks[member]} are both on one device ({device}):"
+                    " give each its own by torch.cuda.set_device(LOCAL_RANK) before its first use of CUDA. For tests, "
+                    f"ranks may share a device with {symmetric.SHARE}=1 in the environment"
+                )
+        numbers = [device.split()[0] for device in devices]
+        return len(set(numbers)) < len(set(devices))
 
     @property
     def nbytes(self) -> int:
@@ -200,3 +245,8 @@ class CudaHeap(NamedHeap):
     def close(self) -> None:
         self._local, self._bases = None, []
         self._host.close()
+
+
+def _device_text(device: torch.device) -> str:
+    """The device's number in this process and, wherever it is visible, the same name."""
+    return f"{device.index} {getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"

@@ -6,6 +6,7 @@ What torch's symmetric memory and CUDA do is not tested here: tests/gpu does, wh
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +21,18 @@ from support.groups import shm_group
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import HostLanes, cuda
+from odc.memory import _torch_symmetric as symmetric
 from odc.memory._torch_symmetric import require_nvml
-from odc.memory.cuda import CudaHeap
+from odc.memory.cuda import CudaHeap, CudaLanes
 from odc.memory.mapping import Mapping
 
 
 class MemoryFiles:
     """Stands for `odc.memory._torch_symmetric`, for one member of one heap."""
+
+    SHARE = symmetric.SHARE
+    may_share_devices = staticmethod(symmetric.may_share_devices)
+    same_numbers: bool | None = None  # as `map_peers` was told
 
     def __init__(self, identity: str, me: int) -> None:
         self._key, self._me = f"memory-files/{identity}/", me
@@ -38,7 +44,8 @@ class MemoryFiles:
         self._store.set(f"{self._key}{self._me}", f"{os.getpid()} {self._fd} {nbytes}")
         return Mapping(self._fd, nbytes).tensor(torch.uint8, 0, nbytes).fill_(7)  # a device's memory comes unfilled
 
-    def map_peers(self, own: torch.Tensor, group: Any, me: int) -> list[torch.Tensor]:
+    def map_peers(self, own: torch.Tensor, group: Any, me: int, *, same_numbers: bool) -> list[torch.Tensor]:
+        self.same_numbers = same_numbers
         return [own if peer == me else self._map(peer) for peer in range(dist.get_world_size())]
 
     def _map(self, peer: int) -> torch.Tensor:
@@ -56,6 +63,7 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
     patch.setattr(cuda, "symmetric", MemoryFiles(identity, me))
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
     patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    patch.setattr(cuda, "_device_text", lambda device: f"0 GPU-{me}")  # as where a process sees one device alone
     try:
         with shm_group(identity, ranks, me, deadline_s) as host:
             heap = CudaHeap(host, torch.device("meta"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
@@ -98,7 +106,7 @@ def meets_before_mapping(rank: int, world: int, identity: str) -> list[str]:
         heap.seal()
         mapped = cuda.symmetric.map_peers
         heap._meet = lambda: order.append("meet")
-        cuda.symmetric.map_peers = lambda *args: order.append("map") or mapped(*args)  # type: ignore[func-returns-value]
+        cuda.symmetric.map_peers = lambda *args, **named: order.append("map") or mapped(*args, **named)  # type: ignore[func-returns-value]
         heap.tensor(rank, "data", torch.uint8)
         heap.words(1 - rank, "flags")
         order.append("first look")
@@ -115,7 +123,7 @@ def test_ranks_meet_once_before_device_memory_is_mapped(ranks) -> None:
 
 
 def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"CUDA driver error: {why}\nstack of torch")
 
     with without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
@@ -162,3 +170,73 @@ def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, why: str, sai
 def test_no_management_library_is_an_error_and_no_crash() -> None:
     with pytest.raises(UnsupportedError, match="libnvidia-ml-that-is-nowhere.*compute,utility"):
         require_nvml("libnvidia-ml-that-is-nowhere.so.1")
+
+
+def maps_on(rank: int, world: int, identity: str, devices: list[str], shared: bool) -> object:
+    """What is told to torch's exchange where the ranks are on these devices, or why it was not begun."""
+    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+        patch.delenv(symmetric.SHARE, raising=False)
+        if shared:
+            patch.setenv(symmetric.SHARE, "1")
+        patch.setattr(cuda, "_device_text", lambda device: devices[rank])
+        heap._meet = lambda: dist.barrier()
+        heap.allocate("data", 64)
+        heap.seal()
+        try:
+            heap.tensor(1 - rank, "data", torch.uint8)
+        except OdcError as error:
+            dist.barrier()
+            return str(error)
+        dist.barrier()
+        return cuda.symmetric.same_numbers
+
+
+@pytest.mark.parametrize(
+    ("devices", "shared", "same_numbers"),
+    [(["0 GPU-a", "1 GPU-b"], False, False), (["0 GPU-a", "0 GPU-b"], False, True), (["0 GPU-a"] * 2, True, False)],
+    ids=["all visible", "one visible each", "shared for tests"],
+)
+def test_torch_is_told_where_equal_numbers_are_different_devices(
+    ranks, devices: list[str], shared: bool, same_numbers: bool
+) -> None:
+    assert ranks(2).run(maps_on, uuid.uuid4().hex[:12], devices, shared) == [same_numbers] * 2
+
+
+def test_a_device_that_two_ranks_took_is_refused_before_they_meet(ranks) -> None:
+    for message in ranks(2).run(maps_on, uuid.uuid4().hex[:12], ["3 GPU-a"] * 2, False):
+        assert "ranks 10 and 11 are both on one device (3 GPU-a)" in str(message)
+        assert "set_device(LOCAL_RANK)" in str(message) and f"{symmetric.SHARE}=1" in str(message)
+
+
+@pytest.mark.parametrize("same_numbers", [False, True])
+def test_torch_makes_no_multicast_object(monkeypatch: pytest.MonkeyPatch, same_numbers: bool) -> None:
+    """Its switches are set while it exchanges handles, and as they were afterwards."""
+    names = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+    monkeypatch.setenv(names[0], "0")
+    monkeypatch.delenv(names[1], raising=False)
+    seen: list[list[str | None]] = []
+
+    def rendezvous(*_: object) -> None:
+        seen.append([os.environ.get(name) for name in names])
+
+    monkeypatch.setattr(symmetric, "_module", lambda: SimpleNamespace(rendezvous=rendezvous))
+    group: Any = SimpleNamespace(group_name="g", size=lambda: 1)
+    symmetric.map_peers(torch.zeros(1), group, 0, same_numbers=same_numbers)
+    assert seen == [["1", "1" if same_numbers else None]]
+    assert [os.environ.get(name) for name in names] == ["0", None]
+
+
+def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch leaves a lane for the device that was current before: a context on device 0 for every rank."""
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device.index)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(("lane", stream)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"{device}, priority {priority}")
+    lanes = CudaLanes(torch.device("cuda", 3), {"fetch": "torch's"})  # type: ignore[dict-item]
+    lanes.lane("fetch")
+    assert calls == [("lane", "torch's")], "the training thread's device is the caller's affair"
+    calls.clear()
+    thread = threading.Thread(target=lambda: [lanes.lane("server") for _ in range(2)])
+    thread.start()
+    thread.join()
+    assert calls == [("device", 3), *[("lane", "cuda:3, priority -1")] * 2]
