@@ -9,7 +9,7 @@ from odc.errors import AbandonedMinibatchError, OdcError
 from odc.settings import Settings
 
 if TYPE_CHECKING:
-    from odc.fsdp import fully_shard, minibatch, shutdown
+    from odc.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, minibatch, shutdown
 else:
     # Hidden from type checkers, which would think that a module with __getattr__ has every name.
     def __getattr__(name: str) -> object:
@@ -22,7 +22,18 @@ else:
         return value
 
 
-__all__ = ["AbandonedMinibatchError", "OdcError", "Settings", "fully_shard", "minibatch", "shutdown"]
+# The policies are torch's own, so that a port from torch.distributed.fsdp changes one import line.
+__all__ = [
+    "AbandonedMinibatchError",
+    "CPUOffloadPolicy",
+    "MixedPrecisionPolicy",
+    "OdcError",
+    "OffloadPolicy",
+    "Settings",
+    "fully_shard",
+    "minibatch",
+    "shutdown",
+]
 
 
 def __dir__() -> list[str]:

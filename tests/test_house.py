@@ -221,6 +221,8 @@ assert sorted(os.listdir("/proc/self/fd")) == descriptors, "importing odc left a
 heavy = {"typer", "rich", "matplotlib", "transformers", "tokenizers", "odc.kernels"} & set(sys.modules)
 assert not heavy, f"importing odc imported {heavy}"
 assert fully_shard is odc.fully_shard is vars(odc)["fully_shard"]
+for policy in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+    assert vars(odc)[policy] is getattr(torch.distributed.fsdp, policy), "torch's own: a port changes one line"
 try:
     odc.nothing
 except AttributeError as error:

@@ -1,5 +1,7 @@
 """Drop-in `fully_shard`: the call, the parameter group, the minibatch state machine."""
 
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
 from odc.fsdp._torch_compat import default_store, forget_forward_order
 from odc.fsdp.boundaries import minibatch
 from odc.fsdp.call import fully_shard, shutdown
@@ -7,7 +9,10 @@ from odc.fsdp.module import OdcModule
 from odc.fsdp.root import Root, live_roots, root_of
 
 __all__ = [
+    "CPUOffloadPolicy",
+    "MixedPrecisionPolicy",
     "OdcModule",
+    "OffloadPolicy",
     "Root",
     "default_store",
     "forget_forward_order",

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from odc.blocks import blocks_of
 from odc.errors import ConfigError
@@ -59,6 +60,8 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` looks for it
     model._get_name = lambda: name  # a Trainer looks up by this name how labels are shifted
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")  # PEFT's runs the model below, past the root's own forward
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
     return model
@@ -81,6 +84,14 @@ def _refuse_late_accelerator(model: Any) -> None:
             raise ConfigError(f"prepare(model) did not know of {found}: make the Accelerator first")
 
     handle = model.register_forward_pre_hook(check)
+
+
+def _prepare_reference(model: Any, **options: Any) -> None:
+    """Shard a model that is only evaluated, with the precision of the trained one in place of autocast."""
+    if (plain := model.__dict__.pop("_original_forward", None)) is not None:
+        model.forward = plain
+    model.requires_grad_(False)  # before it is sharded: no memory is kept for gradients
+    prepare(model, **options)
 
 
 class OdcTrainer(Trainer):  # type: ignore[misc]
@@ -113,7 +124,10 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         self._kind = type(self.model)
-        prepare(self.model, blocks=blocks, settings=settings_for(self.args, settings))
+        settings = settings_for(self.args, settings)
+        prepare(self.model, blocks=blocks, settings=settings)
+        if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
+            _prepare_reference(reference, blocks=blocks, settings=settings)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model (of a PEFT model the adapter) to `output_dir` on one rank. Every rank calls it."""

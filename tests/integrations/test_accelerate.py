@@ -1,0 +1,170 @@
+"""accelerate's FSDP2 path with `OdcFsdpPlugin`, on two CPU ranks, against an Accelerator without a plugin (DDP)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.trainers import as_torchrun, model, padded, samples
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs transformers and accelerate: make test-integrations",
+)
+Steps = list[tuple[float, float]]  # (loss, gradient norm)
+WRAPPED = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Qwen2DecoderLayer"]}
+
+
+def accelerator(fields: dict[str, Any] | None, **options: Any) -> Any:
+    """An Accelerator on CPU with a plugin of `fields`, or without one."""
+    from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
+
+    from odc.integrations.accelerate import OdcFsdpPlugin
+
+    plugin = None if fields is None else OdcFsdpPlugin(**fields)
+    if backend := options.pop("compiled", None):
+        if plugin is not None:
+            options["dynamo_plugin"] = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+
+
+def losses(made: Any, net: Any, optimizer: Any, loader: Any, steps: int) -> Steps:
+    """Of `steps` optimizer steps, which `gradient_accumulation_steps` of the Accelerator divide into microbatches."""
+    found, batches = [], iter(loader)
+    while len(found) < steps:
+        batch = next(batches)
+        with made.accumulate(net):
+            loss = net(**batch).loss
+            made.backward(loss)
+            if made.sync_gradients:
+                norm = made.clip_grad_norm_(net.parameters(), 1.0)
+                found.append((made.reduce(loss.detach(), "mean").item(), float(norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def train(
+    rank: int, world: int, fields: dict[str, Any] | None, folder: Path, options: dict[str, Any]
+) -> tuple[Steps, Steps, Steps, dict[str, torch.Tensor]]:
+    """Two steps, two more, those again from the state saved between; and the whole weights at the end."""
+    as_torchrun(rank, world)
+    made = accelerator(fields, gradient_accumulation_steps=2, **options)
+    net = model()
+    net.config.use_cache = False  # a cache grows when a block is recomputed, under FSDP2 too
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2, collate_fn=padded)
+    net, optimizer, loader = made.prepare(net, optimizer, loader)
+    first = losses(made, net, optimizer, loader, 2)
+    made.save_state(str(folder))
+    then = losses(made, net, optimizer, loader, 2)
+    made.load_state(str(folder))
+    again = losses(made, net, optimizer, loader, 2)
+    return first, then, again, {name: weight.clone() for name, weight in made.get_state_dict(net).items()}
+
+
+def apart(ours: Steps, theirs: Steps) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / b for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        (WRAPPED, {}),
+        (WRAPPED | {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}, {}),
+        ({}, {}),
+        (WRAPPED, {"mixed_precision": "bf16"}),
+        (WRAPPED, {"compiled": "eager"}),
+    ],
+    ids=["blocks", "whole states, recomputed", "root only", "bf16", "compiled"],
+)
+def test_a_loop_is_that_of_an_accelerator_without_the_plugin(ranks, tmp_path, fields, options) -> None:
+    theirs = ranks(2).run(train, None, tmp_path / "ddp", options, timeout=500)[0]
+    ours = ranks(2).run(train, fields, tmp_path / "odc", options, timeout=500)[0]
+    close = 3e-2 if "mixed_precision" in options else 1e-4
+    for mine, expected in zip(ours[:3], theirs[:3], strict=True):
+        assert apart(mine, expected) < close, (ours[:3], theirs[:3])
+    assert apart(ours[1], ours[2]) < 1e-5, "the same steps from the state saved before them"
+    assert ours[3].keys() == theirs[3].keys()
+    for name, weight in ours[3].items():
+        torch.testing.assert_close(weight, theirs[3][name], rtol=1e-2, atol=5e-2 if close > 1e-4 else 2e-3)
+
+
+def units(rank: int, world: int) -> tuple[list[str], bool, list[int]]:
+    """Names of the sharded modules, whether all are odc's, and of a minibatch of unequal counts the ranks' counts."""
+    as_torchrun(rank, world)
+    from torch.distributed.fsdp import FSDPModule
+
+    from odc.fsdp import OdcModule, root_of
+
+    made = accelerator(WRAPPED)
+    net = model()
+    net, optimizer = made.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    sharded = [name for name, module in net.named_modules() if isinstance(module, FSDPModule)]
+    counts = []
+    with net.minibatch():
+        for length in range(4, 5 + 2 * rank):
+            made.backward(net(**padded(samples([length]))).loss)
+            counts.append(length)
+    optimizer.step()
+    assert root_of(net).minibatch.epoch == 1
+    return sharded, all(isinstance(net.get_submodule(name), OdcModule) for name in sharded), counts
+
+
+def test_units_are_accelerates_and_a_minibatch_may_have_unequal_counts(ranks) -> None:
+    (names, all_ours, few), (_, _, many) = ranks(2).run(units)
+    assert all_ours
+    blocks = [f"model.layers.{i}" for i in range(2)]
+    assert sorted(names) == sorted(["", "model.embed_tokens", *blocks, "model.norm", "lm_head"])
+    assert (len(few), len(many)) == (1, 3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "version": ({"fsdp_version": 1}, {}, "use fsdp_version=2"),
+    "offloading": ({"cpu_offload": True}, {}, "leave it out"),
+    "loading": ({"cpu_ram_efficient_loading": True}, {}, "load the model on every rank"),
+    "fp16": ({"mixed_precision_policy": "fp16"}, {}, "use 'bf16'"),
+    "offloaded activations": (
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        {},
+        "use activation_checkpointing alone",
+    ),
+    "compilation": ({}, {"dynamo_backend": "eager"}, "use_regional_compilation=True"),
+}
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    as_torchrun(rank, world)
+    from odc.errors import ConfigError
+
+    found = {}
+    for name, (fields, options, _) in REFUSED.items():
+        as_torchrun(rank, world)
+        try:
+            made = accelerator(fields, **options)
+            net = model()
+            made.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        except ConfigError as error:
+            found[name] = str(error)
+    as_torchrun(rank, world)
+    accelerator(None)
+    try:
+        from odc.integrations.accelerate import OdcFsdpPlugin
+
+        OdcFsdpPlugin()
+    except ConfigError as error:
+        found["late"] = str(error)
+    return found
+
+
+def test_what_odc_cannot_do_is_refused_in_one_line(ranks) -> None:
+    found = ranks(2).run(refused)[0]
+    expected = {name: words for name, (_, _, words) in REFUSED.items()} | {"late": "make OdcFsdpPlugin first"}
+    assert found.keys() == expected.keys()
+    for name, words in expected.items():
+        assert words in found[name] and "\n" not in found[name], found[name]
