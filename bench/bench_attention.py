@@ -1,7 +1,7 @@
 """Forward and backward of one packed row of 8,192 tokens: attention per document beside SDPA with a block mask.
 
-The group's table gives the ratio. The documents are Python sources' sizes, 64 short ones, or a single long one; the
-heads are those of `qwen2-tiny`.
+The table of each group gives the ratio. The row is packed from documents of the sizes of Python sources, from 64 short
+ones, or from a single long one. The heads are those of `qwen2-tiny`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Dispatch: planning times against the paper's overhead, node-wise volume, exchange against the all-gather strawman.
 
 Lengths are generated: lognormal text (mean near 1.1K, clipped at 8K), images of a few resolutions, padded audio clips.
-Planning is timed by the thread's own processor time, so that other work on the machine does not count; the least of
-several repetitions. The paper's overhead row *includes communication*, on H100s; ours is planning alone, on one core.
+Planning is timed by the processor time of its thread, so that other work on the machine does not count, and the least
+of several repetitions is kept. The paper's overhead row *includes communication*, on H100s; ours is planning alone, on
+one core.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def lognormal(n: int, seed: int) -> np.ndarray:
 
 
 def images(n: int, seed: int) -> np.ndarray:
-    """Patches of a few usual resolutions and aspect ratios, 14 pixels a patch."""
+    """Patches of images of a few usual resolutions and aspect ratios, at 14 pixels a patch."""
     sides = np.array([16, 24, 32, 48, 64])
     draw = np.random.default_rng(seed)
     return draw.choice(sides, n, p=[0.2, 0.4, 0.2, 0.15, 0.05]) * draw.choice(sides[:4], n)
 
 
 def audio(n: int, seed: int) -> np.ndarray:
-    """Frames of clips up to 30 s, 50 a second."""
+    """Frames of clips of up to 30 s, at 50 frames a second."""
     return np.clip(np.random.default_rng(seed).gamma(4.0, 160.0, n), 50, 1500).astype(np.int64)
 
 
@@ -60,7 +61,7 @@ def least_ms(run: Callable[[], Any], repeats: int) -> float:
 
 
 def gap(policy: BalancePolicy, lengths: np.ndarray, move: Rearrangement) -> float:
-    """Above the bound: the mean of what examples cost alone, or the costliest."""
+    """How far the costliest batch lies above the bound: the larger of the mean batch and the costliest example."""
     single = policy.alpha * lengths + policy.beta * lengths.astype(np.float64) ** 2
     bound = max(single.max(), single.sum() / move.instances)
     return float(policy.costs(move, lengths).max() / bound - 1)
@@ -121,7 +122,7 @@ def phase_of(modality: str, n: int, seed: int) -> tuple[np.ndarray, BalancePolic
 
 @pytest.mark.parametrize("modality", ["images", "audio", "text"])
 def test_inter_node_volume(note, modality: str):
-    """The paper: 43.6% to 72.2% less by modality, on 128 GPUs, for its data."""
+    """The paper reports 43.6% to 72.2% less, depending on the modality, on 128 GPUs and its own data."""
     instances = 128
     lengths, policy = phase_of(modality, instances * EACH, 0)
     move = post_balance(list(lengths.reshape(instances, EACH)), policy)
@@ -145,7 +146,7 @@ def test_inter_node_volume(note, modality: str):
 
 @pytest.mark.parametrize("instances", sorted(PAPER_MS))
 def test_three_phases_against_the_papers_overhead(note, instances: int):
-    """Images, audio and the LLM, each balanced and placed node-wise."""
+    """Balances images, audio and the LLM, and places each node-wise."""
     drawn = [phase_of(modality, instances * EACH, 1) for modality in ("images", "audio", "text")]
     batches = [(list(lengths.reshape(instances, EACH)), policy) for lengths, policy in drawn]
     moves = [post_balance(lengths, policy) for lengths, policy in batches]
@@ -168,7 +169,7 @@ def test_three_phases_against_the_papers_overhead(note, instances: int):
 
 
 def exchange_rank(rows: int, width: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every kind of exchange, interleaved; of every `world` examples a rank keeps one."""
+    """Seconds of every kind of exchange, interleaved. A rank keeps one of every `world` examples."""
     import torch.distributed as dist
 
     from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, OnDemandExchange
@@ -217,7 +218,7 @@ def test_exchange(note, world: int, mib: int):
 
 
 def loader_rank(steps: int, compute_s: float) -> dict[str, float]:
-    """Milliseconds a step: planning on the loader's thread, waited for it, and planned between steps."""
+    """Milliseconds a step of planning on the loader's thread, of waiting for it, and of planning between steps."""
     import torch.distributed as dist
 
     from odc.dispatch import TEXT, Phase, Records
@@ -258,7 +259,7 @@ def loader_rank(steps: int, compute_s: float) -> dict[str, float]:
 
 
 def test_planning_ahead(note):
-    """Real gathering and planning on 2 ranks; compute is emulated by sleeping, so that a core is free."""
+    """Gathers and plans for real on 2 ranks; compute is emulated by sleeping, which leaves a core free."""
     with RankPool(2) as pool:
         found = pool.each(loader_rank, 40, 0.05)
     mean = {name: float(np.mean([one[name] for one in found])) for name in found[0]}

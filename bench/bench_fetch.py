@@ -1,10 +1,10 @@
 """Fetch: `module.unshard()` of one unit against memcpy of the same bytes into the same destinations.
 
-Both allocate the unsharded parameters anew, as every unshard does. Whether that costs page faults depends on malloc's
-mood, so it is pinned: with pages "kept" freed memory is used again and nobody faults, with pages "fresh" each parameter
-comes from the kernel each time, as large ones do in practice. "Bookkeeping" is the same `unshard` with the copies taken
-out: torch's and odc's work for each parameter, which FSDP2 does too. gloo is FSDP2's `unshard`, both ranks in lockstep.
-Rounds alternate. Target: ratio >= 0.85 for units of 1 MiB and more.
+Both allocate the unsharded parameters anew, as every unshard does. Whether that costs page faults depends on malloc, so
+malloc's options are set: with pages "kept" it uses freed memory again and nothing faults; with pages "fresh" each
+parameter comes from the kernel each time, as large ones do in practice. "Bookkeeping" is the same `unshard` without the
+copies: the work of torch and odc for each parameter, which FSDP2 does too. "gloo" is FSDP2's `unshard`, with both ranks
+in lockstep. Rounds alternate. Target: ratio >= 0.85 for units of 1 MiB and more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = [
 
 
 def pin(pages: Pages) -> None:
-    """Have malloc keep freed memory, or take all of any size from the kernel."""
+    """Makes malloc keep freed memory, or take every allocation from the kernel."""
     libc = ctypes.CDLL(None)
     trim, mmap = PAGES[pages]
     if not (libc.mallopt(_TRIM_THRESHOLD, trim) and libc.mallopt(_MMAP_THRESHOLD, mmap)):
@@ -46,13 +46,13 @@ def pin(pages: Pages) -> None:
 
 
 def build_and_open(nbytes: int, dtype: torch.dtype, shape: Shape) -> None:
-    """A unit that peers can fetch: its minibatch is open."""
+    """A unit that peers can fetch, because its minibatch is open."""
     build("odc", nbytes, dtype, shape)
     unshard_and_back()
 
 
 def unshard_and_back() -> float:
-    """Seconds of one `unshard`; resharded after."""
+    """Seconds of one `unshard`; reshards afterwards."""
     begin = time.perf_counter()
     held.module.unshard()
     took = time.perf_counter() - begin
@@ -66,7 +66,7 @@ def unshard_times(rounds: int) -> list[float]:
 
 
 def cold(plain: PlainCopy) -> float:
-    """Seconds to allocate and copy; freed after."""
+    """Seconds to allocate the destinations and copy; frees them afterwards."""
     begin = time.perf_counter()
     plain()
     took = time.perf_counter() - begin
@@ -75,7 +75,7 @@ def cold(plain: PlainCopy) -> float:
 
 
 def bookkeeping(rounds: int) -> list[float]:
-    """`unshard_times` with nothing copied."""
+    """As `unshard_times`, with the copies left out."""
     shards = root_of(held.module).member.shards
     shards.fetch = lambda unit, destinations, lane="main": 0
     try:

@@ -1,7 +1,8 @@
-"""Inputs of a step prepared all at its start, or shortly before use: memory, age of samples, and the step's time.
+"""Memory, age of samples and time of a step whose inputs are prepared all at its start, or shortly before use.
 
-One rank, 32 microbatches of 4 MiB. A rollout server makes a sample every 20 ms (*emulated*: slept), the trainer takes
-30 ms for one (*emulated* too), after 5 ms of preparation. Age: from when a sample was made to its use.
+There are one rank and 32 microbatches of 4 MiB. A rollout server makes a sample every 20 ms; the trainer takes 5 ms to
+prepare one and 30 ms to train on it. Server and training are *emulated* by sleeping. A sample's age runs from when it
+was made to its use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAKE_S, PREPARE_S, COMPUTE_S = 0.02, 0.005, 0.03
 
 
 def rollouts(room: int) -> Iterator[float]:
-    """Times at which samples were made, by a server that is at most `room` ahead of who pulls them."""
+    """Times at which samples were made by a server that is at most `room` samples ahead of the one that is pulled."""
     made: Queue[float] = Queue(room)
 
     def serve() -> None:

@@ -1,8 +1,7 @@
 """What the heap costs against plain memory: copies out of and into a peer's heap, words, the lock, a heap's life.
 
-Both heaps live in this process; a peer's memory is mapped from its descriptor as it would be in another, and nobody
-else works on it. Compare within a group: absolute figures depend on the machine and on who else runs there. torch uses
-one thread.
+Both heaps live in this process, which maps a peer's memory from its descriptor as another process would, and is alone
+in using it. Compare rows of one group: absolute figures depend on the machine and its load. torch uses one thread.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def test_word(benchmark: Any, heap: ShmHeap, backend: str, operation: str) -> No
 
 
 def test_word_through_the_heap(benchmark: Any, heap: ShmHeap) -> None:
-    """A load with the look-up of peer and name before it."""
+    """A load, with the look-up of the peer and the region before it."""
     benchmark.group = "word"
     benchmark(lambda: heap.words(1, "words").load(0))
 
@@ -113,14 +112,14 @@ def test_held(benchmark: Any, heap: ShmHeap) -> None:
 
 
 def test_view(benchmark: Any, heap: ShmHeap) -> None:
-    """One tensor over a region of a peer; callers keep what they use often."""
+    """Makes one tensor over a region of a peer. Callers keep the tensors that they use often."""
     benchmark.group = "view"
     benchmark(heap.tensor, 1, "data", torch.float32, offset=16, numel=1024)
 
 
 @pytest.mark.parametrize("mebibytes", [1, 256])
 def test_life(benchmark: Any, mebibytes: int) -> None:
-    """Create, prefault, attach once and close a pair of heaps."""
+    """Creates, prefaults, attaches once and closes a pair of heaps."""
     benchmark.group = "life"
 
     def live() -> None:
@@ -133,7 +132,7 @@ def test_life(benchmark: Any, mebibytes: int) -> None:
 
 
 def test_attach(benchmark: Any) -> None:
-    """Map and prefault a peer's 256 MiB that are present already."""
+    """Maps and prefaults 256 MiB of a peer that are present already."""
     benchmark.group = "life"
     first, second = two_heaps(256 * MIB)
 

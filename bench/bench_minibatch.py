@@ -1,8 +1,8 @@
 """Minibatch: what begin and finish cost when there is nothing to do, and what checking for stale weights costs.
 
-"empty" is `with model.minibatch(): pass` on every rank in lockstep, over four units of 64 KiB; a gloo barrier beside.
-"stale check" is the comparison before each root forward of an open minibatch: it reads the own shards and what was
-published of them; a fetch of the same model beside it, which each forward does as well.
+"empty" is `with model.minibatch(): pass` on every rank in lockstep, over four units of 64 KiB, beside a gloo barrier.
+"stale check" is the comparison before each root forward of an open minibatch, which reads this rank's shards and their
+published copies, beside a fetch of the same model, which each forward does as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layers(nn.Module):
 
 
 def build_layers() -> None:
-    """Four sharded units and their root."""
+    """The root of four sharded units."""
     from odc import fully_shard
 
     drop()
@@ -50,13 +50,13 @@ def build_layers() -> None:
 
 
 def empty_minibatch() -> None:
-    """Nothing to compute, nothing to push: only the meeting."""
+    """A minibatch with nothing to compute or push: only the meeting."""
     with held.module.minibatch():
         pass
 
 
 def empty_minibatches(count: int) -> None:
-    """`count` of them."""
+    """Runs `count` empty minibatches."""
     for _ in range(count):
         empty_minibatch()
 
@@ -118,14 +118,14 @@ def test_stale_check(mib: int, note: Callable[..., None], benchmark: Any) -> Non
 
 
 def build_and_open(nbytes: int) -> None:
-    """A unit of `nbytes` bytes, open."""
+    """A unit of `nbytes` bytes whose minibatch is open."""
     build("odc", nbytes, torch.float32)
     held.module.unshard()
     held.module.reshard()
 
 
 def build_linears() -> None:
-    """Eight units of 256 KiB and their root."""
+    """The root of eight units of 256 KiB."""
     from odc import fully_shard
 
     drop()
@@ -137,7 +137,7 @@ def build_linears() -> None:
 
 
 def steps(count: int) -> tuple[list[float], list[float], int]:
-    """Seconds of `count` steps with the recorder on and of as many with it off, alternating; spans a step."""
+    """Seconds of `count` steps with the recorder on, of as many with it off, in turn, and the spans of a step."""
     times: dict[bool, list[float]] = {True: [], False: []}
     recorder().clear()
     for i in range(2 * count):

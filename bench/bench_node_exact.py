@@ -1,6 +1,7 @@
 """Node-wise placement: how long HiGHS takes for the optimum, and how near exchanges come within their default budget.
 
-Processor time of the planning thread, so that other work on the machine does not count; least and most over seeds.
+Times are processor time of the planning thread, so that other work on the machine does not count: the least and the
+most over seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CASES = [(4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (24, 4), (24, 8), (32, 8)]
 
 
 def timed(move: Rearrangement, lengths: np.ndarray, per_node: int, method: Method) -> tuple[float, NodeWise]:
-    """Milliseconds of this thread's processor time, and the placement."""
+    """Milliseconds of processor time of this thread, and the placement."""
     began = time.thread_time()
     placement = node_wise(move, lengths, per_node, method=method)
     return (time.thread_time() - began) * 1e3, placement

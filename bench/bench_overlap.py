@@ -1,8 +1,9 @@
-"""Overlap: what fetching ahead and pushing behind backward do to a step, two ranks.
+"""What fetching ahead and pushing behind backward do to a step of two ranks.
 
 Eight units of 4 MiB, three microbatches a step. "real" computes matmuls on one thread a rank, so on two cores nothing
-is idle that a background thread could use; "emulated" sleeps instead for as long as an accelerator would keep the host
-waiting, and cores are free. Settings take turns, `_ROUNDS` times; ratios are to neither.
+is idle that a background thread could use; "emulated" sleeps instead, for as long as an accelerator would keep the host
+waiting, which leaves the cores free. Settings are measured in turn, `_ROUNDS` times. Ratios are to the setting that
+does neither.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Layer(nn.Module):
 
 
 def times(compute: Compute, settings: Settings) -> list[float]:
-    """On every rank: seconds of `_STEPS` steps, after a few to warm up."""
+    """Seconds of `_STEPS` steps after a few to warm up. Every rank calls it."""
     from odc import fully_shard
 
     drop()

@@ -1,9 +1,9 @@
-"""Planners: time and evenness against Karmarkar-Karp and plain longest-first on the same lengths.
+"""Time and evenness of planners, against Karmarkar-Karp and plain longest-first on the same lengths.
 
 `above_mean` is max/mean - 1 over the parts. LPT is the engine's own heap of loads, compiled, without trades; it starts
 from the same unsorted costs. KK is `odc.balance.karmarkar_karp` (interpreted, sparse), verl_KK is verl's own function
 where verl is installed. Lengths are LongAlign-like, costs verl's 24576 l + l^2. Times are the least of several
-repetitions, interleaved; the first call's cost is measured in fresh processes with an empty and a filled cache.
+interleaved repetitions. The cost of the first call is measured in fresh processes, with an empty and a filled cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KK_UP_TO = 4096
 
 
 def verl_kk() -> Callable[[Ints, int, bool], Ints] | None:
-    """The function of verl itself, without importing verl."""
+    """The function of verl, taken from its file without importing verl."""
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,9 +1,9 @@
-"""Push: from the call until the owner has ACCUMULATED it, against a local `add_` of the same gradient.
+"""Push, from the call until the owner has ACCUMULATED it, against a local `add_` of the same gradient.
 
-The pusher is this process, the owner its child, idle but for its daemon. "local add_" adds the same gradient, in its
-own dtype, into a private fp32 tensor on one thread (mixed dtypes in blocks, which is faster); "copy+add" copies it
-first, as a push that did one thing after the other would. gloo is a reduce-scatter in fp32, both ranks in
-lockstep. Rounds alternate. Targets, fp32: server >= 0.45, direct >= 0.7 of the local `add_`.
+This process pushes, and its child owns the unit, idle but for its daemon. "local add_" adds the same gradient, in its
+dtype, into a private fp32 tensor on one thread (mixed dtypes in blocks, which is faster); "copy+add" copies it first,
+as a push that did one thing after the other would. "gloo" is a reduce-scatter in fp32, with both ranks in lockstep.
+Rounds alternate. Targets, fp32: server >= 0.45, direct >= 0.7 of the local `add_`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_and_open(chunk: int, settings: Settings) -> None:
 
 
 def accumulated() -> tuple[float, float]:
-    """Smallest and largest element of the own accumulator."""
+    """Smallest and largest element of this rank's accumulator."""
     from odc.fsdp import root_of
 
     layout = root_of(held.module).layout
@@ -81,7 +81,7 @@ class Push:
         self.times = 0
 
     def __call__(self) -> None:
-        """Until the owner has added all of it."""
+        """Seconds until the owner has added all of it."""
         self.times += 1
         self.member.pusher.push_to(OWNER, self.unit, self.gradients)
         ring = self.member.protocol.ring(OWNER, 0)

@@ -1,6 +1,6 @@
-"""How long the simulator takes: one step of 4096 ranks with 64 microbatches each, and the reference beside it.
+"""How long the simulator takes for one step of 4096 ranks with 64 microbatches each.
 
-The baseline is the reference simulator on as many ranks as it can do in seconds, per use of a unit.
+The baseline is the time for each use of a unit of the reference simulator, on as many ranks as it simulates in seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What recording costs: one `add`, one `span`, and a whole minibatch's spans, as shares of a step.
+"""What recording one `add`, one `span` and all spans of a minibatch costs, as shares of a step.
 
-The minibatch: 4 microbatches of 24 units, each unit with a fetch in forward, a fetch and a push in backward, and the
+The minibatch has 4 microbatches of 24 units; each unit has a fetch in forward, a fetch and a push in backward, and the
 same again from the background threads. Read `min_ns` where the machine is busy with something else.
 """
 

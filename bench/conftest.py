@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
-    """Two ranks: this process and a child."""
+    """Two ranks, this process and a child."""
     from odc.bench.ranks import RankPool
 
     with RankPool(2) as pool:

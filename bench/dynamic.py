@@ -1,4 +1,4 @@
-"""A static plan against a queue, all ranks alike and one of them slowed: emulated compute, tiny units.
+"""A static plan against a queue, with all ranks alike and with one of them slowed; compute is emulated.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.dynamic --results bench/results` (about two minutes). Compute is *emulated*:
 each unit's forward and backward sleep for as long as a cost curve says, on the slowed rank FACTOR times as long. All
@@ -7,7 +7,7 @@ the rank that holds them. Both arms run the same minibatches, in turn, `--repeat
 repeats of the time of all steps.
 
 `odc` follows an LB-Mini plan that takes all ranks for equally fast. `odc-dynamic` gets the microbatches of LB-Dynamic.
-The bound is what no schedule beats, whatever it cuts samples into: all work over the sum of the ranks' speeds.
+The bound, all work over the sum of the ranks' speeds, is what no schedule beats, however it cuts samples.
 Lengths are LongAlign-like, as in bench/emulated.py.
 
 With real compute: `odc compare --demo --arms odc,odc-dynamic --slow 1:1.5 --repeats 3`.
@@ -60,12 +60,12 @@ class Run:
 
     @property
     def queue_bytes(self) -> int:
-        """Room for all ids of the largest minibatch, wherever they are loaded."""
+        """Room for all ids of the largest minibatch, whichever rank loads them."""
         return max(4 * sum(lengths) + 1024 * len(lengths) for lengths in self.minibatches)
 
 
 def run_arm(run: Run) -> Any:
-    """On every rank: build the model, run the steps after one to warm up; returns the own spans and counts."""
+    """Runs the steps after one to warm up; returns this rank's spans and counts. Every rank calls it."""
     from odc.trace import recorder
 
     drop()
@@ -122,7 +122,7 @@ def measure(pool: RankPool, run: Run) -> dict[str, Any]:
 
 
 def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each arm and slowdown; arms are run in turn."""
+    """One row for each arm and slowdown; the arms run in turn."""
     world = arguments.ranks
     drawn, cap = draw_minibatches("longalign", world * arguments.samples, arguments.steps, arguments.seed)
     minibatches = tuple(tuple(lengths) for lengths in drawn)

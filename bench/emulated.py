@@ -8,7 +8,7 @@ fetched, reduced or pushed for every microbatch.
 
 Sleeping is scaled up until, on a balanced control (equal samples, equal counts), `fsdp2` and `odc` are within 5%: then
 the table shows what balancing and barriers do, not how slow gloo is on this machine. Lengths are those of
-`odc.simulate.lengths`; cost a*l + b*l^2 of a 7B model. A bubble's compute is the time slept.
+`odc.simulate.lengths`; a sample costs a*l + b*l^2, as for a 7B model. The compute in a bubble is the time slept.
 
 `bound / step` is what no plan can beat (the larger of the mean rank's cost and the longest sample's, slept) over what
 the arm took: 1 is the bound reached.
@@ -51,13 +51,13 @@ COMPARED: tuple[ArmName, ...] = ("fsdp2-equal-samples", "fsdp2", "fsdp2-resident
 
 
 def draw_minibatches(regime: str, count: int, steps: int, seed: int) -> tuple[list[list[int]], int]:
-    """`count` lengths for each step, and the token cap of a microbatch: the longest sample there can be."""
+    """`count` lengths for each step, and the token cap of a microbatch, which is the longest possible sample."""
     named, generator = NAMED[regime], np.random.default_rng(seed)
     return [named.draw(count, generator).tolist() for _ in range(steps)], named.longest
 
 
 class _Sleep(torch.autograd.Function):
-    """Passes x on; sleeps one part of `seconds` in forward and two in backward. Only this time counts as compute."""
+    """Passes `x` on; sleeps one part of `seconds` in forward and two in backward, which alone count as compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Four such units."""
+    """Four units and their root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Run:
 
 
 def run_arm(run: Run) -> Any:
-    """On every rank: build the model, run the steps after one to warm up; returns the spans of the own rank."""
+    """Runs the steps after one to warm up; returns this rank's spans. Every rank calls it."""
     from odc.trace import recorder
 
     drop()
@@ -152,12 +152,12 @@ def measure(pool: RankPool, run: Run) -> dict[str, Any]:
 
 
 def bubble(measured: dict[str, Any]) -> float:
-    """Over all steps: 1 - mean time slept / time of the steps."""
+    """1 - mean time slept / time, over all steps."""
     return 1 - sum(measured["compute"]) / sum(measured["steps"])
 
 
 def control_plan(regime: str) -> Plan:
-    """Equal samples, two microbatches a rank: nothing to balance."""
+    """A plan with nothing to balance: equal samples, and two microbatches on each rank."""
     cost = COST(int(NAMED[regime].mean)) * REGIMES[regime] / 2
     return Plan.of([[[2 * rank], [2 * rank + 1]] for rank in range(RANKS)], [cost] * (2 * RANKS))
 

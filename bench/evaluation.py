@@ -4,11 +4,11 @@ Run as `OMP_NUM_THREADS=1 python -m bench.evaluation --results bench/results` (a
 
 * *Forwards*: compute is *emulated*, a request sleeps for as long as its length says, LongAlign-like; parameters are
   fetched or gathered for real. Documents have one to eight requests each, of one length, which stay on one rank.
-  `fsdp2, padded` deals documents out in turn and pads; so does `odc, padded`. `odc` does not pad; `odc, by length`
-  makes the ranks' work even besides, whatever the counts. Each arm runs the same requests, in turn, `--repeats` times.
-* *Gathering*: 10^5 small results, measured: in order into a function, in order into a list, and by
-  `dist.gather_object`, which leaves them rank by rank. Memory is what Python holds at most beyond the rank's own
-  results, in a run of its own, since tracing it takes time.
+  `fsdp2, padded` deals documents out in turn and pads, and so does `odc, padded`. `odc` does not pad; `odc, by length`
+  also evens out the ranks' work, whatever the counts. The arms run the same requests in turn, `--repeats` times.
+* *Gathering*, measured: 10^5 small results are gathered in order into a function, in order into a list, and by
+  `dist.gather_object`, which leaves them rank by rank. Memory is the most that Python holds beyond the rank's own
+  results, taken in a separate run, because tracing it takes time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def owners(docs: list[list[float]], world: int, by_length: bool) -> list[int]:
 
 
 def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
-    """On every rank: seconds the evaluation took, and forwards of this rank."""
+    """Seconds that the evaluation took, and forwards of this rank. Every rank calls it."""
     transport, pad, by_length = WAYS[way]
     drop()
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
 
 
 def forward_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a way; times against the first way's."""
+    """One row a way, with times relative to the first way's."""
     docs = documents(arguments.documents, arguments.seconds, arguments.seed)
     seconds = [one for doc in docs for one in doc]
     runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
@@ -120,12 +120,12 @@ def forward_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str
 
 
 def result(number: int) -> dict[str, Any]:
-    """About 300 bytes pickled."""
+    """A result of about 300 bytes when pickled."""
     return {"doc_id": number, "answer": f"the answer to question {number}, " + "x" * 100, "scores": [0.5, number / 7]}
 
 
 def gather(way: str, count: int, trace: bool) -> tuple[float, int]:
-    """On every rank: seconds, and with `trace` bytes Python held at most."""
+    """Seconds and, with `trace`, the most bytes that Python held. Every rank calls it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows, everyone = [result(number) for number in range(rank, count, world)], None
     with session() as peers:

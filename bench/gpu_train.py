@@ -2,9 +2,9 @@
 
 Run as `OMP_NUM_THREADS=1 python -m bench.gpu_train --results bench/results` (`make bench-gpu` does); with `--rehearse`
 the same script trains a tiny model on the CPU. Both arms get the same samples, weights and optimizer; a loss is summed
-over all tokens of the step. Where ranks share a device NCCL refuses to work, so FSDP2 then runs on one rank with all
-samples: its losses are still the reference, its time and memory are those of another job and say nothing of odc's. With
-`--gloo` it has as many ranks as odc there, by way of the host: its memory compares, its time is gloo's.
+over all tokens of the step. NCCL refuses ranks that share a device, so FSDP2 then runs on one rank with all samples:
+its losses are still the reference, but its time and memory are those of another job and do not compare with odc's. With
+`--gloo` it has as many ranks as odc, which communicate through the host: its memory compares, and its time is gloo's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY = {**dict.fromkeys(QWEN2, 2), "hidden_size": 64, "intermediate_size": 128, 
 
 
 def qwen2(shape: dict[str, int]) -> Any:
-    """With random weights, the same on every rank."""
+    """The model with random weights, the same on every rank."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=TOKENS, attn_implementation="sdpa")
@@ -120,7 +120,7 @@ def settle() -> None:
 
 
 def run(arm: str, ranks: int, steps: int, device: str) -> dict[str, Any]:
-    """One arm's row; its losses beside."""
+    """The row of one arm, and its losses."""
     with RankPool(ranks, 300.0, device) as pool:
         pool.each(build, arm, device)
         answers = pool.each(train, arm, steps)
@@ -168,7 +168,7 @@ def main() -> None:
 def measured(
     rows: list[dict[str, Any]], arm: str, ranks: int, steps: int, device: str, reference: list[float] | None
 ) -> dict[str, Any]:
-    """The row of an arm, also in `rows`; told at once, in case a later one fails."""
+    """The row of an arm, which is also added to `rows` and printed at once, in case a later arm fails."""
     row = alone(run, arm, ranks, steps, device)
     row["largest_loss_gap"] = max(abs(a - b) for a, b in zip(row["losses"], reference or row["losses"], strict=True))
     rows.append(row)

@@ -1,10 +1,10 @@
 """GRPO on two ranks and skewed response lengths: odc with LB-Mini against FSDP2 with verl's equal counts.
 
 `python -m bench.grpo` runs whole jobs (`odc.experiments.grpo`): real generation, real training. Responses are cut at
-lengths drawn from a clipped lognormal (`lengths="drawn"`), the same in every arm, so that skew does not
-change as the model learns.
-The table counts training only, from the first microbatch to the end of the update, the slowest rank's time; the
-rollout is the same work in all arms. Arms are interleaved; of every step the median over repeats, then the sum.
+lengths drawn from a clipped lognormal (`lengths="drawn"`), the same in every arm, so that skew does not change as the
+model learns. The table counts training only, from the first microbatch to the end of the update on the slowest rank;
+the rollout is the same work in all arms. Arms are interleaved, and the time is the sum over steps of each step's median
+over repeats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARMS = {
 
 
 def run_arm(config: Any) -> dict[str, Any]:
-    """One job; its steps' seconds, counts, rewards and measured bubbles, the first step left out."""
+    """Runs one job; returns seconds, counts, rewards and measured bubbles of all steps but the first."""
     from odc.experiments.grpo import run
     from odc.trace import breakdown, load_spans
 

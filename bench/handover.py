@@ -1,13 +1,13 @@
 """Reading all weights from outside the job: the rate against memcpy, and what a reader costs the job's steps.
 
-`python -m bench.handover` makes two tables. Two ranks hold the model; a third process, no rank, reads.
+`python -m bench.handover` makes two tables. Two ranks hold the model, and a third process, which is no rank, reads.
 
-The rate: a full `Reader.read` into tensors that are there ("kept") and into new ones ("fresh"), against a memcpy of the
+The rate compares a full `Reader.read` into existing tensors ("kept") and into new ones ("fresh") with a memcpy of the
 same bytes, tensor by tensor, from that process's own memory into the same kind of destination. Rounds alternate while
 the job stands still. Target: 0.5 of memcpy.
 
-The steps: the ranks run minibatches whose compute is emulated (slept) and whose communication is real, in rounds with
-and without a reader that fetches in a loop, in turn. Target: within 3%.
+The steps are minibatches whose compute is emulated (slept) and whose communication is real, in alternating rounds with
+and without a reader that fetches in a loop. Target: within 3%.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 def build(units: int, seconds: float, second_buffer: bool) -> str:
-    """On every rank: the model, with a first version published; returns the weight handle."""
+    """Builds the model and publishes a first version; returns the weight handle. Every rank calls it."""
     from odc import Settings, fully_shard
     from odc.fsdp import live_roots
     from odc.handover import weight_handle
@@ -72,7 +72,7 @@ def build(units: int, seconds: float, second_buffer: bool) -> str:
 
 
 def steps(count: int) -> list[float]:
-    """Seconds of each of `count` minibatches of one microbatch, with their updates. On every rank."""
+    """Seconds of each of `count` minibatches of one microbatch, updates included. Every rank calls it."""
     times = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -88,7 +88,7 @@ def steps(count: int) -> list[float]:
 
 
 def follow(pipe: Connection, handle: str) -> None:
-    """Do what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
+    """Does what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
     from odc.errors import StaleVersionError
     from odc.handover import Reader
 
@@ -113,7 +113,7 @@ def follow(pipe: Connection, handle: str) -> None:
 
 
 def rates(reader: Any, into: dict[str, torch.Tensor], rounds: int) -> list[dict[str, Any]]:
-    """A row for kept and one for fresh destinations; fetch and memcpy alternate."""
+    """One row for kept and one for fresh destinations; fetch and memcpy alternate."""
     sources = {name: tensor.clone() for name, tensor in into.items()}
     nbytes = sum(tensor.nbytes for tensor in into.values())
 
@@ -181,7 +181,7 @@ def rate_rows(pool: RankPool, mibs: list[int], rounds: int) -> list[dict[str, An
 
 
 def step_row(pool: RankPool, mib: int, seconds: float, second_buffer: bool, pairs: int, count: int) -> dict[str, Any]:
-    """`pairs` rounds of `count` steps without and with a reader, in turn."""
+    """Runs `pairs` rounds of `count` steps, each without and then with a reader."""
     outsider = Outsider(pool.each(build, mib // 4, seconds, second_buffer)[0])
     pool.each(steps, 2)
     alone, read, loops = [], [], []

@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def build_all(chunk: int) -> None:
-    """One unit of two chunks of `chunk` bytes of fp32 for each way, their minibatches open. On every rank."""
+    """One unit of two chunks of `chunk` bytes of fp32 for each way, with open minibatches. Every rank calls it."""
     held.modules = {
         name: sharded_by("odc", 2 * chunk, torch.float32, "block", way, "cpu") for name, way in WAYS.items()
     }
@@ -74,7 +74,7 @@ class Push:
 
 
 def alone(numel: int) -> dict[str, Callable[[], None]]:
-    """Ways to add `numel` elements without ranks."""
+    """Ways to add `numel` elements without ranks, by name."""
     gradient, single, double = torch.ones(numel), torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
     converted = torch.empty(_BLOCK_BYTES // 8, dtype=torch.float64)
 

@@ -36,5 +36,5 @@ def replaced(text: str) -> str:
 
 
 def quoted(text: str) -> list[str]:
-    """Names of the blocks of a page."""
+    """The names of a page's blocks."""
     return [found[2] for found in _BLOCK.finditer(text)]

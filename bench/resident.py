@@ -1,4 +1,4 @@
-"""Where an FSDP2 model with resident parameters meets: four ways, by the step time that they take.
+"""Four places at which the ranks of an FSDP2 model with resident parameters can meet, by the step time they take.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.resident --results bench/results` (some minutes). Compute is *emulated*
 (slept) and all communication is real, as in `bench.emulated`; plans are LB-Mini's, so ranks run unequal microbatches.
@@ -35,7 +35,7 @@ ARM = ARMS["fsdp2-resident"]
 
 @dataclass(frozen=True)
 class Run:
-    """Minibatches of one way: their plans, and seconds slept for a unit of predicted cost."""
+    """The plans of one way's minibatches, and seconds slept for a unit of predicted cost."""
 
     ahead: bool
     dummy: bool
@@ -44,7 +44,7 @@ class Run:
 
 
 def run_way(run: Run) -> list[float]:
-    """On every rank: seconds of each minibatch after one to warm up, from barrier to barrier."""
+    """Seconds of each minibatch after one to warm up, from barrier to barrier. Every rank calls it."""
     drop()
     torch.manual_seed(0)
     model, rank, took = Model(), dist.get_rank(), []
@@ -72,7 +72,7 @@ def run_way(run: Run) -> list[float]:
 
 
 def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a way; the ways are run in turn."""
+    """One row a way; the ways run in turn."""
     drawn, cap = draw_minibatches("longalign", pool.world * arguments.samples, arguments.steps, arguments.seed)
     plans = tuple(ARM.plan(lengths, pool.world, cap, COST, 0) for lengths in drawn)
     longest = sum(plan.longest for plan in plans) * arguments.scale

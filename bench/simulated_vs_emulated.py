@@ -1,10 +1,10 @@
 """Step times that `odc.simulate` predicts, against the real runtime with emulated compute, on 2, 4 and 8 ranks.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.simulated_vs_emulated --results bench/results`, on a machine that does nothing
-else. As in `bench.emulated`, compute is *emulated* (slept) and units are of 64 KiB; lengths are LongAlign-like.
-The simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep
-nothing: of one microbatch more, and of a step without any. Nothing else is fitted, and nothing to what is compared.
-FSDP2's reductions block here, as gloo's do.
+else. As in `bench.emulated`, compute is *emulated* (slept) and units are of 64 KiB; lengths are LongAlign-like. The
+simulator gets the plans' seconds and, for each transport, two costs measured beforehand in steps that sleep nothing: of
+one microbatch more, and of a step without any. Nothing else is fitted, and nothing is fitted to the step times that are
+compared. FSDP2's reductions block here, as gloo's do.
 
 One more run of each transport has a rank slowed 1.5 times, which the planner does not know.
 """
@@ -33,7 +33,7 @@ _FEW, _MANY = 2, 8  # microbatches of the steps that sleep nothing
 
 
 def idle_plan(ranks: int, microbatches: int) -> Plan:
-    """Equal counts; what it costs does not matter."""
+    """A plan of equal counts, whose cost does not matter."""
     own = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
     return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
 
@@ -48,7 +48,7 @@ def overheads(pool: RankPool, arm: ArmName, ranks: int, steps: int) -> tuple[flo
 
 
 def model(how: Transport, each: float, beside: float) -> tuple[Model, float]:
-    """The emulated model, and seconds of each call so that an idle microbatch takes `each`."""
+    """The emulated model, and the seconds of each call that make an idle microbatch take `each`."""
     calls = {"collectives": 3 * UNITS, "resident": 0, "on demand": 2 * UNITS}[how]  # gathers and reductions; fetches
     units = (Unit(1.0, 1.0, 1 / UNITS),) * UNITS
     fixed = 0.0 if calls else each / (2 * UNITS)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.leaks import assert_nothing_left, shared_files
 from support.machines import LAYOUT, Rank
-from support.members import Crew
+from support.members import HeapGroup
 
 from odc.fsdp import _torch_compat as compat
 from odc.settings import Settings
@@ -34,5 +34,5 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 @pytest.fixture
 def two() -> Iterator[list[Rank]]:
-    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1)) as crew:
-        yield [Rank(crew, 0), Rank(crew, 1)]
+    with HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=0.1)) as group:
+        yield [Rank(group, 0), Rank(group, 1)]

@@ -59,7 +59,7 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
 def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts were never sent, so only the abandoned minibatch itself says that accumulators must be zeroed."""
     begin(two)
-    pusher = two[0].crew.members[0].pusher
+    pusher = two[0].heaps.members[0].pusher
     push_to = pusher.push_to
 
     def fail_at_last(owner: int, *args: object) -> int:
@@ -179,7 +179,7 @@ def test_an_error_at_the_meeting_ends_the_job_and_is_not_stepped_over(
     with pytest.raises(ValueError, match="a hook"):
         two[0].machine.collect()
     assert states(two)[0] is RootState.FAILED
-    assert two[1].crew.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 10
+    assert two[1].heaps.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 10
     with pytest.raises(UnfinishedMinibatchError):
         two[0].machine.before_step()
     with pytest.raises(OdcError, match="ValueError in epoch 1: a hook of the parameter"):

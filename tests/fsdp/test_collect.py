@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.members import BF16, F32, F64, Crew, Layout
+from support.members import BF16, F32, F64, HeapGroup, Layout
 from support.ranks import RankPool
 from torch import nn
 
@@ -28,28 +28,28 @@ class Param:
         self.given.append((flat, first))
 
 
-def fill(crew: Crew, member: int, values: list[float], source: int = 0) -> None:
-    unit = crew.units[0]
-    crew.layouts[member].peer(member).accumulator(unit, source).copy_(torch.tensor(values))
+def fill(group: HeapGroup, member: int, values: list[float], source: int = 0) -> None:
+    unit = group.units[0]
+    group.layouts[member].peer(member).accumulator(unit, source).copy_(torch.tensor(values))
 
 
 # counts --------------------------------------------------------------------------------------------------------------
 
 
 def test_counts_are_summed_over_all_members_by_parameter() -> None:
-    with Crew(LAYOUT, 2, replicas=2) as crew:
-        layout = crew.layouts[1]
+    with HeapGroup(LAYOUT, 2, replicas=2) as group:
+        layout = group.layouts[1]
         assert push_counts(layout).tolist() == [0, 0, 0]
         for source, counts in enumerate([[1, 0, 2], [0, 0, 5], [3, 0, 0], [0, 0, 1]]):
-            crew.layouts[source].peer(1).pushes(source).copy_(torch.tensor(counts))
+            group.layouts[source].peer(1).pushes(source).copy_(torch.tensor(counts))
         assert push_counts(layout).tolist() == [4, 0, 8]
-        assert push_counts(crew.layouts[0]).tolist() == [0, 0, 0], "each member reads its own heap"
+        assert push_counts(group.layouts[0]).tolist() == [0, 0, 0], "each member reads its own heap"
 
 
 def test_counts_are_a_copy() -> None:
-    with Crew(LAYOUT, 1) as crew:
-        before = push_counts(crew.layouts[0])
-        crew.layouts[0].peer(0).pushes(0).fill_(9)
+    with HeapGroup(LAYOUT, 1) as group:
+        before = push_counts(group.layouts[0])
+        group.layouts[0].peer(0).pushes(0).fill_(9)
         assert before.tolist() == [0, 0, 0]
 
 
@@ -58,51 +58,51 @@ def test_counts_are_a_copy() -> None:
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool) -> None:
-    with Crew(LAYOUT, 2, settings=Settings(reproducible=reproducible)) as crew:
+    with HeapGroup(LAYOUT, 2, settings=Settings(reproducible=reproducible)) as group:
         values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-        fill(crew, 1, values)
-        found = reduced(crew.layouts[1], crew.units[0], 3.0)
+        fill(group, 1, values)
+        found = reduced(group.layouts[1], group.units[0], 3.0)
         dtype = F64 if reproducible else F32
         assert torch.equal(found, torch.tensor(values, dtype=dtype) / 3.0)
-        assert crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist() == values, "the accumulator itself stays"
+        assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == values, "the accumulator itself stays"
 
 
 def test_sources_are_summed_in_rank_order() -> None:
     """1e8 + 1 - 1e8 is 0 in fp32 and 1e8 - 1e8 + 1 is 1: the order shows."""
     parts = [1e8, -1e8, 1.0]
     for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1]):
-        with Crew(LAYOUT, 3, settings=Settings(accumulate="per_source")) as crew:
+        with HeapGroup(LAYOUT, 3, settings=Settings(accumulate="per_source")) as group:
             for source, part in enumerate(order):
-                fill(crew, 0, [parts[part]] * 6, source)
+                fill(group, 0, [parts[part]] * 6, source)
             expected = torch.zeros(())
             for part in order:
                 expected = expected + parts[part]
-            assert reduced(crew.layouts[0], crew.units[0], 1.0).tolist() == [expected.item()] * 6
+            assert reduced(group.layouts[0], group.units[0], 1.0).tolist() == [expected.item()] * 6
 
 
 @pytest.mark.parametrize("accumulate", ["server", "per_source"])
 def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits(accumulate: str) -> None:
-    with Crew(LAYOUT, 2, replicas=3, settings=Settings(accumulate=accumulate)) as crew:  # type: ignore[arg-type]
+    with HeapGroup(LAYOUT, 2, replicas=3, settings=Settings(accumulate=accumulate)) as group:  # type: ignore[arg-type]
         column = (1, 3, 5)
         for member, value in zip(column, [1e8, -1e8, 1.0], strict=True):
-            fill(crew, member, [value] * 6, source=0)
-        fill(crew, 0, [77.0] * 6)  # of the other shard
+            fill(group, member, [value] * 6, source=0)
+        fill(group, 0, [77.0] * 6)  # of the other shard
         for member in column:
-            assert reduced(crew.layouts[member], crew.units[0], 2.0).tolist() == [0.5] * 6
+            assert reduced(group.layouts[member], group.units[0], 2.0).tolist() == [0.5] * 6
 
 
 # writing -------------------------------------------------------------------------------------------------------------
 
 
-def write(crew: Crew, params: list[Param], used: list[bool], divide: float = 1.0) -> None:
-    write_gradients(crew.layouts[0], crew.units[0], params, used, divide)  # type: ignore[arg-type]
+def write(group: HeapGroup, params: list[Param], used: list[bool], divide: float = 1.0) -> None:
+    write_gradients(group.layouts[0], group.units[0], params, used, divide)  # type: ignore[arg-type]
 
 
 def test_every_used_parameter_gets_its_part() -> None:
-    with Crew(LAYOUT, 1) as crew:
-        fill(crew, 0, [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+    with HeapGroup(LAYOUT, 1) as group:
+        fill(group, 0, [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
         params = [Param(), Param()]
-        write(crew, params, [True, True], 2.0)
+        write(group, params, [True, True], 2.0)
         ((flat, first),) = params[0].given
         assert (flat.tolist(), first) == ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0)
         assert params[1].given[0][1] == 4
@@ -110,28 +110,28 @@ def test_every_used_parameter_gets_its_part() -> None:
 
 
 def test_a_parameter_that_nobody_used_or_that_is_frozen_gets_none() -> None:
-    with Crew(LAYOUT, 1) as crew:
-        fill(crew, 0, [1.0] * 6)
+    with HeapGroup(LAYOUT, 1) as group:
+        fill(group, 0, [1.0] * 6)
         for params, used in (
             ([Param(), Param()], [False, True]),
             ([Param(requires_grad=False), Param()], [True, True]),
         ):
-            write(crew, params, used)
+            write(group, params, used)
             assert params[0].given == [] and len(params[1].given) == 1
 
 
 def test_a_unit_that_nobody_used_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.fsdp.collect.reduced", lambda *args: pytest.fail("was summed"))
-    with Crew(LAYOUT, 1) as crew:
-        write(crew, [Param(), Param()], [False, False])
-        write(crew, [Param(requires_grad=False), Param()], [True, False])
+    with HeapGroup(LAYOUT, 1) as group:
+        write(group, [Param(), Param()], [False, False])
+        write(group, [Param(requires_grad=False), Param()], [True, False])
 
 
 def test_gradients_are_rounded_to_the_parameters_dtype_after_the_division() -> None:
-    with Crew([[("w", 2, BF16), ("b", 1, F32)]], 1) as crew:
-        fill(crew, 0, [1.0, 257.0, 1 / 3])
+    with HeapGroup([[("w", 2, BF16), ("b", 1, F32)]], 1) as group:
+        fill(group, 0, [1.0, 257.0, 1 / 3])
         params = [Param(BF16), Param(F32)]
-        write(crew, params, [True, True], 4.0)
+        write(group, params, [True, True], 4.0)
         assert torch.equal(params[0].given[0][0], (torch.tensor([1.0, 257.0, 1 / 3]) / 4.0).to(BF16))
         assert torch.equal(params[1].given[0][0], torch.tensor([1.0, 257.0, 1 / 3]) / 4.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 from odc.errors import WaitTimeoutError
 from odc.fsdp.fetcher import Fetch, Fetcher
@@ -46,8 +46,8 @@ class Param:
 class Gated:
     """Published shards whose fetch waits until it is let."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.real, self.count = crew.members[0].shards, crew.members[0].shards.count
+    def __init__(self, group: HeapGroup) -> None:
+        self.real, self.count = group.members[0].shards, group.members[0].shards.count
         self.open, self.begun = threading.Event(), threading.Event()
         self.lanes: list[str] = []
 
@@ -59,17 +59,17 @@ class Gated:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.2)) as crew:
-        crew.attach()
+def group() -> Iterator[HeapGroup]:
+    with HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=0.2)) as group:
+        group.attach()
         for member in (0, 1):
-            crew.publish(member, 1.0 + member)
-        yield crew
+            group.publish(member, 1.0 + member)
+        yield group
 
 
 @contextlib.contextmanager
-def fetching(crew: Crew, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
-    gated = Gated(crew)
+def fetching(group: HeapGroup, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
+    gated = Gated(group)
     fetcher = Fetcher(gated, ahead)  # type: ignore[arg-type]
     try:
         yield fetcher, gated
@@ -78,8 +78,8 @@ def fetching(crew: Crew, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
         fetcher.close()
 
 
-def start(fetcher: Fetcher, crew: Crew, params: list[Param], unit: int = 0, *, now: bool = False) -> Fetch:
-    return fetcher.start(crew.units[unit], params, now=now)  # type: ignore[arg-type]
+def start(fetcher: Fetcher, group: HeapGroup, params: list[Param], unit: int = 0, *, now: bool = False) -> Fetch:
+    return fetcher.start(group.units[unit], params, now=now)  # type: ignore[arg-type]
 
 
 def values(param: Param) -> list[float]:
@@ -92,63 +92,63 @@ def values(param: Param) -> list[float]:
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("now", [True, False])
-def test_a_fetch_fills_the_parameters_in_place_and_makes_them_ready(crew: Crew, ahead: int, now: bool) -> None:
-    with fetching(crew, ahead) as (fetcher, gated):
+def test_a_fetch_fills_the_parameters_in_place_and_makes_them_ready(group: HeapGroup, ahead: int, now: bool) -> None:
+    with fetching(group, ahead) as (fetcher, gated):
         gated.open.set()
         params = [Param(6), Param(1)]
-        start(fetcher, crew, params, now=now).wait()
+        start(fetcher, group, params, now=now).wait()
         assert values(params[0]) == [1.0] * 6 + [2.0] * 6
         assert values(params[1]) == [1.0, 2.0]
         assert [param.told for param in params] == [["ready"], ["ready"]]
 
 
-def test_a_parameter_sharded_along_another_dimension_is_rearranged_first(crew: Crew) -> None:
-    with fetching(crew, 0) as (fetcher, gated):
+def test_a_parameter_sharded_along_another_dimension_is_rearranged_first(group: HeapGroup) -> None:
+    with fetching(group, 0) as (fetcher, gated):
         gated.open.set()
         params = [Param(6, shard_dim=1), Param(1)]
-        start(fetcher, crew, params).wait()
+        start(fetcher, group, params).wait()
         assert params[0].told == ["rearrange", "ready"]
         assert params[1].told == ["ready"]
         assert values(params[0]) == [1.0] * 6 + [2.0] * 6
 
 
-def test_what_is_needed_at_once_is_copied_by_who_needs_it(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, gated):
-        fetch = start(fetcher, crew, [Param(6), Param(1)], now=True)
+def test_what_is_needed_at_once_is_copied_by_who_needs_it(group: HeapGroup) -> None:
+    with fetching(group, 1) as (fetcher, gated):
+        fetch = start(fetcher, group, [Param(6), Param(1)], now=True)
         assert not gated.begun.wait(0.05), "nobody begins before it is waited for"
         gated.open.set()
         fetch.wait()
         assert gated.lanes == ["MainThread"]
 
 
-def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, gated):
-        fetch = start(fetcher, crew, [Param(6), Param(1)])
+def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(group: HeapGroup) -> None:
+    with fetching(group, 1) as (fetcher, gated):
+        fetch = start(fetcher, group, [Param(6), Param(1)])
         assert gated.begun.wait(60.0), "it is under way before anybody waits for it"
         gated.open.set()
         fetch.wait()
         assert gated.lanes == ["odc-fetch"]
 
 
-def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, gated):
-        hold, params = start(fetcher, crew, [Param(3)], 1), [Param(6), Param(1)]
+def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory(group: HeapGroup) -> None:
+    with fetching(group, 1) as (fetcher, gated):
+        hold, params = start(fetcher, group, [Param(3)], 1), [Param(6), Param(1)]
         assert gated.begun.wait(60.0)
-        queued = start(fetcher, crew, params)
+        queued = start(fetcher, group, params)
         queued.drop()
         gated.open.set()
         hold.wait()
-        after = start(fetcher, crew, [Param(3)], 1)
+        after = start(fetcher, group, [Param(3)], 1)
         after.wait()
         assert values(params[0]) == [-1.0] * 12
         assert [param.told for param in params] == [["free"], ["free"]]
 
 
-def test_giving_up_a_fetch_under_way_waits_for_its_copy(crew: Crew) -> None:
+def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> None:
     """Else it would write into memory that was freed, or read shards of the next epoch."""
-    with fetching(crew, 1) as (fetcher, gated):
+    with fetching(group, 1) as (fetcher, gated):
         params = [Param(6), Param(1)]
-        fetch = start(fetcher, crew, params)
+        fetch = start(fetcher, group, params)
         assert gated.begun.wait(60.0)
         dropping = threading.Thread(target=fetch.drop)
         dropping.start()
@@ -159,23 +159,23 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(crew: Crew) -> None:
         assert [param.told for param in params] == [["free"], ["free"]]
 
 
-def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(crew: Crew) -> None:
-    crew.publish(0, 1.0)  # epoch 2, which member 1 never opens
-    with fetching(crew, 1) as (fetcher, gated):
+def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: HeapGroup) -> None:
+    group.publish(0, 1.0)  # epoch 2, which member 1 never opens
+    with fetching(group, 1) as (fetcher, gated):
         gated.open.set()
-        fetch = start(fetcher, crew, [Param(6), Param(1)])
+        fetch = start(fetcher, group, [Param(6), Param(1)])
         with pytest.raises(WaitTimeoutError, match="waiting for rank 13 to publish epoch 2"):
             fetch.wait()
 
 
-def test_a_fetch_is_recorded_with_its_unit_bytes_and_lane(crew: Crew) -> None:
-    with fetching(crew, 1) as (fetcher, gated):
+def test_a_fetch_is_recorded_with_its_unit_bytes_and_lane(group: HeapGroup) -> None:
+    with fetching(group, 1) as (fetcher, gated):
         gated.open.set()
         recorder().clear()
-        start(fetcher, crew, [Param(3)], 1).wait()
-        start(fetcher, crew, [Param(3)], 1, now=True).wait()
+        start(fetcher, group, [Param(3)], 1).wait()
+        start(fetcher, group, [Param(3)], 1, now=True).wait()
         spans = [span for span in recorder().spans() if span.category == FETCH]
-        expected = crew.units[1].published_bytes
+        expected = group.units[1].published_bytes
         assert [(s.unit, s.nbytes, s.lane) for s in spans] == [("u1", expected, "fetch"), ("u1", expected, "main")]
 
 
@@ -203,56 +203,56 @@ def passes(fetcher: Fetcher, units: list[Unit], log: list[str], phase: str = "fo
     return found
 
 
-def test_what_came_next_last_time_is_fetched_ahead(crew: Crew) -> None:
+def test_what_came_next_last_time_is_fetched_ahead(group: HeapGroup) -> None:
     log: list[str] = []
     a, b, c = units = [Unit(name, log) for name in "abc"]
-    with fetching(crew, 1) as (fetcher, _):
+    with fetching(group, 1) as (fetcher, _):
         assert passes(fetcher, units, log) == [[], [], []], "nothing is known yet"
         assert passes(fetcher, units, log) == [["b"], ["c"], []], "and nothing follows the last"
         assert passes(fetcher, [a, c, b], log) == [["b"], [], ["c"]], "the order has changed"
         assert passes(fetcher, [a, c, b], log)[:2] == [["c"], ["b"]]
 
 
-def test_phases_are_learnt_apart(crew: Crew) -> None:
+def test_phases_are_learnt_apart(group: HeapGroup) -> None:
     log: list[str] = []
     units = [Unit(name, log) for name in "abc"]
-    with fetching(crew, 1) as (fetcher, _):
+    with fetching(group, 1) as (fetcher, _):
         passes(fetcher, units, log, "forward")
         assert passes(fetcher, units[::-1], log, "backward") == [[], [], []]
         assert passes(fetcher, units[::-1], log, "backward") == [["b"], ["a"], []]
         assert passes(fetcher, units, log, "forward") == [["b"], ["c"], []]
 
 
-def test_as_many_units_as_set_are_fetched_ahead(crew: Crew) -> None:
+def test_as_many_units_as_set_are_fetched_ahead(group: HeapGroup) -> None:
     log: list[str] = []
     units = [Unit(name, log) for name in "abcd"]
-    with fetching(crew, 2) as (fetcher, _):
+    with fetching(group, 2) as (fetcher, _):
         passes(fetcher, units, log)
         assert passes(fetcher, units, log) == [["b", "c"], ["c", "d"], ["d"], []]
 
 
-def test_nothing_is_fetched_ahead_when_told_so(crew: Crew) -> None:
+def test_nothing_is_fetched_ahead_when_told_so(group: HeapGroup) -> None:
     log: list[str] = []
     units = [Unit(name, log) for name in "abc"]
     before = threading.active_count()
-    with fetching(crew, 0) as (fetcher, _):
+    with fetching(group, 0) as (fetcher, _):
         assert threading.active_count() == before
         passes(fetcher, units, log)
         assert passes(fetcher, units, log) == [[], [], []]
 
 
-def test_a_unit_used_twice_in_a_row_does_not_follow_itself(crew: Crew) -> None:
+def test_a_unit_used_twice_in_a_row_does_not_follow_itself(group: HeapGroup) -> None:
     log: list[str] = []
     a, b = (Unit(name, log) for name in "ab")
-    with fetching(crew, 1) as (fetcher, _):
+    with fetching(group, 1) as (fetcher, _):
         passes(fetcher, [a, a, b], log)
         assert passes(fetcher, [a, a, b], log) == [["b"], ["b"], []]
 
 
-def test_a_unit_that_is_gone_is_not_kept_alive_nor_fetched(crew: Crew) -> None:
+def test_a_unit_that_is_gone_is_not_kept_alive_nor_fetched(group: HeapGroup) -> None:
     log: list[str] = []
     a, b = Unit("a", log), Unit("b", log)
-    with fetching(crew, 1) as (fetcher, _):
+    with fetching(group, 1) as (fetcher, _):
         passes(fetcher, [a, b], log)
         del b
         gc.collect()

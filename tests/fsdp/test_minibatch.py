@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.machines import LAYOUT, Rank, finish, states
-from support.members import Crew
+from support.members import HeapGroup
 
 from odc.errors import OdcError, PeerLostError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp.minibatch import Minibatch
@@ -36,8 +36,8 @@ def test_gradients_are_the_sum_over_all_pushes_divided_by_the_ranks(two: list[Ra
 
 
 def test_a_gradient_without_an_accumulator_is_refused_before_any_of_its_unit_is_sent() -> None:
-    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.1), frozen={"b"}) as crew:
-        two = [Rank(crew, 0), Rank(crew, 1)]
+    with HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=0.1), frozen={"b"}) as group:
+        two = [Rank(group, 0), Rank(group, 1)]
         for rank in two:
             rank.machine.begin()
         with pytest.raises(UnsupportedError, match=r"rank 10 \(epoch 1\): b has a gradient, but was frozen"):
@@ -82,23 +82,23 @@ def test_a_rank_without_microbatches_opens_the_minibatch_when_it_finishes(two: l
 
 
 def test_replicas_are_summed_too() -> None:
-    with Crew(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as crew:
-        ranks = [Rank(crew, 0), Rank(crew, 1)]
+    with HeapGroup(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as group:
+        ranks = [Rank(group, 0), Rank(group, 1)]
         for rank in ranks:
             rank.machine.begin()
         for rank in ranks:
             rank.push(0, 1.0 + 2 * rank.me)
             rank.machine.done()
-        complete(crew)
+        complete(group)
         for rank in ranks:
             rank.machine.collect()
             assert rank.grads() == [[2.0] * 4, [2.0] * 2, None]
 
 
-def waits_for(crew: Crew, member: int, peer: int, until: Future[None]) -> bool:
+def waits_for(group: HeapGroup, member: int, peer: int, until: Future[None]) -> bool:
     """Whether `member` says on its board that it waits for `peer`, before its call `until` ends."""
-    board = crew.layouts[member].peer(member).board
-    while board.load(Word.WAITING) != 1 + crew.ranks[peer]:
+    board = group.layouts[member].peer(member).board
+    while board.load(Word.WAITING) != 1 + group.ranks[peer]:
         if until.done():
             return False
         time.sleep(0.001)
@@ -107,28 +107,28 @@ def waits_for(crew: Crew, member: int, peer: int, until: Future[None]) -> bool:
 
 def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
     """Members 0 and 2 hold the same shard; what member 3 pushed to member 2 stays in its slots for a while."""
-    with Crew(LAYOUT, 2, replicas=2, settings=Settings(timeout_s=3600.0)) as crew, ThreadPoolExecutor(2) as pool:
-        ranks = [Rank(crew, member) for member in range(4)]
+    with HeapGroup(LAYOUT, 2, replicas=2, settings=Settings(timeout_s=3600.0)) as group, ThreadPoolExecutor(2) as pool:
+        ranks = [Rank(group, member) for member in range(4)]
         for rank in ranks:
             rank.machine.begin()
         for rank, value in zip(ranks, [1.0, 2.0, 4.0, 8.0], strict=True):
-            crew.by_hand = rank.me == 3
+            group.by_hand = rank.me == 3
             rank.push(0, value)
         for rank in ranks:
             rank.machine.done()
         fast, slow = (pool.submit(ranks[member].machine.collect) for member in (0, 2))
-        waited = waits_for(crew, 0, 2, fast), waits_for(crew, 2, 2, slow)
-        assert crew.layouts[2].peer(2).board.load(Word.COMPLETE) == 0, "member 2 announced sums that lack a push"
-        crew.drain(2)
+        waited = waits_for(group, 0, 2, fast), waits_for(group, 2, 2, slow)
+        assert group.layouts[2].peer(2).board.load(Word.COMPLETE) == 0, "member 2 announced sums that lack a push"
+        group.drain(2)
         fast.result()
         slow.result()
         assert waited == (True, True)
         assert [ranks[member].grads() for member in (0, 2)] == [[[3.75] * 4, [3.75] * 2, None]] * 2
 
 
-def complete(crew: Crew) -> None:
+def complete(group: HeapGroup) -> None:
     """Say that all accumulators hold every push, as collect() does: in one thread nobody can wait for another."""
-    for member, layout in enumerate(crew.layouts):
+    for member, layout in enumerate(group.layouts):
         layout.peer(member).board.store(Word.COMPLETE, 1)
 
 
@@ -136,7 +136,7 @@ def complete(crew: Crew) -> None:
 
 
 def test_begin_publishes_the_shards_of_now_and_only_once(two: list[Rank]) -> None:
-    layout = two[1].crew.layouts[1]
+    layout = two[1].heaps.layouts[1]
     two[0].groups[1].odc_params[0].values.fill_(3.0)
     two[0].machine.begin()
     two[0].groups[1].odc_params[0].values.fill_(4.0)
@@ -149,7 +149,7 @@ def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
     for rank in two:
         rank.machine.begin()
     two[0].machine.close_evaluation("step")
-    with two[0].crew.late("rank 10 .*waiting for rank 13 to finish epoch 1"):
+    with two[0].heaps.late("rank 10 .*waiting for rank 13 to finish epoch 1"):
         two[0].machine.begin()
     assert states(two) == [RootState.CLOSED, RootState.OPEN]
     two[1].machine.close_evaluation("step")
@@ -158,21 +158,21 @@ def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
 
 
 def test_begin_waits_until_the_replicas_have_read_the_accumulators() -> None:
-    with Crew(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as crew:
-        ranks = [Rank(crew, 0), Rank(crew, 1)]
+    with HeapGroup(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as group:
+        ranks = [Rank(group, 0), Rank(group, 1)]
         for rank in ranks:
             rank.machine.begin()
             rank.machine.done()
-        complete(crew)
+        complete(group)
         ranks[0].machine.collect()
-        with crew.late("waiting for rank 13 to read the accumulators of epoch 1"):
+        with group.late("waiting for rank 13 to read the accumulators of epoch 1"):
             ranks[0].machine.begin()
         ranks[1].machine.collect()
         ranks[0].machine.begin()
 
 
 def test_begin_counts_microbatches_anew_and_is_progress(two: list[Rank]) -> None:
-    board = two[0].crew.layouts[0].peer(0).board
+    board = two[0].heaps.layouts[0].peer(0).board
     board.store(Word.MICROBATCH, 5)
     two[0].machine.begin()
     two[0].machine.begin()
@@ -200,7 +200,7 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], h
 def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer may end right after it has seen DONE; its words must be in reach by then."""
     rank, seen = two[0], list[bool]()
-    endpoint, heap = rank.crew.members[0], rank.crew.layouts[0].heap
+    endpoint, heap = rank.heaps.members[0], rank.heaps.layouts[0].heap
     done = endpoint.done
     monkeypatch.setattr(endpoint, "done", lambda *how: (seen.append(heap.attached(1)), done(*how)))
     rank.machine.begin()
@@ -229,19 +229,19 @@ def test_collect_without_done_is_refused(two: list[Rank]) -> None:
 def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) -> None:
     for rank in two:
         rank.machine.begin()
-    two[0].crew.by_hand = True
+    two[0].heaps.by_hand = True
     two[1].push(0, 1.0)
     two[0].machine.done()
-    with two[0].crew.late("rank 13 to finish epoch 1"):
+    with two[0].heaps.late("rank 13 to finish epoch 1"):
         two[0].machine.collect()
     assert states(two)[0] is RootState.FAILED
     two[0].machine._set(RootState.FINISHING)
     two[1].machine.done()
-    with two[0].crew.late("this rank's server to add what rank 13 pushed"):
+    with two[0].heaps.late("this rank's server to add what rank 13 pushed"):
         two[0].machine.collect()
     two[0].machine._set(RootState.FINISHING)
     assert two[0].grads() == [None, None, None]
-    two[0].crew.drain(0)
+    two[0].heaps.drain(0)
     two[0].machine.collect()
     assert two[0].grads() == [[0.5] * 4, [0.5] * 2, None]
 
@@ -254,10 +254,10 @@ def test_an_epoch_without_pushes_is_closed_without_waiting_for_anybody(two: list
     two[0].machine.close_evaluation("optimizer.step()")
     assert states(two)[0] is RootState.CLOSED
     assert all(group.told == ["drop", "reshard"] for group in two[0].groups)
-    board = two[0].crew.layouts[1].peer(0).board
+    board = two[0].heaps.layouts[1].peer(0).board
     assert board.load(Word.DONE) == 1
     two[1].machine.begin()
-    assert two[1].crew.members[1].protocol.closed_as(Outcome.EVALUATED) == [0]
+    assert two[1].heaps.members[1].protocol.closed_as(Outcome.EVALUATED) == [0]
     two[0].machine.close_evaluation("optimizer.step()")
     assert board.load(Word.DONE) == 1
 
@@ -285,7 +285,7 @@ def test_publish_shows_new_values_to_everybody(two: list[Rank]) -> None:
         rank.machine.close_evaluation("publish()")
     for rank in two:
         rank.machine.publish()
-    layout = two[0].crew.layouts[0]
+    layout = two[0].heaps.layouts[0]
     assert [layout.peer(member).published(layout.units[1], 0)[0].item() for member in (0, 1)] == [1.0, 2.0]
     assert [rank.machine.epoch for rank in two] == [2, 2]
     assert states(two) == [RootState.OPEN] * 2
@@ -306,7 +306,7 @@ def test_training_in_an_epoch_that_another_rank_only_evaluated_is_an_error_that_
     two[0].machine.done()
     with pytest.raises(OdcError, match="rank 10 trained in epoch 1, but rank 13 closed that epoch after evaluation"):
         two[0].machine.collect()
-    assert two[1].crew.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 13, (
+    assert two[1].heaps.layouts[1].peer(1).board.load(Word.ABORT) == 1 + 13, (
         "rank 13 would wait for the next epoch in vain"
     )
 
@@ -331,10 +331,10 @@ def test_an_evaluation_of_the_next_epoch_does_not_hide_that_of_this_one(two: lis
     [(ValueError("bad batch"), 10), (PeerLostError("gone", culprit=13), 13), (OdcError("odd"), 10)],
 )
 def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], error: Any, culprit: int) -> None:
-    two[0].crew.attach()
+    two[0].heaps.attach()
     two[0].machine.begin()
     two[0].machine.abort(error)
-    layout = two[1].crew.layouts[1]
+    layout = two[1].heaps.layouts[1]
     assert layout.peer(1).board.load(Word.ABORT) == 1 + culprit
     assert layout.peer(1).reason == f"{type(error).__name__} in epoch 1: {error}"
     with pytest.raises(PeerLostError, match=f"aborted by rank {culprit}"):
@@ -348,8 +348,8 @@ def test_after_publish_the_window_begins_at_the_first_use(monkeypatch: pytest.Mo
     """A rank may publish for readers outside the job, and wait for them; that is no part of its minibatch."""
     own = Recorder()  # other tests leave windows open
     monkeypatch.setattr(sys.modules[Minibatch.__module__], "recorder", lambda: own)
-    with Crew(LAYOUT, 1) as crew:
-        rank = Rank(crew, 0)
+    with HeapGroup(LAYOUT, 1) as group:
+        rank = Rank(group, 0)
         rank.machine.publish()
         waited = own.now()
         rank.machine.begin()

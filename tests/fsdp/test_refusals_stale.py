@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.members import BF16, F16, F32, F64, Crew
+from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import StaleParametersError
 from odc.fsdp.refusals import refuse_stale
@@ -15,51 +15,51 @@ LAYOUT = [[("first.weight", 4, F32), ("first.bias", 2, BF16)], [("second.weight"
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with Crew(LAYOUT, 2) as crew:
-        yield crew
+def group() -> Iterator[HeapGroup]:
+    with HeapGroup(LAYOUT, 2) as group:
+        yield group
 
 
 def shards() -> list[list[torch.Tensor]]:
     return [[torch.arange(4.0), torch.tensor([1 / 3, 2 / 3])], [torch.tensor([7.0, 8.0, 9.0])]]
 
 
-def test_what_was_published_is_not_stale(crew: Crew) -> None:
-    crew.members[1].shards.publish(shards(), [False, False])
-    refuse_stale(crew.layouts[1], 1, shards())
+def test_what_was_published_is_not_stale(group: HeapGroup) -> None:
+    group.members[1].shards.publish(shards(), [False, False])
+    refuse_stale(group.layouts[1], 1, shards())
 
 
 @pytest.mark.parametrize(("unit", "param", "at"), [(0, 0, 0), (0, 0, 3), (0, 1, 1), (1, 0, 2)])
-def test_a_single_changed_element_is_found_and_named(crew: Crew, unit: int, param: int, at: int) -> None:
-    crew.members[1].shards.publish(shards(), [False, False])
+def test_a_single_changed_element_is_found_and_named(group: HeapGroup, unit: int, param: int, at: int) -> None:
+    group.members[1].shards.publish(shards(), [False, False])
     now = shards()
     now[unit][param][at] += 0.5
     with pytest.raises(StaleParametersError) as caught:
-        refuse_stale(crew.layouts[1], 6, now)
+        refuse_stale(group.layouts[1], 6, now)
     assert str(caught.value).startswith(f"rank 13 (epoch 6): {LAYOUT[unit][param][0]} changed inside an open minibatch")
     assert "publish()" in str(caught.value)
 
 
-def test_a_change_below_the_compute_dtype_changes_nothing(crew: Crew) -> None:
+def test_a_change_below_the_compute_dtype_changes_nothing(group: HeapGroup) -> None:
     """Peers see bf16: a shard whose fp32 bits moved but round to the same is what was published."""
-    crew.members[0].shards.publish(shards(), [False, False])
+    group.members[0].shards.publish(shards(), [False, False])
     now = shards()
     now[0][1] += 1e-5
-    refuse_stale(crew.layouts[0], 1, now)
+    refuse_stale(group.layouts[0], 1, now)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_is_equal_to_itself_and_the_zeros_are_not(dtype: torch.dtype) -> None:
-    with Crew([[("w", 2, dtype)]], 1) as crew:
+    with HeapGroup([[("w", 2, dtype)]], 1) as group:
         values = torch.tensor([math.nan, 0.0], dtype=dtype)
-        crew.members[0].shards.publish([[values]], [False])
-        refuse_stale(crew.layouts[0], 1, [[values.clone()]])
+        group.members[0].shards.publish([[values]], [False])
+        refuse_stale(group.layouts[0], 1, [[values.clone()]])
         with pytest.raises(StaleParametersError):
-            refuse_stale(crew.layouts[0], 1, [[torch.tensor([math.nan, -0.0], dtype=dtype)]])
+            refuse_stale(group.layouts[0], 1, [[torch.tensor([math.nan, -0.0], dtype=dtype)]])
 
 
 def test_only_the_own_shards_are_looked_at() -> None:
-    with Crew(LAYOUT, 2) as crew:
-        crew.members[1].shards.publish(shards(), [False, False])
-        refuse_stale(crew.layouts[1], 1, shards())
-        assert not crew.layouts[1].heap.attached(0)
+    with HeapGroup(LAYOUT, 2) as group:
+        group.members[1].shards.publish(shards(), [False, False])
+        refuse_stale(group.layouts[1], 1, shards())
+        assert not group.layouts[1].heap.attached(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 from odc.errors import WaitTimeoutError
 from odc.fsdp.sender import Sender
@@ -164,15 +164,15 @@ def test_flush_forgets_what_it_raised() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
-    with Crew([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as crew:
-        crew.publish_all()
-        sender = Sender(crew.members[0].pusher, overlap)
+    with HeapGroup([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as group:
+        group.publish_all()
+        sender = Sender(group.members[0].pusher, overlap)
         recorder().clear()
-        sender.send(crew.units[0], [Gradient(0, torch.arange(8.0))])
+        sender.send(group.units[0], [Gradient(0, torch.arange(8.0))])
         sender.flush()
         sender.close()
-        assert crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist() == [4.0, 5.0, 6.0, 7.0]
-        assert crew.layouts[0].peer(0).accumulator(crew.units[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == [4.0, 5.0, 6.0, 7.0]
+        assert group.layouts[0].peer(0).accumulator(group.units[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
         lane = "push" if overlap else "main"
         mine = [s for s in recorder().spans() if s.category == PUSH and s.lane == lane and s.nbytes]
         assert [(s.unit, s.nbytes) for s in mine] == [("u0", 16)]

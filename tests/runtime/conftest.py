@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.daemons import LAYOUT
-from support.members import Crew
+from support.members import HeapGroup
 from support.sides import Side
 
 from odc.runtime import Daemon
@@ -18,11 +18,11 @@ from odc.settings import Settings
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with Crew(LAYOUT, 3, settings=Settings(timeout_s=60.0), by_hand=True) as crew:
-        crew.attach()
-        crew.publish_all()
-        yield crew
+def group() -> Iterator[HeapGroup]:
+    with HeapGroup(LAYOUT, 3, settings=Settings(timeout_s=60.0), by_hand=True) as group:
+        group.attach()
+        group.publish_all()
+        yield group
 
 
 @pytest.fixture

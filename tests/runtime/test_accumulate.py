@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.members import BF16, F16, F32, F64, Crew
+from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import WaitTimeoutError
 from odc.runtime import Adder, Piece, UnitSpec, accumulator_dtype
@@ -16,8 +16,8 @@ from odc.settings import Settings
 NUMEL = 5000
 
 
-def made(shards: int = 2, **settings: object) -> Crew:
-    return Crew([[("w", NUMEL, F32)], [("v", 64, F32)]], shards, settings=Settings(**settings))  # type: ignore[arg-type]
+def made(shards: int = 2, **settings: object) -> HeapGroup:
+    return HeapGroup([[("w", NUMEL, F32)], [("v", 64, F32)]], shards, settings=Settings(**settings))  # type: ignore[arg-type]
 
 
 def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -27,17 +27,17 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     )
 
 
-def add(crew: Crew, member: int, owner: int, unit: UnitSpec, first: int, values: torch.Tensor) -> None:
-    layout = crew.layouts[member]
+def add(group: HeapGroup, member: int, owner: int, unit: UnitSpec, first: int, values: torch.Tensor) -> None:
+    layout = group.layouts[member]
     Adder(layout, layout.grid.shard).add(owner, unit, [Piece(first, values)])
 
 
 @contextmanager
-def lock_held_elsewhere(crew: Crew, owner: int, unit: int) -> Iterator[None]:
+def lock_held_elsewhere(group: HeapGroup, owner: int, unit: int) -> Iterator[None]:
     taken, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with crew.layouts[owner].peer(owner).mutex(crew.units[unit]).held(60.0):
+        with group.layouts[owner].peer(owner).mutex(group.units[unit]).held(60.0):
             taken.set()
             over.wait(60.0)
 
@@ -59,20 +59,20 @@ def test_sums_are_at_least_fp32() -> None:
 @pytest.mark.parametrize("wire", [F32, BF16, F16, F64])
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_adds_what_torch_adds_after_an_exact_upcast(wire: torch.dtype, reproducible: bool) -> None:
-    with made(reproducible=reproducible) as crew:
+    with made(reproducible=reproducible) as group:
         expected = torch.zeros(NUMEL, dtype=accumulator_dtype(reproducible))
         for step in range(5):
             values = random(NUMEL, wire, step)
-            add(crew, 1, 0, crew.units[0], 0, values)
+            add(group, 1, 0, group.units[0], 0, values)
             expected += values.to(expected.dtype)
-        assert torch.equal(crew.layouts[0].peer(0).accumulator(crew.units[0]), expected)
+        assert torch.equal(group.layouts[0].peer(0).accumulator(group.units[0]), expected)
 
 
 def test_bf16_sums_do_not_swamp() -> None:
-    with made() as crew:
+    with made() as group:
         for _ in range(1000):
-            add(crew, 0, 0, crew.units[0], 0, torch.ones(8, dtype=BF16))
-        assert crew.layouts[0].peer(0).accumulator(crew.units[0])[:9].tolist() == [1000.0] * 8 + [0.0]
+            add(group, 0, 0, group.units[0], 0, torch.ones(8, dtype=BF16))
+        assert group.layouts[0].peer(0).accumulator(group.units[0])[:9].tolist() == [1000.0] * 8 + [0.0]
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 100])
@@ -83,13 +83,13 @@ def test_every_element_is_added_once_whatever_the_blocks(
     monkeypatch.setattr(accumulator_module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(accumulator_module, "PARALLEL_GRAIN", 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    with made() as crew:
+    with made() as group:
         values = torch.arange(1.0, numel + 1)
-        add(crew, 0, 0, crew.units[0], 30, values)
-        found = crew.layouts[0].peer(0).accumulator(crew.units[0])
+        add(group, 0, 0, group.units[0], 30, values)
+        found = group.layouts[0].peer(0).accumulator(group.units[0])
         assert torch.equal(found[30 : 30 + numel], values)
         assert not found[:30].any() and not found[30 + numel :].any()
-        assert not crew.layouts[0].peer(0).accumulator(crew.units[1]).any()
+        assert not group.layouts[0].peer(0).accumulator(group.units[1]).any()
 
 
 def test_blocks_stay_small_and_below_the_grain_of_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,47 +101,47 @@ def test_blocks_stay_small_and_below_the_grain_of_torchs_threads(monkeypatch: py
 
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_writers_at_once_lose_nothing(accumulate: str) -> None:
-    with made(3, accumulate=accumulate) as crew:
-        crew.attach()
+    with made(3, accumulate=accumulate) as group:
+        group.attach()
         start = threading.Barrier(3)
 
         def push(member: int) -> None:
             start.wait()
             for _ in range(300):
-                add(crew, member, 0, crew.units[0], 0, torch.ones(NUMEL))
+                add(group, member, 0, group.units[0], 0, torch.ones(NUMEL))
 
         threads = [threading.Thread(target=push, args=(member,)) for member in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert torch.equal(crew.layouts[0].peer(0).accumulator(crew.units[0]), torch.full((NUMEL,), 900.0))
+        assert torch.equal(group.layouts[0].peer(0).accumulator(group.units[0]), torch.full((NUMEL,), 900.0))
 
 
 def test_waits_for_the_lock_of_that_unit_alone_and_names_it() -> None:
-    with made(accumulate="direct", timeout_s=0.05) as crew:
-        crew.attach()
-        with lock_held_elsewhere(crew, owner=0, unit=0):
+    with made(accumulate="direct", timeout_s=0.05) as group:
+        group.attach()
+        with lock_held_elsewhere(group, owner=0, unit=0):
             with pytest.raises(WaitTimeoutError, match="accumulator of unit 'u0' on rank 10"):
-                add(crew, 1, 0, crew.units[0], 0, torch.ones(4))
-            add(crew, 1, 0, crew.units[1], 0, torch.ones(4))
-            add(crew, 1, 1, crew.units[0], 0, torch.ones(4))
-        assert not crew.layouts[0].peer(0).accumulator(crew.units[0]).any(), "nothing was added without the lock"
+                add(group, 1, 0, group.units[0], 0, torch.ones(4))
+            add(group, 1, 0, group.units[1], 0, torch.ones(4))
+            add(group, 1, 1, group.units[0], 0, torch.ones(4))
+        assert not group.layouts[0].peer(0).accumulator(group.units[0]).any(), "nothing was added without the lock"
 
 
 def test_the_lock_is_given_back_between_blocks_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(timeout_s=0.05) as crew:
-        unit = crew.units[0]
+    with made(timeout_s=0.05) as group:
+        unit = group.units[0]
         with pytest.raises(RuntimeError, match="size"):
-            add(crew, 0, 0, unit, NUMEL - 2, torch.ones(4))  # over the end: torch refuses
-        add(crew, 0, 0, unit, 0, torch.ones(4))
+            add(group, 0, 0, unit, NUMEL - 2, torch.ones(4))  # over the end: torch refuses
+        add(group, 0, 0, unit, 0, torch.ones(4))
 
 
 def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 5 << 20  # 20 MiB of fp32
-    with Crew([[("w", numel, F32)]], 2) as crew:
-        layout, turns = crew.layouts[0], list[int]()
-        mutex, add_to = layout.peer(0).mutex(crew.units[0]), layout.mover.add
+    with HeapGroup([[("w", numel, F32)]], 2) as group:
+        layout, turns = group.layouts[0], list[int]()
+        mutex, add_to = layout.peer(0).mutex(group.units[0]), layout.mover.add
 
         class Watched:
             @contextmanager
@@ -156,19 +156,19 @@ def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch
 
         monkeypatch.setattr(layout.peer(0), "mutex", lambda unit: Watched())
         monkeypatch.setattr(layout.mover, "add", watched)
-        add(crew, 0, 0, crew.units[0], 0, torch.ones(numel))
+        add(group, 0, 0, group.units[0], 0, torch.ones(numel))
         assert sum(turns) == 20 << 20 and max(turns) <= 9 << 20
-        assert bool((layout.peer(0).accumulator(crew.units[0]) == 1.0).all())
+        assert bool((layout.peer(0).accumulator(group.units[0]) == 1.0).all())
 
 
 def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
-    with made(3, accumulate="per_source") as crew:
-        crew.attach()
-        with lock_held_elsewhere(crew, owner=0, unit=0):
+    with made(3, accumulate="per_source") as group:
+        group.attach()
+        with lock_held_elsewhere(group, owner=0, unit=0):
             for source in range(3):
-                add(crew, source, 0, crew.units[0], 10, torch.full((5,), 1.0 + source))
+                add(group, source, 0, group.units[0], 10, torch.full((5,), 1.0 + source))
         for source in range(3):
-            found = crew.layouts[0].peer(0).accumulator(crew.units[0], source)
+            found = group.layouts[0].peer(0).accumulator(group.units[0], source)
             assert found[10:15].tolist() == [1.0 + source] * 5
             assert found.count_nonzero() == 5
 
@@ -177,10 +177,10 @@ def test_fp64_sums_do_not_depend_on_the_order() -> None:
     parts = [random(NUMEL, F32, seed) for seed in range(16)]
 
     def total(order: list[int], reproducible: bool) -> torch.Tensor:
-        with made(reproducible=reproducible) as crew:
+        with made(reproducible=reproducible) as group:
             for i in order:
-                add(crew, 0, 0, crew.units[0], 0, parts[i])
-            return crew.layouts[0].peer(0).accumulator(crew.units[0]).to(F32)
+                add(group, 0, 0, group.units[0], 0, parts[i])
+            return group.layouts[0].peer(0).accumulator(group.units[0]).to(F32)
 
     there, back = list(range(16)), list(range(15, -1, -1))
     assert torch.equal(total(there, True), total(back, True))

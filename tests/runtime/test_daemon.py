@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from support.daemons import LAYOUT, aborts, descriptors, settle, within
-from support.members import Crew
+from support.members import HeapGroup
 
 from odc.memory import ProcessHandle
 from odc.runtime import Daemon, Gradient, Service, Word
@@ -19,40 +19,40 @@ THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 # accumulating --------------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_of_the_bell_has_everything_added(crew: Crew, server: Daemon) -> None:
-    server.serve(crew.services[0])
+def test_a_ring_of_the_bell_has_everything_added(group: HeapGroup, server: Daemon) -> None:
+    server.serve(group.services[0])
     for _ in range(2):
-        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
-        crew.members[2].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+        group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
+        group.members[2].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
     server.notify()
-    crew.members[0].protocol.await_accumulated()
-    assert crew.layouts[0].peer(0).accumulator(crew.units[0]).tolist() == [4.0] * 8
+    group.members[0].protocol.await_accumulated()
+    assert group.layouts[0].peer(0).accumulator(group.units[0]).tolist() == [4.0] * 8
 
 
-def test_what_was_posted_before_a_root_is_served_is_added_then(crew: Crew, server: Daemon) -> None:
-    crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
-    server.serve(crew.services[0])
-    crew.members[0].protocol.await_accumulated()
+def test_what_was_posted_before_a_root_is_served_is_added_then(group: HeapGroup, server: Daemon) -> None:
+    group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
+    server.serve(group.services[0])
+    group.members[0].protocol.await_accumulated()
 
 
 def test_serves_several_roots(server: Daemon) -> None:
-    with Crew(LAYOUT, 2, by_hand=True) as first, Crew(LAYOUT, 2, by_hand=True) as second:
-        for number, crew in enumerate((first, second)):
-            crew.services[0].identity = f"root{number}"
-            crew.publish_all()
-            server.serve(crew.services[0])
-        for crew in (first, second):
-            crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(16))])
+    with HeapGroup(LAYOUT, 2, by_hand=True) as first, HeapGroup(LAYOUT, 2, by_hand=True) as second:
+        for number, group in enumerate((first, second)):
+            group.services[0].identity = f"root{number}"
+            group.publish_all()
+            server.serve(group.services[0])
+        for group in (first, second):
+            group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(16))])
         server.notify()
-        for crew in (first, second):
-            crew.members[0].protocol.await_accumulated()
+        for group in (first, second):
+            group.members[0].protocol.await_accumulated()
         roots = ask(server.address, {"op": "status"}, 60.0).reply["roots"]
         assert [root["root"] for root in roots] == ["root0", "root1"]
 
 
-def test_dismiss_returns_when_the_heap_is_no_longer_touched(crew: Crew, server: Daemon) -> None:
+def test_dismiss_returns_when_the_heap_is_no_longer_touched(group: HeapGroup, server: Daemon) -> None:
     draining, go_on = threading.Event(), threading.Event()
-    service, calls = crew.services[0], list[str]()
+    service, calls = group.services[0], list[str]()
 
     class Slow(Service):
         def drain(self) -> bool:
@@ -80,77 +80,77 @@ def test_dismiss_returns_when_the_heap_is_no_longer_touched(crew: Crew, server: 
 
 
 def test_a_killed_peer_aborts_the_job_within_two_seconds(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
     settle(server)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
     victim.kill()
-    assert within(60.0, lambda: all(aborts(crew)))
-    assert aborts(crew) == [1 + 13] * 3
-    assert crew.layouts[2].peer(2).reason.startswith("rank 13 died in epoch 1")
+    assert within(60.0, lambda: all(aborts(group)))
+    assert aborts(group) == [1 + 13] * 3
+    assert group.layouts[2].peer(2).reason.startswith("rank 13 died in epoch 1")
 
 
 def test_a_peer_that_ended_by_itself_without_leaving_counts_as_dead(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 2, victim.pid)
+    server.serve(group.services[0])
+    server.watch(group.services[0], 2, victim.pid)
     victim.terminate()  # not reaped: a zombie is dead too
-    assert within(60.0, lambda: all(aborts(crew)))
-    assert aborts(crew) == [1 + 16] * 3
+    assert within(60.0, lambda: all(aborts(group)))
+    assert aborts(group) == [1 + 16] * 3
 
 
 def test_a_peer_that_was_dead_before_it_was_watched_is_noticed(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
     victim.kill()
     victim.wait()
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
-    assert within(60.0, lambda: all(aborts(crew)))
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
+    assert within(60.0, lambda: all(aborts(group)))
 
 
-def test_a_peer_that_left_may_end(crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]) -> None:
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
-    crew.members[1].protocol.board.store(Word.LEFT, 1)
+def test_a_peer_that_left_may_end(group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]) -> None:
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
+    group.members[1].protocol.board.store(Word.LEFT, 1)
     victim.kill()
     victim.wait()
     settle(server)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
     assert server.alive()
 
 
 def test_one_death_aborts_every_root_that_watched_it(server: Daemon, victim: subprocess.Popen[bytes]) -> None:
-    with Crew(LAYOUT, 3) as first, Crew(LAYOUT, 3) as second:
-        for number, crew in enumerate((first, second)):
-            crew.attach()
-            crew.services[0].identity = f"root{number}"
-            server.serve(crew.services[0])
-            server.watch(crew.services[0], 1, victim.pid)
+    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+        for number, group in enumerate((first, second)):
+            group.attach()
+            group.services[0].identity = f"root{number}"
+            server.serve(group.services[0])
+            server.watch(group.services[0], 1, victim.pid)
         victim.kill()
         assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
 
 
 def test_the_death_of_a_peer_of_a_dismissed_root_is_nobodys_business(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
-    server.dismiss(crew.services[0])()
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
+    server.dismiss(group.services[0])()
     victim.kill()
     victim.wait()
     settle(server)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
 
 
 def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
     """As at the end of every job: all ranks leave, and all processes end."""
-    service, held, go_on = crew.services[0], threading.Event(), threading.Event()
+    service, held, go_on = group.services[0], threading.Event(), threading.Event()
     server.serve(service)
     server.watch(service, 1, victim.pid)
     settle(server)
@@ -169,62 +169,62 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     asking.join(60.0)
     settle(server)
     assert server.alive()
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
 
 
 def test_a_watch_that_comes_after_the_dismissal_is_dropped(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
-    server.serve(crew.services[0])
-    server.dismiss(crew.services[0])()
+    server.serve(group.services[0])
+    server.dismiss(group.services[0])()
     before = descriptors()
-    server.watch(crew.services[0], 1, victim.pid)
+    server.watch(group.services[0], 1, victim.pid)
     settle(server)
     assert within(60.0, lambda: descriptors() <= before)
     victim.kill()
     victim.wait()
     settle(server)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
 
 
 def test_watching_many_roots_one_after_the_other_keeps_no_descriptors(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes]
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
-    server.serve(crew.services[0])
+    server.serve(group.services[0])
     settle(server)
     before = descriptors()
     for _ in range(5):
-        server.serve(crew.services[0])
-        server.watch(crew.services[0], 1, victim.pid)
-        server.dismiss(crew.services[0])()
+        server.serve(group.services[0])
+        server.watch(group.services[0], 1, victim.pid)
+        server.dismiss(group.services[0])()
     assert within(60.0, lambda: descriptors() <= before)
 
 
 def test_deaths_are_noticed_where_the_kernel_refuses_pidfds(
-    crew: Crew, server: Daemon, victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int, flags: int = 0) -> int:
         raise PermissionError(1, "seccomp says no")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     assert ProcessHandle(victim.pid).fileno() is None
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
     settle(server)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
     victim.kill()
-    assert within(60.0, lambda: all(aborts(crew)))
+    assert within(60.0, lambda: all(aborts(group)))
 
 
-def test_the_own_process_is_not_watched(crew: Crew, server: Daemon) -> None:
+def test_the_own_process_is_not_watched(group: HeapGroup, server: Daemon) -> None:
     """A world of one process, as in these tests, must not keep a descriptor for each of its members."""
-    server.serve(crew.services[0])
+    server.serve(group.services[0])
     settle(server)
     before = descriptors()
-    server.watch(crew.services[0], 1, os.getpid())
+    server.watch(group.services[0], 1, os.getpid())
     settle(server)
     assert within(60.0, lambda: descriptors() <= before)
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings(THREAD_ERROR)
@@ -233,17 +233,17 @@ def test_a_failing_service_aborts_all_roots_and_names_the_rank(server: Daemon) -
         def drain(self) -> bool:
             raise ZeroDivisionError("out of luck")
 
-    with Crew(LAYOUT, 3) as first, Crew(LAYOUT, 3) as second:
-        for number, crew in enumerate((first, second)):
-            crew.attach()
-            crew.services[0].identity = f"root{number}"
+    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+        for number, group in enumerate((first, second)):
+            group.attach()
+            group.services[0].identity = f"root{number}"
         server.serve(first.services[0])
         second.services[0].__class__ = Broken
         server.serve(second.services[0])
         assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
-        for crew in (first, second):
-            assert aborts(crew) == [1 + 10] * 3
-            reason = crew.layouts[1].peer(1).reason
+        for group in (first, second):
+            assert aborts(group) == [1 + 10] * 3
+            reason = group.layouts[1].peer(1).reason
             assert reason == "the server daemon of rank 10 failed: ZeroDivisionError: out of luck"
         assert within(60.0, lambda: not server.alive())
         assert server.address not in list_listeners("odc.")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.daemons import aborts, descriptors, settle
-from support.members import Crew
+from support.members import HeapGroup
 from support.ranks import RankPool
 
 from odc.runtime import Daemon, Gradient, daemon, stop_daemon
@@ -20,18 +20,18 @@ from odc.runtime.listener import ask, list_listeners
 # the listener -------------------------------------------------------------------------------------------------
 
 
-def test_the_listener_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, server: Daemon) -> None:
-    service = crew.services[0]
+def test_the_listener_hands_out_the_heap_and_the_bell_for_the_token(group: HeapGroup, server: Daemon) -> None:
+    service = group.services[0]
     server.serve(service)
-    answer = ask(server.address, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
+    answer = ask(server.address, {"op": "attach", "root": "group", "token": service.token}, 60.0)
     heap, bell = answer.fds
     try:
-        assert answer.reply == {"nbytes": crew.layouts[0].heap.nbytes, "digest": crew.layouts[0].heap.digest}
+        assert answer.reply == {"nbytes": group.layouts[0].heap.nbytes, "digest": group.layouts[0].heap.digest}
         assert answer.pid == os.getpid()
-        assert os.path.sameopenfile(heap, crew.layouts[0].heap.fd)
-        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+        assert os.path.sameopenfile(heap, group.layouts[0].heap.fd)
+        group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
         os.eventfd_write(bell, 1)
-        crew.members[0].protocol.await_accumulated()
+        group.members[0].protocol.await_accumulated()
     finally:
         os.close(heap)
         os.close(bell)
@@ -40,45 +40,45 @@ def test_the_listener_hands_out_the_heap_and_the_bell_for_the_token(crew: Crew, 
 @pytest.mark.parametrize(
     "request_",
     [
-        {"op": "attach", "root": "crew", "token": "guessed"},
-        {"op": "attach", "root": "crew"},
+        {"op": "attach", "root": "group", "token": "guessed"},
+        {"op": "attach", "root": "group"},
         {"op": "attach", "root": "another", "token": "any"},
         {"op": "attach"},
-        {"op": "dance", "root": "crew"},
+        {"op": "dance", "root": "group"},
         {},
     ],
 )
-def test_the_listener_hands_out_nothing_else(crew: Crew, server: Daemon, request_: dict[str, str]) -> None:
-    server.serve(crew.services[0])
+def test_the_listener_hands_out_nothing_else(group: HeapGroup, server: Daemon, request_: dict[str, str]) -> None:
+    server.serve(group.services[0])
     answer = ask(server.address, request_, 60.0)
     assert set(answer.reply) == {"error"}
     assert answer.fds == []
     assert server.alive()
 
 
-def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(crew: Crew, server: Daemon) -> None:
-    server.serve(crew.services[0])
-    answer = ask(server.address, {"op": "dance", "root": "crew", "token": crew.services[0].token}, 60.0)
-    assert (answer.reply, answer.fds) == ({"error": "no root 'crew' here"}, [])
+def test_even_who_knows_the_token_gets_the_heap_only_for_asking_right(group: HeapGroup, server: Daemon) -> None:
+    server.serve(group.services[0])
+    answer = ask(server.address, {"op": "dance", "root": "group", "token": group.services[0].token}, 60.0)
+    assert (answer.reply, answer.fds) == ({"error": "no root 'group' here"}, [])
 
 
-def test_a_dismissed_root_is_no_longer_handed_out(crew: Crew, server: Daemon) -> None:
-    service = crew.services[0]
+def test_a_dismissed_root_is_no_longer_handed_out(group: HeapGroup, server: Daemon) -> None:
+    service = group.services[0]
     server.serve(service)
     server.dismiss(service)()
-    answer = ask(server.address, {"op": "attach", "root": "crew", "token": service.token}, 60.0)
-    assert answer.reply == {"error": "no root 'crew' here"}
+    answer = ask(server.address, {"op": "attach", "root": "group", "token": service.token}, 60.0)
+    assert answer.reply == {"error": "no root 'group' here"}
     assert answer.fds == []
 
 
 # its own life --------------------------------------------------------------------------------------------------------
 
 
-def test_close_gives_everything_back_and_may_be_called_again(crew: Crew, victim: subprocess.Popen[bytes]) -> None:
+def test_close_gives_everything_back_and_may_be_called_again(group: HeapGroup, victim: subprocess.Popen[bytes]) -> None:
     before, threads = descriptors(), threading.active_count()
     server = Daemon(10)
-    server.serve(crew.services[0])
-    server.watch(crew.services[0], 1, victim.pid)
+    server.serve(group.services[0])
+    server.watch(group.services[0], 1, victim.pid)
     settle(server)
     assert server.address in list_listeners("odc.")
     server.close()
@@ -87,10 +87,10 @@ def test_close_gives_everything_back_and_may_be_called_again(crew: Crew, victim:
     assert threading.active_count() == threads
     assert server.address not in list_listeners("odc.")
     assert not server.alive()
-    assert aborts(crew) == [0, 0, 0]
+    assert aborts(group) == [0, 0, 0]
 
 
-def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Crew) -> None:
+def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(group: HeapGroup) -> None:
     server = Daemon(10)
     number = server.doorbell
     server.close()
@@ -101,8 +101,8 @@ def test_nothing_is_written_to_whoever_has_the_bells_number_after_close(crew: Cr
     os.dup2(write, number)
     try:
         server.notify()
-        server.dismiss(crew.services[0])()
-        server.watch(crew.services[0], 1, 1)
+        server.dismiss(group.services[0])()
+        server.watch(group.services[0], 1, 1)
         with pytest.raises(BlockingIOError):
             os.read(read, 8)
     finally:
@@ -153,24 +153,24 @@ def test_a_forked_child_starts_its_own_and_leaves_the_parents_alone(ranks: Calla
     assert listener not in list_listeners("odc."), "the child's listener is gone with the child"
 
 
-def test_a_root_may_end_on_the_loops_own_thread(crew: Crew, server: Daemon) -> None:
+def test_a_root_may_end_on_the_loops_own_thread(group: HeapGroup, server: Daemon) -> None:
     """The garbage collector runs wherever it likes."""
-    server.serve(crew.services[0])
+    server.serve(group.services[0])
     over = threading.Event()
-    server._do(lambda: (server.dismiss(crew.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
+    server._do(lambda: (server.dismiss(group.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
     assert over.wait(60.0)
     assert ask(server.address, {"op": "status"}, 60.0).reply["roots"] == []
 
 
-def test_a_root_may_end_where_the_loop_waits_for_a_lock(crew: Crew, server: Daemon) -> None:
+def test_a_root_may_end_where_the_loop_waits_for_a_lock(group: HeapGroup, server: Daemon) -> None:
     """The garbage collector may end a root on a thread that holds the lock of an accumulator, which the loop wants."""
-    service, adding, closed = crew.services[0], threading.Event(), threading.Event()
+    service, adding, closed = group.services[0], threading.Event(), threading.Event()
     server.serve(service)
     settle(server)
     drain = service.drain
     service.drain = lambda: (adding.set(), drain())[1]  # type: ignore[method-assign, func-returns-value]
-    with crew.layouts[0].peer(0).mutex(crew.units[0]).held(60.0):
-        crew.members[1].pusher.push(crew.units[0], [Gradient(0, torch.ones(24))])
+    with group.layouts[0].peer(0).mutex(group.units[0]).held(60.0):
+        group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
         server.notify()
         assert adding.wait(60.0)
         wait = server.dismiss(service, closed.set)  # returns: to wait here would take the lock's whole deadline

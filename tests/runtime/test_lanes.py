@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.deferred import DeferredLanes, DeferredMover
-from support.members import BF16, F32, Crew
+from support.members import BF16, F32, HeapGroup
 
 import odc.runtime.layout
 from odc.memory import shm
@@ -33,11 +33,11 @@ def gradients(unit, shards: int, value: float) -> list[Gradient]:
     return [Gradient(i, torch.full((shards * p.numel,), value, dtype=p.dtype)) for i, p in enumerate(unit.params)]
 
 
-def fetched(crew: Crew, member: int, index: int, lanes: DeferredLanes) -> set[float]:
-    unit = crew.units[index]
+def fetched(group: HeapGroup, member: int, index: int, lanes: DeferredLanes) -> set[float]:
+    unit = group.units[index]
     into = [torch.full((2 * p.numel,), -1.0, dtype=p.dtype) for p in unit.params]
     with lanes.lane("fetch"):
-        crew.members[member].shards.fetch(unit, into)
+        group.members[member].shards.fetch(unit, into)
         mark = lanes.mark()
     assert {v for one in into for v in one.tolist()} == {-1.0}, "the device is late"
     lanes.follow(mark)
@@ -48,79 +48,79 @@ def fetched(crew: Crew, member: int, index: int, lanes: DeferredLanes) -> set[fl
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
 def test_minibatches_are_right_however_late_the_device_is(deferred: list[DeferredLanes], accumulate: str) -> None:
     settings = Settings(timeout_s=60.0, accumulate=accumulate, staging_block_bytes=4096)
-    with Crew(LAYOUT, 2, settings=settings) as crew:
+    with HeapGroup(LAYOUT, 2, settings=settings) as group:
         for epoch in (1, 2, 3):
-            crew.publish_all(float(epoch))
+            group.publish_all(float(epoch))
             for member in (0, 1):
                 for index in (0, 1):
-                    assert fetched(crew, member, index, deferred[member]) == {float(epoch)}
+                    assert fetched(group, member, index, deferred[member]) == {float(epoch)}
             for member in (0, 1):
-                for unit in crew.units:
+                for unit in group.units:
                     sent = gradients(unit, 2, 1.0 + member)
                     with deferred[member].lane("push"):
-                        crew.members[member].pusher.push(unit, sent)
+                        group.members[member].pusher.push(unit, sent)
                     for gradient in sent:
                         gradient.values.fill_(777.0)  # the gradient's memory is another's as soon as `push` returns
-            for endpoint in crew.members:
+            for endpoint in group.members:
                 endpoint.done(Outcome.TRAINED)
-            for member, endpoint in enumerate(crew.members):
+            for member, endpoint in enumerate(group.members):
                 endpoint.protocol.await_done(epoch)
                 endpoint.protocol.await_accumulated()
-                for unit in crew.units:
+                for unit in group.units:
                     parts = [
-                        crew.layouts[member].peer(member).accumulator(unit, s)
-                        for s in range(crew.layouts[member].sources)
+                        group.layouts[member].peer(member).accumulator(unit, s)
+                        for s in range(group.layouts[member].sources)
                     ]
                     assert set(sum(parts[1:], parts[0].clone()).tolist()) == {3.0}, (accumulate, epoch, member)
 
 
 def test_a_word_of_publishing_comes_after_the_shards(deferred: list[DeferredLanes]) -> None:
-    with Crew(LAYOUT, 2) as crew:
-        crew.publish(0, 5.0)
-        layout = crew.layouts[1]
+    with HeapGroup(LAYOUT, 2) as group:
+        group.publish(0, 5.0)
+        layout = group.layouts[1]
         assert layout.peer(0).board.load(Word.PUBLISHED) == 1
-        assert set(layout.peer(0).published(crew.units[0], 0).tolist()) == {5.0}
+        assert set(layout.peer(0).published(group.units[0], 0).tolist()) == {5.0}
 
 
 def test_done_comes_after_own_reads(deferred: list[DeferredLanes]) -> None:
     """A peer that sees DONE writes over what was to be read."""
-    with Crew(LAYOUT, 2) as crew:
-        crew.publish_all(1.0)
-        unit = crew.units[1]
+    with HeapGroup(LAYOUT, 2) as group:
+        group.publish_all(1.0)
+        unit = group.units[1]
         into = [torch.zeros(10)]
         with deferred[0].lane("fetch"):
-            crew.members[0].shards.fetch(unit, into)
-        crew.members[0].done(Outcome.EVALUATED)
-        assert crew.layouts[1].peer(0).board.load(Word.DONE) == 1
+            group.members[0].shards.fetch(unit, into)
+        group.members[0].done(Outcome.EVALUATED)
+        assert group.layouts[1].peer(0).board.load(Word.DONE) == 1
         assert set(into[0].tolist()) == {1.0}
 
 
 def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
-    with Crew([[("w", 8 * 1024, F32)]], 2, settings=settings, by_hand=True) as crew:
-        crew.publish_all()
+    with HeapGroup([[("w", 8 * 1024, F32)]], 2, settings=settings, by_hand=True) as group:
+        group.publish_all()
         before = deferred[0].settled
         with deferred[0].lane("push"):
-            crew.members[0].pusher.push(crew.units[0], gradients(crew.units[0], 2, 1.0))
-        blocks = crew.layouts[1].peer(1).sent.load(0)
+            group.members[0].pusher.push(group.units[0], gradients(group.units[0], 2, 1.0))
+        blocks = group.layouts[1].peer(1).sent.load(0)
         assert blocks == 8, "eight blocks of 4 KiB went to the peer"
-        assert crew.rung == [1], "who was rung for once"
+        assert group.notified == [1], "who was notified once"
         assert deferred[0].settled - before == 2, "one wait for the blocks, one for the own chunk"
-        crew.drain(1)
-        total = crew.layouts[1].peer(1).accumulator(crew.units[0])
+        group.drain(1)
+        total = group.layouts[1].peer(1).accumulator(group.units[0])
         assert set(total.tolist()) == {1.0}
 
 
 def test_a_full_ring_is_told_before_it_is_waited_for(deferred: list[DeferredLanes]) -> None:
     """A pusher that kept its posts to itself while it waits for credit would wait for ever."""
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
-    with Crew([[("w", 8192, BF16)]], 2, settings=settings) as crew:
-        crew.publish_all()
+    with HeapGroup([[("w", 8192, BF16)]], 2, settings=settings) as group:
+        group.publish_all()
         values = torch.ones(2 * 8192, dtype=torch.float64)  # wider than what the ring was made for
-        assert crew.layouts[0].ring.slots * 4096 < values.nbytes // 2
+        assert group.layouts[0].ring.slots * 4096 < values.nbytes // 2
         with deferred[0].lane("push"):
-            crew.members[0].pusher.push(crew.units[0], [Gradient(0, values)])
-        assert set(crew.layouts[1].peer(1).accumulator(crew.units[0]).tolist()) == {1.0}
+            group.members[0].pusher.push(group.units[0], [Gradient(0, values)])
+        assert set(group.layouts[1].peer(1).accumulator(group.units[0]).tolist()) == {1.0}
 
 
 def test_an_abandoned_epoch_leaves_no_block_for_the_next(
@@ -128,19 +128,19 @@ def test_an_abandoned_epoch_leaves_no_block_for_the_next(
 ) -> None:
     """A push that is cut short has filled slots of which their owner was not told; the next one would tell of them."""
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
-    with Crew([[("w", 4096, F32)]], 2, settings=settings) as crew:
-        crew.publish_all()
-        pusher, unit = crew.members[0].pusher, crew.units[0]
+    with HeapGroup([[("w", 4096, F32)]], 2, settings=settings) as group:
+        group.publish_all()
+        pusher, unit = group.members[0].pusher, group.units[0]
         with monkeypatch.context() as broken, deferred[0].lane("push"):
             broken.setattr(pusher, "_tell", lambda box: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                crew.members[0].pusher.push(unit, gradients(unit, 2, 8.0))
-        crew.members[0].done(Outcome.ABANDONED, "cut short")
-        crew.members[1].done(Outcome.TRAINED)
-        crew.members[1].protocol.await_accumulated()
-        crew.publish_all()
+                group.members[0].pusher.push(unit, gradients(unit, 2, 8.0))
+        group.members[0].done(Outcome.ABANDONED, "cut short")
+        group.members[1].done(Outcome.TRAINED)
+        group.members[1].protocol.await_accumulated()
+        group.publish_all()
         with deferred[0].lane("push"):
-            crew.members[0].pusher.push(unit, gradients(unit, 2, 1.0))
-        crew.members[0].done(Outcome.TRAINED)
-        crew.members[1].protocol.await_accumulated()
-        assert set(crew.layouts[1].peer(1).accumulator(unit).tolist()) == {1.0}
+            group.members[0].pusher.push(unit, gradients(unit, 2, 1.0))
+        group.members[0].done(Outcome.TRAINED)
+        group.members[1].protocol.await_accumulated()
+        assert set(group.layouts[1].peer(1).accumulator(unit).tolist()) == {1.0}

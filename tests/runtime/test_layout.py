@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.members import BF16, F32, F64, Crew, Layout
+from support.members import BF16, F32, F64, HeapGroup, Layout
 
 from odc.errors import LayoutMismatchError
 from odc.memory import MUTEX_BYTES
@@ -37,8 +37,8 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
     count = sum(len(unit) for unit in layout)
     align = 16 * count  # at most one lost alignment a parameter
     chunk = max(sum(n * dtype.itemsize for _, n, _ in unit) + 16 * len(unit) for unit in layout) + 64
-    with Crew(layout, shards, settings=Settings(accumulate=accumulate, reproducible=reproducible)) as crew:
-        ledger, heap = crew.layouts[0].ledger(), crew.layouts[0].heap
+    with HeapGroup(layout, shards, settings=Settings(accumulate=accumulate, reproducible=reproducible)) as group:
+        ledger, heap = group.layouts[0].ledger(), group.layouts[0].heap
         copies = shards if accumulate == "per_source" else 1
         assert numel * dtype.itemsize <= ledger["published"] <= numel * dtype.itemsize + align
         assert ledger["accumulator"] == numel * copies * (8 if reproducible else 4)
@@ -46,7 +46,7 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
             assert ledger["staging"] <= 2 * chunk * (shards - 1)
         else:
             assert ledger["staging"] == 0
-        slots = crew.layouts[0].ring.slots if accumulate == "server" else 0
+        slots = group.layouts[0].ring.slots if accumulate == "server" else 0
         words = 8 * (BOARD_WORDS + 2 * shards + shards * count + 5 * slots * (shards - 1))
         assert ledger["words"] == words + 3 * 1024 + MUTEX_BYTES * len(layout)
 
@@ -61,8 +61,11 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
 def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumulate) -> None:
     layout = [[("base", 40_000, BF16), ("adapter", 512, BF16)], [("base", 90_000, BF16)], [("head", 600, F32)]]
     settings = Settings(accumulate=accumulate)
-    with Crew(layout, 3, settings=settings) as all_trained, Crew(layout, 3, settings=settings, frozen={"base"}) as crew:
-        before, ledger = (each.layouts[0].ledger() for each in (all_trained, crew))
+    with (
+        HeapGroup(layout, 3, settings=settings) as all_trained,
+        HeapGroup(layout, 3, settings=settings, frozen={"base"}) as group,
+    ):
+        before, ledger = (each.layouts[0].ledger() for each in (all_trained, group))
         assert ledger["published"] == before["published"] == 2 * 130_512 + 4 * 600
         copies = 3 if accumulate == "per_source" else 1
         assert before["accumulator"] == copies * 4 * 131_112
@@ -73,12 +76,12 @@ def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumu
 
 
 def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
-    with Crew(LAYOUT, 2, frozen={name for unit in LAYOUT for name, _, _ in unit}) as crew:
-        crew.publish_all(3.0)
-        ledger = crew.layouts[0].ledger()
+    with HeapGroup(LAYOUT, 2, frozen={name for unit in LAYOUT for name, _, _ in unit}) as group:
+        group.publish_all(3.0)
+        ledger = group.layouts[0].ledger()
         assert ledger["accumulator"] == 64 * len(LAYOUT) and ledger["staging"] == 2 * 64
         out = [torch.zeros(2 * numel, dtype=dtype) for _, numel, dtype in LAYOUT[0]]
-        crew.members[0].shards.fetch(crew.units[0], out)
+        group.members[0].shards.fetch(group.units[0], out)
         assert all(bool((tensor == 3.0).all()) for tensor in out)
 
 
@@ -86,14 +89,14 @@ def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
 def test_no_rank_holds_a_whole_model(accumulate: Accumulate) -> None:
     shards, layers, numel = 8, 64, 8 * 4096
     layout = [[("w", numel // shards, BF16)]] * layers
-    with Crew(layout, shards, settings=Settings(accumulate=accumulate)) as crew:
-        assert crew.layouts[0].heap.nbytes < layers * numel * BF16.itemsize
+    with HeapGroup(layout, shards, settings=Settings(accumulate=accumulate)) as group:
+        assert group.layouts[0].heap.nbytes < layers * numel * BF16.itemsize
 
 
 def test_staging_does_not_grow_with_the_depth_of_the_model() -> None:
     def staging(layers: int) -> int:
-        with Crew([[("w", 5000, F32)]] * layers, 3) as crew:
-            return crew.layouts[0].ledger()["staging"]
+        with HeapGroup([[("w", 5000, F32)]] * layers, 3) as group:
+            return group.layouts[0].ledger()["staging"]
 
     assert staging(1) == staging(7) > 0
 
@@ -117,8 +120,8 @@ LAYOUT: Layout = [[("a", 5, F32), ("b", 3, BF16)], [("c", 7, BF16)], [("empty", 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> None:
     settings = Settings(accumulate=accumulate, reproducible=reproducible)
-    with Crew(LAYOUT, 3, settings=settings) as crew:
-        layout, views = crew.layouts[1], list[torch.Tensor]()
+    with HeapGroup(LAYOUT, 3, settings=settings) as group:
+        layout, views = group.layouts[1], list[torch.Tensor]()
         for unit in layout.units:
             views += [layout.peer(1).published(unit, i) for i in range(len(unit.params))]
             views += [layout.peer(1).accumulator(unit, source) for source in range(layout.sources)]
@@ -137,8 +140,8 @@ def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> Non
 
 
 def test_a_peer_sees_what_the_owner_wrote() -> None:
-    with Crew(LAYOUT, 2) as crew:
-        mine, peer = crew.layouts
+    with HeapGroup(LAYOUT, 2) as group:
+        mine, peer = group.layouts
         unit = mine.units[0]
         mine.peer(0).published(unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
         mine.peer(0).accumulator(unit).fill_(4.0)
@@ -152,8 +155,8 @@ def test_a_peer_sees_what_the_owner_wrote() -> None:
 
 
 def test_locks_are_one_a_unit_and_member() -> None:
-    with Crew(LAYOUT, 2, settings=Settings(timeout_s=0.05)) as crew:
-        layout = crew.layouts[0]
+    with HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=0.05)) as group:
+        layout = group.layouts[0]
         with layout.peer(1).mutex(layout.units[0]).held(1.0):
             with layout.peer(1).mutex(layout.units[1]).held(1.0), layout.peer(0).mutex(layout.units[0]).held(1.0):
                 pass
@@ -170,29 +173,32 @@ def test_locks_are_one_a_unit_and_member() -> None:
     ],
 )
 def test_ranks_with_other_settings_cannot_attach(other: Settings) -> None:
-    with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=other) as strangers:
-        crew.layouts[1], strangers.layouts[1] = strangers.layouts[1], crew.layouts[1]
+    with HeapGroup(LAYOUT, 2) as group, HeapGroup(LAYOUT, 2, settings=other) as strangers:
+        group.layouts[1], strangers.layouts[1] = strangers.layouts[1], group.layouts[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            crew.layouts[0].peer(1).attach()
+            group.layouts[0].peer(1).attach()
 
 
 def test_ranks_with_the_same_sizes_but_other_names_cannot_attach() -> None:
     renamed = [[("a", 5, F32), ("x", 3, BF16)], *LAYOUT[1:]]
-    with Crew(LAYOUT, 2) as crew, Crew(renamed, 2) as strangers:
-        crew.layouts[1], strangers.layouts[1] = strangers.layouts[1], crew.layouts[1]
+    with HeapGroup(LAYOUT, 2) as group, HeapGroup(renamed, 2) as strangers:
+        group.layouts[1], strangers.layouts[1] = strangers.layouts[1], group.layouts[1]
         with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            crew.layouts[0].peer(1).attach()
+            group.layouts[0].peer(1).attach()
 
 
 def test_settings_that_may_differ_between_ranks_do_not_keep_them_apart() -> None:
-    with Crew(LAYOUT, 2) as crew, Crew(LAYOUT, 2, settings=Settings(timeout_s=9.0, prefetch=3, trace=False)) as others:
-        crew.layouts[1], others.layouts[1] = others.layouts[1], crew.layouts[1]
-        assert crew.layouts[0].peer(1).board.load(0) == 0
+    with (
+        HeapGroup(LAYOUT, 2) as group,
+        HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=9.0, prefetch=3, trace=False)) as others,
+    ):
+        group.layouts[1], others.layouts[1] = others.layouts[1], group.layouts[1]
+        assert group.layouts[0].peer(1).board.load(0) == 0
 
 
 def test_a_second_buffer_is_counted_and_kept_apart() -> None:
-    with Crew(LAYOUT, 2) as one, Crew(LAYOUT, 2, settings=Settings(second_buffer=True)) as two:
-        ledgers = [crew.layouts[0].ledger() for crew in (one, two)]
+    with HeapGroup(LAYOUT, 2) as one, HeapGroup(LAYOUT, 2, settings=Settings(second_buffer=True)) as two:
+        ledgers = [group.layouts[0].ledger() for group in (one, two)]
         sizes = [sum(max(64, buffers * unit.published_bytes) for unit in one.units) for buffers in (1, 2)]
         assert [ledger.pop("published") for ledger in ledgers] == sizes
         assert ledgers[0] == ledgers[1]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.members import BF16, F32, Crew
+from support.members import BF16, F32, HeapGroup
 from support.ranks import RankPool
 
 from odc.memory import ShmHeap
@@ -74,22 +74,24 @@ def sometimes(chance: float) -> None:
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
 def test_skewed_minibatches_on_threads(accumulate: Accumulate) -> None:
-    with Crew(WIDE, 3, settings=Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)) as crew:
-        crew.by_hand = True  # each member has a server of its own
-        crew.attach()
-        daemons = [Daemon(rank) for rank in crew.ranks]
-        for server, service in zip(daemons, crew.services, strict=True):
+    with HeapGroup(
+        WIDE, 3, settings=Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)
+    ) as group:
+        group.by_hand = True  # each member has a server of its own
+        group.attach()
+        daemons = [Daemon(rank) for rank in group.ranks]
+        for server, service in zip(daemons, group.services, strict=True):
             server.serve(service)
         errors: list[BaseException] = []
 
         def live(member: int) -> None:
             try:
-                minibatches(crew.members[member], 25, seed=7, nap=sometimes)
+                minibatches(group.members[member], 25, seed=7, nap=sometimes)
             except BaseException as error:
                 errors.append(error)
-                crew.members[member].protocol.abort(f"{error}", crew.ranks[member])
+                group.members[member].protocol.abort(f"{error}", group.ranks[member])
 
-        for endpoint in crew.members:
+        for endpoint in group.members:
             endpoint.pusher._notify = lambda member: daemons[member].notify()
         threads = [threading.Thread(target=live, args=(member,)) for member in range(3)]
         for thread in threads:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.members import BF16, F16, F32, F64, Crew
+from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import UnsupportedError
 from odc.runtime import Gradient, MemberProtocol, UnitSpec, flatten
@@ -63,17 +63,17 @@ def chunk_of(param: Param, whole: torch.Tensor, shards: int, shard: int) -> torc
     return out
 
 
-def crew_for(units: list[list[Param]], shards: int, **options: object) -> Crew:
+def group_for(units: list[list[Param]], shards: int, **options: object) -> HeapGroup:
     layout = [[(f"p{i}", p.padded(shards), p.dtype) for i, p in enumerate(unit)] for unit in units]
-    return Crew(layout, shards, **options)  # type: ignore[arg-type]
+    return HeapGroup(layout, shards, **options)  # type: ignore[arg-type]
 
 
 class Patient(MemberProtocol):
     """Waits for nobody to begin an epoch, and for credit by having the owner's blocks added here and now."""
 
-    def __init__(self, crew: Crew, member: int, *, drains: bool = True) -> None:
-        super().__init__(crew.layouts[member])
-        self.crew, self.drains = crew, drains
+    def __init__(self, group: HeapGroup, member: int, *, drains: bool = True) -> None:
+        super().__init__(group.layouts[member])
+        self.group, self.drains = group, drains
         self.asked, self.credits = list[int](), list[int]()
         self.closed = False
 
@@ -86,11 +86,11 @@ class Patient(MemberProtocol):
         self.credits.append(credit())
         while credit() <= 0:
             assert self.drains, "a block is put without credit"
-            assert self.crew.services[owner].drain(), "no credit, and nothing to take"
+            assert self.group.services[owner].drain(), "no credit, and nothing to take"
 
 
-def pusher_of(crew: Crew, member: int) -> Pusher:
-    return Pusher(Patient(crew, member), crew._ring)
+def pusher_of(group: HeapGroup, member: int) -> Pusher:
+    return Pusher(Patient(group, member), group.notify)
 
 
 @st.composite
@@ -112,13 +112,13 @@ def test_owners_hold_what_a_reduce_scatter_would_leave(
 ) -> None:
     shards, units, pushes, accumulate, by_hand = job
     settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
-    with small_slots(2, 64), crew_for(units, shards, settings=settings, by_hand=by_hand) as crew:
-        pushers = [pusher_of(crew, member) for member in range(shards)]
+    with small_slots(2, 64), group_for(units, shards, settings=settings, by_hand=by_hand) as group:
+        pushers = [pusher_of(group, member) for member in range(shards)]
         expected = [[[torch.zeros(p.padded(shards), dtype=F64) for p in unit] for unit in units] for _ in range(shards)]
         for number, (member, at, used) in enumerate(pushes):
             grads = {i: gradient_of(units[at][i], 10 * number + i) for i in used}
             sent = pushers[member].push(
-                crew.units[at], [Gradient(i, flatten(g, units[at][i].dim, shards)) for i, g in grads.items()]
+                group.units[at], [Gradient(i, flatten(g, units[at][i].dim, shards)) for i, g in grads.items()]
             )
             away = 0
             for owner in range(shards):
@@ -128,70 +128,72 @@ def test_owners_hold_what_a_reduce_scatter_would_leave(
                     away += chunks[owner].nbytes if owner != member and owner < len(chunks) else 0
             assert sent == away, "bytes that left the rank"
         for owner in range(shards):
-            crew.drain(owner)
-            for unit, sums in zip(crew.units, expected[owner], strict=True):
-                layout = crew.layouts[owner]
+            group.drain(owner)
+            for unit, sums in zip(group.units, expected[owner], strict=True):
+                layout = group.layouts[owner]
                 found = sum(layout.peer(owner).accumulator(unit, source).to(F64) for source in range(layout.sources))
                 assert torch.equal(found, torch.cat(sums)), f"owner {owner}, unit {unit.name}"
 
 
 def test_per_source_sums_are_kept_by_the_source() -> None:
     units = [[Param((6, 2), 0, F32)]]
-    with crew_for(units, 3, settings=Settings(accumulate="per_source")) as crew:
+    with group_for(units, 3, settings=Settings(accumulate="per_source")) as group:
         for member in range(3):
-            pusher_of(crew, member).push(crew.units[0], [Gradient(0, torch.full((12,), 1.0 + member))])
+            pusher_of(group, member).push(group.units[0], [Gradient(0, torch.full((12,), 1.0 + member))])
         for owner in range(3):
             for source in range(3):
-                assert crew.layouts[owner].peer(owner).accumulator(crew.units[0], source).tolist() == [1.0 + source] * 4
+                assert (
+                    group.layouts[owner].peer(owner).accumulator(group.units[0], source).tolist() == [1.0 + source] * 4
+                )
 
 
 def test_with_hybrid_sharding_pushes_stay_in_the_own_replica() -> None:
-    with crew_for([[Param((4, 2), 0, F32)]], 2, replicas=2) as crew:
-        pusher_of(crew, 3).push(crew.units[0], [Gradient(0, torch.arange(1.0, 9.0))])
-        crew.drain(2)
-        found = [crew.layouts[member].peer(member).accumulator(crew.units[0]).tolist() for member in range(4)]
+    with group_for([[Param((4, 2), 0, F32)]], 2, replicas=2) as group:
+        pusher_of(group, 3).push(group.units[0], [Gradient(0, torch.arange(1.0, 9.0))])
+        group.drain(2)
+        found = [group.layouts[member].peer(member).accumulator(group.units[0]).tolist() for member in range(4)]
         assert found == [[0.0] * 4, [0.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
 
 
 def test_owners_are_visited_from_the_next_shard_on_and_only_when_ready() -> None:
-    with crew_for([[Param((3, 1), 0, F32)]], 3) as crew:
-        protocol = Patient(crew, 1, drains=False)
-        pusher = Pusher(protocol, crew._ring)
-        pusher.push(crew.units[0], [Gradient(0, torch.ones(3))])
+    with group_for([[Param((3, 1), 0, F32)]], 3) as group:
+        protocol = Patient(group, 1, drains=False)
+        pusher = Pusher(protocol, group.notify)
+        pusher.push(group.units[0], [Gradient(0, torch.ones(3))])
         assert protocol.asked == [2, 0, 1]
-        assert crew.rung == [2, 0], "the own chunk needs no bell"
+        assert group.notified == [2, 0], "its own chunk needs no doorbell"
 
         protocol.closed = True
-        before = [crew.layouts[m].peer(m).accumulator(crew.units[0]).tolist() for m in range(3)]
+        before = [group.layouts[m].peer(m).accumulator(group.units[0]).tolist() for m in range(3)]
         with pytest.raises(TimeoutError):
-            pusher.push(crew.units[0], [Gradient(0, torch.ones(3))])
-        assert [crew.layouts[m].peer(m).accumulator(crew.units[0]).tolist() for m in range(3)] == before
+            pusher.push(group.units[0], [Gradient(0, torch.ones(3))])
+        assert [group.layouts[m].peer(m).accumulator(group.units[0]).tolist() for m in range(3)] == before
 
 
-def blocks(crew: Crew, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
+def blocks(group: HeapGroup, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Takes what is posted to `owner` by the member before it: (first element, values)."""
     from odc.runtime import Inbox
 
-    inbox = Inbox(crew.layouts[owner], (owner - 1) % len(crew.ranks))
+    inbox = Inbox(group.layouts[owner], (owner - 1) % len(group.ranks))
     while (block := inbox.peek()) is not None:
         yield block[1][0].first, block[1][0].values.clone()
         inbox.take()
 
 
 def test_parameters_side_by_side_share_a_block() -> None:
-    with crew_for([[Param((2, 3), 0, F32), Param((2, 1), 0, F32), Param((2, 2), 0, F32)]], 2, by_hand=True) as crew:
+    with group_for([[Param((2, 3), 0, F32), Param((2, 1), 0, F32), Param((2, 2), 0, F32)]], 2, by_hand=True) as group:
         grads = [torch.arange(1.0, 7.0), torch.arange(7.0, 9.0), torch.arange(9.0, 13.0)]
-        pusher_of(crew, 0).push(crew.units[0], [Gradient(i, g) for i, g in enumerate(grads)])
-        ((first, values),) = blocks(crew, 1)
+        pusher_of(group, 0).push(group.units[0], [Gradient(i, g) for i, g in enumerate(grads)])
+        ((first, values),) = blocks(group, 1)
         assert (first, values.tolist()) == (0, [4.0, 5.0, 6.0, 8.0, 11.0, 12.0])
 
 
 def test_an_unused_parameter_or_another_dtype_ends_a_block() -> None:
     unit = [Param((2, 2), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, BF16)]
-    with small_slots(8, 64), crew_for([unit], 2, by_hand=True) as crew:
+    with small_slots(8, 64), group_for([unit], 2, by_hand=True) as group:
         grads = [Gradient(i, torch.ones(2 * unit[i].padded(2), dtype=unit[i].dtype)) for i in (0, 2, 3)]
-        pusher_of(crew, 0).push(crew.units[0], grads)
-        assert [(first, values.tolist(), values.dtype) for first, values in blocks(crew, 1)] == [
+        pusher_of(group, 0).push(group.units[0], grads)
+        assert [(first, values.tolist(), values.dtype) for first, values in blocks(group, 1)] == [
             (0, [1.0, 1.0], F32),
             (3, [1.0], F32),
             (4, [1.0], BF16),
@@ -201,17 +203,19 @@ def test_an_unused_parameter_or_another_dtype_ends_a_block() -> None:
 def test_padding_ends_a_block_and_is_not_sent() -> None:
     # Three rows over two shards: the second owns one row and one row of padding.
     unit = [Param((3, 2), 0, F32), Param((2, 2), 0, F32)]
-    with small_slots(8, 64), crew_for([unit], 2, by_hand=True) as crew:
-        sent = pusher_of(crew, 0).push(crew.units[0], [Gradient(0, torch.arange(6.0)), Gradient(1, torch.arange(4.0))])
-        assert [(first, values.tolist()) for first, values in blocks(crew, 1)] == [(0, [4.0, 5.0]), (4, [2.0, 3.0])]
+    with small_slots(8, 64), group_for([unit], 2, by_hand=True) as group:
+        sent = pusher_of(group, 0).push(
+            group.units[0], [Gradient(0, torch.arange(6.0)), Gradient(1, torch.arange(4.0))]
+        )
+        assert [(first, values.tolist()) for first, values in blocks(group, 1)] == [(0, [4.0, 5.0]), (4, [2.0, 3.0])]
         assert sent == 16
 
 
 def test_gradients_travel_in_their_own_dtype_in_blocks_of_whole_slots() -> None:
     unit = [Param((2, 100), 0, BF16)]
-    with small_slots(16, 64), crew_for([unit], 2, by_hand=True) as crew:
-        pusher_of(crew, 0).push(crew.units[0], [Gradient(0, torch.arange(200.0).to(BF16))])
-        found = list(blocks(crew, 1))
+    with small_slots(16, 64), group_for([unit], 2, by_hand=True) as group:
+        pusher_of(group, 0).push(group.units[0], [Gradient(0, torch.arange(200.0).to(BF16))])
+        found = list(blocks(group, 1))
         assert [(first, values.numel()) for first, values in found] == [(0, 32), (32, 32), (64, 32), (96, 4)]
         assert all(values.dtype is BF16 for _, values in found)
         assert torch.equal(torch.cat([values for _, values in found]), torch.arange(100.0, 200.0).to(BF16))
@@ -219,9 +223,9 @@ def test_gradients_travel_in_their_own_dtype_in_blocks_of_whole_slots() -> None:
 
 def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> None:
     unit = [Param((2, 100), 0, F32)]
-    with small_slots(2, 64), crew_for([unit], 2, by_hand=True) as crew:
-        protocol = Patient(crew, 0)
-        Pusher(protocol, crew._ring).push(crew.units[0], [Gradient(0, torch.ones(200))])
+    with small_slots(2, 64), group_for([unit], 2, by_hand=True) as group:
+        protocol = Patient(group, 0)
+        Pusher(protocol, group.notify).push(group.units[0], [Gradient(0, torch.ones(200))])
         assert protocol.credits == [2, 1, 0, 0, 0, 0, 0], "seven blocks through two slots"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 from support.ranks import RankPool
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
@@ -49,12 +49,12 @@ def origin(claimed: Claimed) -> tuple[int, int, int]:
     return member, epoch, number
 
 
-def crew_of(members: int, **more: Any) -> Crew:
-    return Crew(LAYOUT, members, settings=Settings(timeout_s=0.2, queue_bytes=ROOM), **more)
+def group_of(members: int, **more: Any) -> HeapGroup:
+    return HeapGroup(LAYOUT, members, settings=Settings(timeout_s=0.2, queue_bytes=ROOM), **more)
 
 
-def queue(crew: Crew, member: int) -> Queue:
-    found = crew.members[member].queue
+def queue(group: HeapGroup, member: int) -> Queue:
+    found = group.members[member].queue
     assert found is not None
     return found
 
@@ -62,22 +62,22 @@ def queue(crew: Crew, member: int) -> Queue:
 # any interleaving ------------------------------------------------------------------------------------------------
 
 
-def live(crew: Crew, member: int, counts: Sequence[Sequence[int]], found: list[list[Any]]) -> Iterator[None]:
+def live(group: HeapGroup, member: int, counts: Sequence[Sequence[int]], found: list[list[Any]]) -> Iterator[None]:
     """Minibatches of one member as `odc.fsdp` runs them; gives way wherever another rank may overtake it."""
-    endpoint, boards = crew.members[member], [crew.layouts[member].peer(m).board for m in range(len(crew.ranks))]
+    endpoint, boards = group.members[member], [group.layouts[member].peer(m).board for m in range(len(group.ranks))]
     for epoch, by_member in enumerate(counts, 1):
         while any(board.load(Word.DONE) < epoch - 1 for board in boards):  # else it would wait
             yield
-        crew.publish(member, dirty=False)
+        group.publish(member, dirty=False)
         yield
-        queue(crew, member).offer([made(member, epoch, i) for i in range(by_member[member])])
+        queue(group, member).offer([made(member, epoch, i) for i in range(by_member[member])])
         yield
         while any(board.load(Word.OFFERED) < epoch for board in boards):
             yield
         while (claimed := endpoint.queue.claim()) is not None:
             found[epoch - 1].append((claimed.number, origin(claimed)))
             yield
-        assert not queue(crew, member).left_early
+        assert not queue(group, member).left_early
         yield
         endpoint.done(Outcome.TRAINED)
         yield
@@ -93,8 +93,8 @@ def test_each_microbatch_is_claimed_once_in_any_order_of_events(
     counts: list[list[int]], seed: int, replicas: bool
 ) -> None:
     draw, found = random.Random(seed), [list[Any]() for _ in counts]
-    with crew_of(1, replicas=3) if replicas else crew_of(3) as crew:
-        ranks = [live(crew, member, counts, found) for member in range(3)]
+    with group_of(1, replicas=3) if replicas else group_of(3) as group:
+        ranks = [live(group, member, counts, found) for member in range(3)]
         while ranks:
             rank = draw.choice(ranks)
             try:
@@ -165,152 +165,152 @@ def test_racing_processes_claim_each_microbatch_once(ranks: Any) -> None:
 
 
 def test_a_claim_waits_until_all_have_offered() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
-        queue(crew, 0).offer([made(0, 1, 0)])
-        with crew.late("rank 13 to offer its microbatches of epoch 1"):
-            queue(crew, 0).claim()
-        queue(crew, 1).offer([])
-        found = queue(crew, 0).claim()
+    with group_of(2) as group:
+        group.publish_all()
+        queue(group, 0).offer([made(0, 1, 0)])
+        with group.late("rank 13 to offer its microbatches of epoch 1"):
+            queue(group, 0).claim()
+        queue(group, 1).offer([])
+        found = queue(group, 0).claim()
         assert found is not None and origin(found) == (0, 1, 0)
-        assert queue(crew, 1).claim() is None and not queue(crew, 1).left_early, "a rank may get nothing"
-        assert queue(crew, 0).left_early
-        assert queue(crew, 0).claim() is None
-        assert not queue(crew, 0).left_early
-        assert queue(crew, 0).claim() is None, "the end stays the end"
+        assert queue(group, 1).claim() is None and not queue(group, 1).left_early, "a rank may get nothing"
+        assert queue(group, 0).left_early
+        assert queue(group, 0).claim() is None
+        assert not queue(group, 0).left_early
+        assert queue(group, 0).claim() is None, "the end stays the end"
 
 
 def test_a_member_that_is_done_without_an_offer_is_named_at_once() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
-        queue(crew, 0).offer([])
-        crew.members[1].done(Outcome.TRAINED)
+    with group_of(2) as group:
+        group.publish_all()
+        queue(group, 0).offer([])
+        group.members[1].done(Outcome.TRAINED)
         with pytest.raises(
             OdcError, match=r"rank 10 \(epoch 1\) .* rank 13 ended that minibatch without an offer"
         ) as it:
-            queue(crew, 0).claim()
+            queue(group, 0).claim()
         assert it.value.culprit == 13
 
 
 def test_who_abandons_before_its_offer_ends_the_queue_of_that_minibatch_only() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
-        queue(crew, 1).offer([made(1, 1, 0)])
-        crew.members[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
-        assert queue(crew, 1).claim() is None
-        assert not queue(crew, 1).left_early
-        crew.members[1].done(Outcome.TRAINED)
-        crew.publish_all()
+    with group_of(2) as group:
+        group.publish_all()
+        queue(group, 1).offer([made(1, 1, 0)])
+        group.members[0].done(Outcome.ABANDONED, "bad sample")  # home: nobody zeroes the counter of this epoch
+        assert queue(group, 1).claim() is None
+        assert not queue(group, 1).left_early
+        group.members[1].done(Outcome.TRAINED)
+        group.publish_all()
         for member in (0, 1):
-            queue(crew, member).offer([made(member, 2, 0)])
-        found = [queue(crew, 0).claim() for _ in range(2)]
+            queue(group, member).offer([made(member, 2, 0)])
+        found = [queue(group, 0).claim() for _ in range(2)]
         assert sorted(origin(one) for one in found if one) == [(0, 2, 0), (1, 2, 0)]
 
 
 def test_costs_decide_the_order_and_ties_go_by_member() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
-        queue(crew, 1).offer([made(1, 1, 0), made(1, 1, 1), made(1, 1, 2)], [2.0, 0.25, 2.0])
-        queue(crew, 0).offer([made(0, 1, 0), made(0, 1, 1)], [-1, 2])
-        found = [queue(crew, n % 2).claim() for n in range(5)]
+    with group_of(2) as group:
+        group.publish_all()
+        queue(group, 1).offer([made(1, 1, 0), made(1, 1, 1), made(1, 1, 2)], [2.0, 0.25, 2.0])
+        queue(group, 0).offer([made(0, 1, 0), made(0, 1, 1)], [-1, 2])
+        found = [queue(group, n % 2).claim() for n in range(5)]
         assert [origin(one) for one in found if one] == [(0, 1, 1), (1, 1, 0), (1, 1, 2), (1, 1, 1), (0, 1, 0)]
 
 
 def test_what_was_claimed_is_a_copy() -> None:
-    with crew_of(1) as crew:
-        crew.publish_all()
-        queue(crew, 0).offer([made(0, 1, 2)])
-        found = queue(crew, 0).claim()
-        crew.layouts[0].peer(0).offers().zero_()
+    with group_of(1) as group:
+        group.publish_all()
+        queue(group, 0).offer([made(0, 1, 2)])
+        found = queue(group, 0).claim()
+        group.layouts[0].peer(0).offers().zero_()
         assert found is not None and origin(found) == (0, 1, 2)
 
 
 def test_too_much_is_refused_with_the_bytes_it_takes() -> None:
     big = [{"ids": torch.zeros(ROOM // 8, dtype=torch.int32)}] * 2
-    with crew_of(1) as crew:
-        crew.publish_all()
+    with group_of(1) as group:
+        group.publish_all()
         with pytest.raises(
             UnsupportedError, match=r"rank 10 .epoch 1. offers 2 microbatches that take (\d+) bytes"
         ) as it:
-            queue(crew, 0).offer(big)
+            queue(group, 0).offer(big)
         needed = int(str(it.value).split("take ")[1].split()[0])
         assert f"Set it to {needed} or more" in str(it.value)
-    with Crew(LAYOUT, 1, settings=Settings(queue_bytes=needed)) as crew:
-        crew.publish_all()
-        queue(crew, 0).offer(big)
-        assert [one.nbytes for one in (queue(crew, 0).claim(), queue(crew, 0).claim()) if one] == [ROOM // 2 + 64] * 2
+    with HeapGroup(LAYOUT, 1, settings=Settings(queue_bytes=needed)) as group:
+        group.publish_all()
+        queue(group, 0).offer(big)
+        assert [one.nbytes for one in (queue(group, 0).claim(), queue(group, 0).claim()) if one] == [ROOM // 2 + 64] * 2
 
 
 @pytest.mark.parametrize("costs", [[1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_costs_must_be_as_many_and_finite(costs: list[float]) -> None:
-    with crew_of(1) as crew:
-        crew.publish_all()
+    with group_of(1) as group:
+        group.publish_all()
         with pytest.raises(ValueError, match="2 microbatches need as many finite costs"):
-            queue(crew, 0).offer([made(0, 1, 0), made(0, 1, 1)], costs)
+            queue(group, 0).offer([made(0, 1, 0), made(0, 1, 1)], costs)
 
 
 def test_one_offer_an_epoch_and_none_without_one() -> None:
-    with crew_of(1) as crew:
-        crew.publish_all()
+    with group_of(1) as group:
+        group.publish_all()
         with pytest.raises(OdcError, match="claims from the queue of a minibatch in which it has offered nothing"):
-            queue(crew, 0).claim()
-        queue(crew, 0).offer([])
+            queue(group, 0).claim()
+        queue(group, 0).offer([])
         with pytest.raises(OdcError, match="offers a second time in one minibatch"):
-            queue(crew, 0).offer([])
-        assert crew.members[0].queue.claim() is None
-        crew.members[0].done(Outcome.TRAINED)
-        crew.publish(0)
-        queue(crew, 0).offer([made(0, 2, 0)])
-        found = crew.members[0].queue.claim()
+            queue(group, 0).offer([])
+        assert group.members[0].queue.claim() is None
+        group.members[0].done(Outcome.TRAINED)
+        group.publish(0)
+        queue(group, 0).offer([made(0, 2, 0)])
+        found = group.members[0].queue.claim()
         assert found is not None and origin(found) == (0, 2, 0), "the count begins anew"
 
 
 def test_an_aborted_job_gives_no_more() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
+    with group_of(2) as group:
+        group.publish_all()
         for member in (0, 1):
-            queue(crew, member).offer([made(member, 1, 0)])
-        crew.attach()
-        crew.members[1].protocol.abort("out of memory", 13)
+            queue(group, member).offer([made(member, 1, 0)])
+        group.attach()
+        group.members[1].protocol.abort("out of memory", 13)
         with pytest.raises(PeerLostError, match="claiming a microbatch: .* by rank 13: out of memory"):
-            crew.members[0].queue.claim()
+            group.members[0].queue.claim()
 
 
 def test_status_tells_how_far_the_queue_is_and_who_has_claimed_what() -> None:
-    with crew_of(3) as crew:
-        assert [progress(layout) for layout in crew.layouts] == [None] * 3, "nothing is offered"
+    with group_of(3) as group:
+        assert [progress(layout) for layout in group.layouts] == [None] * 3, "nothing is offered"
         for epoch in (1, 2):
-            crew.publish_all()
+            group.publish_all()
             for member, count in enumerate((3, 0, 2)):
-                assert progress(crew.layouts[member]) is None, "an offer of the last minibatch"
-                queue(crew, member).offer([made(member, epoch, i) for i in range(count)])
+                assert progress(group.layouts[member]) is None, "an offer of the last minibatch"
+                queue(group, member).offer([made(member, epoch, i) for i in range(count)])
                 waiting = {"offered": count, "claimed": 0, "handed_out": None, "total": None}
-                assert progress(crew.layouts[member]) == waiting
+                assert progress(group.layouts[member]) == waiting
             for member in (0, 2, 2, 0, 2, 0, 1, 2):
-                crew.members[member].queue.claim()
-            found = [progress(layout) for layout in crew.layouts]
+                group.members[member].queue.claim()
+            found = [progress(layout) for layout in group.layouts]
             for member, (offered, claimed) in enumerate([(3, 2), (0, 0), (2, 3)]):
                 assert found[member] == {"offered": offered, "claimed": claimed, "handed_out": 5, "total": 5}
-            for endpoint in crew.members:
+            for endpoint in group.members:
                 endpoint.done(Outcome.TRAINED)
 
 
 def test_status_of_a_queue_that_is_half_handed_out() -> None:
-    with crew_of(2) as crew:
-        crew.publish_all()
+    with group_of(2) as group:
+        group.publish_all()
         for member in (0, 1):
-            queue(crew, member).offer([made(member, 1, i) for i in range(4)])
+            queue(group, member).offer([made(member, 1, i) for i in range(4)])
         for member in (1, 0, 1):
-            crew.members[member].queue.claim()
-        assert [crew.services[member].status()["queue"] for member in (0, 1)] == [
+            group.members[member].queue.claim()
+        assert [group.services[member].status()["queue"] for member in (0, 1)] == [
             {"offered": 4, "claimed": 1, "handed_out": 3, "total": 8},
             {"offered": 4, "claimed": 2, "handed_out": 3, "total": 8},
         ]
 
 
 def test_no_queue_takes_no_memory() -> None:
-    with Crew(LAYOUT, 2) as crew:
-        assert crew.members[0].queue is None
-        assert crew.layouts[0].ledger()["queue"] == 0 and progress(crew.layouts[0]) is None
-    with crew_of(2) as crew:
-        assert crew.layouts[0].ledger()["queue"] == ROOM
+    with HeapGroup(LAYOUT, 2) as group:
+        assert group.members[0].queue is None
+        assert group.layouts[0].ledger()["queue"] == 0 and progress(group.layouts[0]) is None
+    with group_of(2) as group:
+        assert group.layouts[0].ledger()["queue"] == ROOM

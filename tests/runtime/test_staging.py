@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.members import BF16, F16, F32, F64, Crew
+from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.runtime import Inbox, Outbox, Piece
 from odc.runtime.layout import Ring
@@ -17,12 +17,14 @@ SLOTS = 3
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def group() -> Iterator[HeapGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ring, "fit", lambda units, block: Ring(SLOTS, SLOT))
-        with Crew([[("w", 4096, F32)], [("v", 4096, BF16)]], 3, settings=Settings(timeout_s=1.0), by_hand=True) as crew:
-            crew.attach()
-            yield crew
+        with HeapGroup(
+            [[("w", 4096, F32)], [("v", 4096, BF16)]], 3, settings=Settings(timeout_s=1.0), by_hand=True
+        ) as group:
+            group.attach()
+            yield group
 
 
 def put(box: Outbox, values: torch.Tensor, at_byte: int = 0) -> None:
@@ -41,9 +43,9 @@ OPS = st.lists(st.one_of(POST, st.just("peek"), st.just("take")), max_size=40)
 
 
 @given(OPS)
-def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int, torch.dtype]]) -> None:
+def test_a_ring_is_a_short_list(group: HeapGroup, ops: list[str | tuple[int, int, int, torch.dtype]]) -> None:
     """Whatever is posted and taken in whatever order: first in, first out, never more than there are slots."""
-    box, inbox = Outbox(crew.members[2].protocol, 0), Inbox(crew.layouts[0], 2)
+    box, inbox = Outbox(group.members[2].protocol, 0), Inbox(group.layouts[0], 2)
     model: list[tuple[int, int, torch.Tensor]] = []
     for number, op in enumerate(ops):
         assert box.credit() == SLOTS - len(model)
@@ -52,7 +54,7 @@ def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int,
             unit, first, numel, dtype = op
             values = torch.arange(number, number + numel).to(dtype)
             put(box, values)
-            box.post(crew.units[unit], first, numel, dtype)
+            box.post(group.units[unit], first, numel, dtype)
             model.append((unit, first, values))
         elif op == "peek" or (op == "take" and model):
             block = inbox.peek()
@@ -71,33 +73,33 @@ def test_a_ring_is_a_short_list(crew: Crew, ops: list[str | tuple[int, int, int,
     assert inbox.peek() is None and box.credit() == SLOTS
 
 
-def test_a_slot_is_filled_in_parts_before_it_is_seen(crew: Crew) -> None:
-    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
+def test_a_slot_is_filled_in_parts_before_it_is_seen(group: HeapGroup) -> None:
+    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
     put(box, torch.tensor([1.0, 2.0]))
     put(box, torch.tensor([3.0]), at_byte=8)
     assert inbox.peek() is None and inbox.waiting() == 0, "nothing is seen before it is posted"
-    box.post(crew.units[0], 17, 3, F32)
+    box.post(group.units[0], 17, 3, F32)
     assert [(piece.first, piece.values.tolist()) for piece in pieces(inbox)] == [(17, [1.0, 2.0, 3.0])]
     assert box.credit() == SLOTS - 1, "a look gives no credit back"
     inbox.take()
     assert box.credit() == SLOTS
 
 
-def test_what_was_told_is_no_news(crew: Crew) -> None:
+def test_what_was_told_is_no_news(group: HeapGroup) -> None:
     """On the CPU a post tells by itself, so whoever asks afterwards need not wake the owner again."""
-    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
+    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
     put(box, torch.tensor([1.0]))
-    box.post(crew.units[0], 0, 1, F32)
+    box.post(group.units[0], 0, 1, F32)
     assert inbox.waiting() == 1
     assert not box.tell()
     inbox.take()
 
 
-def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
-    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
+def test_a_full_ring_keeps_what_it_holds(group: HeapGroup) -> None:
+    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
     for number in range(SLOTS):
         put(box, torch.full((SLOT // 4,), float(number)))
-        box.post(crew.units[0], number, SLOT // 4, F32)
+        box.post(group.units[0], number, SLOT // 4, F32)
     assert box.credit() == 0
     for number in range(SLOTS):
         (piece,) = pieces(inbox)
@@ -106,18 +108,18 @@ def test_a_full_ring_keeps_what_it_holds(crew: Crew) -> None:
         inbox.take()
 
 
-def test_rings_of_different_pairs_are_apart(crew: Crew) -> None:
+def test_rings_of_different_pairs_are_apart(group: HeapGroup) -> None:
     boxes = {
-        (source, owner): Outbox(crew.members[source].protocol, owner)
+        (source, owner): Outbox(group.members[source].protocol, owner)
         for source in range(3)
         for owner in range(3)
         if source != owner
     }
-    inboxes = {(source, owner): Inbox(crew.layouts[owner], source) for source, owner in boxes}
+    inboxes = {(source, owner): Inbox(group.layouts[owner], source) for source, owner in boxes}
     for (source, owner), box in boxes.items():
         for slot in range(SLOTS):
             put(box, torch.full((SLOT // 4,), 100.0 * source + 10.0 * owner + slot))
-            box.post(crew.units[0], 0, SLOT // 4, F32)
+            box.post(group.units[0], 0, SLOT // 4, F32)
     for (source, owner), inbox in inboxes.items():
         for slot in range(SLOTS):
             (piece,) = pieces(inbox)
@@ -126,28 +128,28 @@ def test_rings_of_different_pairs_are_apart(crew: Crew) -> None:
         assert inbox.peek() is None
 
 
-def test_both_ends_go_on_where_the_counters_stand(crew: Crew) -> None:
-    box, inbox = Outbox(crew.members[1].protocol, 2), Inbox(crew.layouts[2], 1)
+def test_both_ends_go_on_where_the_counters_stand(group: HeapGroup) -> None:
+    box, inbox = Outbox(group.members[1].protocol, 2), Inbox(group.layouts[2], 1)
     for number in range(SLOTS + 1):
         put(box, torch.tensor([float(number)]))
-        box.post(crew.units[0], number, 1, F32)
+        box.post(group.units[0], number, 1, F32)
         if number < SLOTS - 1:
             inbox.take()
         elif number == SLOTS - 1:
-            box = Outbox(crew.members[1].protocol, 2)
+            box = Outbox(group.members[1].protocol, 2)
             assert box.credit() == SLOTS - 1
-    inbox = Inbox(crew.layouts[2], 1)
+    inbox = Inbox(group.layouts[2], 1)
     assert inbox.waiting() == 2
     for number in (SLOTS - 1, SLOTS):
         assert [piece.values.tolist() for piece in pieces(inbox)] == [[float(number)]]
         inbox.take()
 
 
-def test_a_batch_is_what_waits_of_one_unit(crew: Crew) -> None:
-    box, inbox = Outbox(crew.members[1].protocol, 0), Inbox(crew.layouts[0], 1)
+def test_a_batch_is_what_waits_of_one_unit(group: HeapGroup) -> None:
+    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
     for unit, value in ((0, 1.0), (0, 2.0), (1, 3.0)):
         put(box, torch.tensor([value]))
-        box.post(crew.units[unit], 5, 1, F32)
+        box.post(group.units[unit], 5, 1, F32)
     assert [piece.values.item() for piece in pieces(inbox, most=1)] == [1.0]
     assert [piece.values.item() for piece in pieces(inbox, most=3)] == [1.0, 2.0]
     inbox.take(2)
@@ -156,13 +158,13 @@ def test_a_batch_is_what_waits_of_one_unit(crew: Crew) -> None:
     inbox.take()
 
 
-def test_the_slot_that_came_back_last_is_filled_next(crew: Crew) -> None:
+def test_the_slot_that_came_back_last_is_filled_next(group: HeapGroup) -> None:
     """An owner that keeps up finds every block in the same slot: in the cache."""
-    box, inbox = Outbox(crew.members[2].protocol, 1), Inbox(crew.layouts[1], 2)
+    box, inbox = Outbox(group.members[2].protocol, 1), Inbox(group.layouts[1], 2)
     places = set()
     for number in range(2 * SLOTS):
         put(box, torch.tensor([float(number)]))
-        box.post(crew.units[0], 0, 1, F32)
+        box.post(group.units[0], 0, 1, F32)
         (piece,) = pieces(inbox)
         assert piece.values.item() == number
         places.add(piece.values.data_ptr())

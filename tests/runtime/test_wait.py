@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
@@ -42,35 +42,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with Crew([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as crew:
-        crew.attach()
-        yield crew
+def group() -> Iterator[HeapGroup]:
+    with HeapGroup([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as group:
+        group.attach()
+        yield group
 
 
 @pytest.fixture
-def waiter(crew: Crew) -> Waiter:
-    return waiter_of(crew, 0)
+def waiter(group: HeapGroup) -> Waiter:
+    return waiter_of(group, 0)
 
 
-def waiter_of(crew: Crew, member: int) -> Waiter:
+def waiter_of(group: HeapGroup, member: int) -> Waiter:
     """Of a member in epoch 7."""
-    crew.layouts[member].mine.board.store(Word.PUBLISHED, EPOCH)
-    return crew.members[member].protocol.waiter
+    group.layouts[member].mine.board.store(Word.PUBLISHED, EPOCH)
+    return group.members[member].protocol.waiter
 
 
 def never() -> bool:
     return False
 
 
-def test_what_is_ready_is_not_waited_for(crew: Crew, waiter: Waiter, clock: Clock) -> None:
+def test_what_is_ready_is_not_waited_for(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
     waiter.until(lambda: True, 1, "nothing")
     assert clock.now == 1000.0
 
 
-def test_a_stuck_peer_is_named_at_the_deadline(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    crew.layouts[2].peer(2).board.store(Word.PUBLISHED, 6)
-    crew.layouts[2].peer(2).board.store(Word.DONE, 5)
+def test_a_stuck_peer_is_named_at_the_deadline(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+    group.layouts[2].peer(2).board.store(Word.PUBLISHED, 6)
+    group.layouts[2].peer(2).board.store(Word.DONE, 5)
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert 1010.0 < clock.now < 1010.1, "not at the deadline"
@@ -80,60 +80,62 @@ def test_a_stuck_peer_is_named_at_the_deadline(crew: Crew, waiter: Waiter, clock
     assert caught.value.culprit == 16
 
 
-def test_a_deadline_ends_the_job_everywhere_and_blames_the_stuck_rank(crew: Crew, waiter: Waiter, clock: Clock) -> None:
+def test_a_deadline_ends_the_job_everywhere_and_blames_the_stuck_rank(
+    group: HeapGroup, waiter: Waiter, clock: Clock
+) -> None:
     """Else the ranks that wait for this one would name it, which only was the first to notice."""
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
-    for member, layout in enumerate(crew.layouts):
+    for member, layout in enumerate(group.layouts):
         assert layout.peer(member).board.load(Word.ABORT) == 1 + 16
         assert layout.peer(member).reason == str(caught.value)
     with pytest.raises(PeerLostError) as told:
-        waiter_of(crew, 1).check("computing")
+        waiter_of(group, 1).check("computing")
     assert told.value.culprit == 16
 
 
-def test_a_peer_that_waits_itself_is_not_to_blame(crew: Crew, waiter: Waiter, clock: Clock) -> None:
+def test_a_peer_that_waits_itself_is_not_to_blame(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
     """Everybody's deadline may run out at the same moment, for one rank's sake."""
-    crew.layouts[2].peer(2).board.store(Word.WAITING, 1 + 13)
+    group.layouts[2].peer(2).board.store(Word.WAITING, 1 + 13)
     with pytest.raises(
         WaitTimeoutError, match="rank 16 has not called .*, and waits itself for rank 13; raise"
     ) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert caught.value.culprit == 13
-    assert [layout.peer(member).board.load(Word.ABORT) for member, layout in enumerate(crew.layouts)] == [1 + 13] * 3
+    assert [layout.peer(member).board.load(Word.ABORT) for member, layout in enumerate(group.layouts)] == [1 + 13] * 3
 
 
 def test_a_rank_that_was_never_reached_is_blamed_without_asking_it(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """Rank 13 waits for rank 16, which has not come up: to attach to it now would be another wait."""
-    connect = Crew._connect
+    connect = HeapGroup._connect
 
-    def only_to_thirteen(crew: Crew, member: int) -> Attachment:
+    def only_to_thirteen(group: HeapGroup, member: int) -> Attachment:
         if member == 2:
             raise PeerLostError("rank 16 does not answer", culprit=16)
-        return connect(crew, member)
+        return connect(group, member)
 
-    monkeypatch.setattr(Crew, "_connect", only_to_thirteen)
-    with Crew([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as crew:
-        crew.layouts[1].peer(1).board.store(Word.WAITING, 1 + 16)
+    monkeypatch.setattr(HeapGroup, "_connect", only_to_thirteen)
+    with HeapGroup([[("w", 4, F32)]], 3, settings=Settings(timeout_s=10.0)) as group:
+        group.layouts[1].peer(1).board.store(Word.WAITING, 1 + 16)
         with pytest.raises(WaitTimeoutError, match="rank 13 has not called .*, and waits itself for rank 16") as caught:
-            waiter_of(crew, 0).until(never, 1, "rank 13 to publish epoch 7")
+            waiter_of(group, 0).until(never, 1, "rank 13 to publish epoch 7")
         assert caught.value.culprit == 16
 
 
 @pytest.mark.parametrize("waits_for", [10, 16, 99])
 def test_ranks_that_wait_for_each_other_or_for_none_of_these_end_the_search(
-    waits_for: int, crew: Crew, waiter: Waiter, clock: Clock
+    waits_for: int, group: HeapGroup, waiter: Waiter, clock: Clock
 ) -> None:
-    crew.layouts[2].peer(2).board.store(Word.WAITING, 1 + waits_for)
+    group.layouts[2].peer(2).board.store(Word.WAITING, 1 + waits_for)
     with pytest.raises(WaitTimeoutError) as caught:
         waiter.until(never, 2, "rank 16 to publish epoch 7")
     assert caught.value.culprit == 16
 
 
-def test_progress_of_the_peer_starts_the_deadline_anew(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    board = crew.layouts[1].peer(1).board
+def test_progress_of_the_peer_starts_the_deadline_anew(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+    board = group.layouts[1].peer(1).board
     steps = itertools.count(1)
 
     def every_nine_seconds(now: float, next_at: list[float] = [1009.0]) -> None:  # noqa: B006  # kept between calls
@@ -147,8 +149,8 @@ def test_progress_of_the_peer_starts_the_deadline_anew(crew: Crew, waiter: Waite
     assert 1046.0 < clock.now < 1046.1, "the last progress was at 36 s"
 
 
-def test_progress_of_another_rank_does_not_help(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    board, steps = crew.layouts[2].peer(2).board, itertools.count(1)
+def test_progress_of_another_rank_does_not_help(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+    board, steps = group.layouts[2].peer(2).board, itertools.count(1)
     clock.script.append(lambda now: board.store(Word.PROGRESS, next(steps)))
     with pytest.raises(WaitTimeoutError):
         waiter.until(never, 1, "something")
@@ -156,9 +158,9 @@ def test_progress_of_another_rank_does_not_help(crew: Crew, waiter: Waiter, cloc
 
 
 @pytest.mark.parametrize("whose", ["own", "of the peer"])
-def test_an_abort_ends_the_wait(crew: Crew, waiter: Waiter, clock: Clock, whose: str) -> None:
+def test_an_abort_ends_the_wait(group: HeapGroup, waiter: Waiter, clock: Clock, whose: str) -> None:
     member = 0 if whose == "own" else 1
-    layout = crew.layouts[member]
+    layout = group.layouts[member]
 
     def abort(now: float) -> None:
         if now > 1003.0:
@@ -175,8 +177,8 @@ def test_an_abort_ends_the_wait(crew: Crew, waiter: Waiter, clock: Clock, whose:
     assert caught.value.culprit == 16
 
 
-def test_an_aborted_job_does_nothing_more_even_if_it_could(crew: Crew, waiter: Waiter) -> None:
-    crew.members[0].protocol.abort("no more", 13)
+def test_an_aborted_job_does_nothing_more_even_if_it_could(group: HeapGroup, waiter: Waiter) -> None:
+    group.members[0].protocol.abort("no more", 13)
     with pytest.raises(PeerLostError, match="aborted by rank 13: no more"):
         waiter.until(lambda: True, 1, "something")
     with pytest.raises(
@@ -185,14 +187,14 @@ def test_an_aborted_job_does_nothing_more_even_if_it_could(crew: Crew, waiter: W
         waiter.check("fetching")
 
 
-def test_an_abort_without_a_reason_says_so(crew: Crew, waiter: Waiter) -> None:
-    crew.layouts[0].peer(0).board.store(Word.ABORT, 1)
+def test_an_abort_without_a_reason_says_so(group: HeapGroup, waiter: Waiter) -> None:
+    group.layouts[0].peer(0).board.store(Word.ABORT, 1)
     with pytest.raises(PeerLostError, match="aborted by rank 0: no reason given"):
         waiter.check("computing")
 
 
-def test_a_peer_that_left_is_named(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    clock.script.append(lambda now: crew.layouts[1].peer(1).board.store(Word.LEFT, int(now > 1001.0)))
+def test_a_peer_that_left_is_named(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+    clock.script.append(lambda now: group.layouts[1].peer(1).board.store(Word.LEFT, int(now > 1001.0)))
     with pytest.raises(
         PeerLostError, match="waiting for rank 13 to finish epoch 7: rank 13 has left the job"
     ) as caught:
@@ -201,9 +203,9 @@ def test_a_peer_that_left_is_named(crew: Crew, waiter: Waiter, clock: Clock) -> 
     assert caught.value.culprit == 13
 
 
-def test_a_peer_that_did_its_part_and_left_is_no_error(crew: Crew, waiter: Waiter, clock: Clock) -> None:
+def test_a_peer_that_did_its_part_and_left_is_no_error(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
     """The word and LEFT both appear between a look at the word and the look at LEFT."""
-    board, looks = crew.layouts[1].peer(1).board, itertools.count()
+    board, looks = group.layouts[1].peer(1).board, itertools.count()
 
     def ready() -> bool:
         if next(looks) < 100:
@@ -217,8 +219,8 @@ def test_a_peer_that_did_its_part_and_left_is_no_error(crew: Crew, waiter: Waite
     assert clock.now < 1010.0
 
 
-def test_the_board_says_for_whom_and_since_which_epoch(crew: Crew, waiter: Waiter, clock: Clock) -> None:
-    own, seen = crew.layouts[0].peer(0).board, list[tuple[int, int]]()
+def test_the_board_says_for_whom_and_since_which_epoch(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+    own, seen = group.layouts[0].peer(0).board, list[tuple[int, int]]()
     clock.script.append(lambda now: seen.append((own.load(Word.WAITING), own.load(Word.WAITING_EPOCH))))
     looks = itertools.count()
     waiter.until(lambda: next(looks) > 50, 1, "something")
@@ -229,7 +231,7 @@ def test_the_board_says_for_whom_and_since_which_epoch(crew: Crew, waiter: Waite
     assert own.load(Word.WAITING) == 0, "also after an error"
 
 
-def test_a_wait_is_recorded_with_its_peer_and_lane(crew: Crew, waiter: Waiter) -> None:
+def test_a_wait_is_recorded_with_its_peer_and_lane(group: HeapGroup, waiter: Waiter) -> None:
     recorder().clear()
     go = threading.Event()
     threading.Timer(0.02, go.set).start()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from odc.runtime import Daemon, Word
 from odc.runtime.listener import ask
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 8, F32)]]
 
@@ -34,6 +34,6 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def aborts(crew: Crew) -> list[int]:
+def aborts(group: HeapGroup) -> list[int]:
     """The word of each of three members: 0, or 1 + the culprit's rank."""
-    return [crew.layouts[member].peer(member).board.load(Word.ABORT) for member in range(3)]
+    return [group.layouts[member].peer(member).board.load(Word.ABORT) for member in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,27 @@ from odc import Settings, fully_shard
 from odc.handover import version, weight_handle
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.runtime import Daemon, Word, reading_token
-from support.members import BF16, F32, Crew, Layout
+from support.members import BF16, F32, HeapGroup, Layout
 from support.rank_worker import tell
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
 
 
+def changed(handle: str, **fields: Any) -> str:
+    """A weight handle with other fields."""
+    return json.dumps({**json.loads(handle), **fields})
+
+
 class Job:
-    """A crew with a daemon a member, with a weight handle; every parameter is one row of all shards."""
+    """A heap group with a daemon a member, with a weight handle; every parameter is one row of all shards."""
 
     def __init__(self, layout: Layout = LAYOUT, shards: int = 2, settings: Settings | None = None) -> None:
-        self.crew = Crew(layout, shards, settings=settings or Settings(timeout_s=60.0))
+        self.group = HeapGroup(layout, shards, settings=settings or Settings(timeout_s=60.0))
         self.daemons = []
-        for service in self.crew.services:
+        for service in self.group.services:
             self.daemons.append(Daemon(service.rank))
             self.daemons[-1].serve(service)
-        layout = self.crew.layouts[0]
+        layout = self.group.layouts[0]
         offset = layout.heap.layout.offset
         self.parameters = tuple(
             PublishedParameter(
@@ -46,24 +52,24 @@ class Job:
         )
         self.owners = tuple(
             ShardOwner(service.rank, daemon.address, reading_token(service.token))
-            for service, daemon in zip(self.crew.services, self.daemons, strict=True)
+            for service, daemon in zip(self.group.services, self.daemons, strict=True)
         )
         self.handle = WeightHandle(
-            "crew", self.owners, self.parameters, offset("board"), offset("reason"), layout.buffers,
+            "group", self.owners, self.parameters, offset("board"), offset("reason"), layout.buffers,
             layout.heap.nbytes, layout.heap.digest, ()
         ).to_json()  # fmt: skip
 
     def publish(self, values: Sequence[float]) -> None:
         """Open every member's next epoch, each with its own value in every element."""
         for member, value in enumerate(values):
-            self.crew.publish(member, value)
+            self.group.publish(member, value)
 
     def publishing(self, member: int) -> Iterator[None]:
         """As `Endpoint.publish` with every element the epoch's number, stopping between any two writes."""
-        layout, board = self.crew.layouts[member], self.crew.layouts[member].peer(member).board
+        layout, board = self.group.layouts[member], self.group.layouts[member].peer(member).board
         while True:
             epoch = board.load(Word.PUBLISHED) + 1
-            boards = [self.crew.layouts[m].peer(m).board for m in range(len(self.crew.layouts))]
+            boards = [self.group.layouts[m].peer(m).board for m in range(len(self.group.layouts))]
             while any(other.load(Word.PUBLISHED) < epoch - 1 for other in boards):
                 yield
             board.store(Word.PUBLISHING, epoch)
@@ -84,7 +90,7 @@ class Job:
     def __exit__(self, *unused: object) -> None:
         for daemon in self.daemons:
             daemon.close()
-        self.crew.close()
+        self.group.close()
 
 
 class Numbered(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.sender import Sender
 from odc.runtime import Gradient, RootState, Word
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
 
@@ -68,15 +68,15 @@ class Iteration:
 class Rank:
     """One member's state machine, with groups that only listen."""
 
-    def __init__(self, crew: Crew, me: int) -> None:
-        self.crew, self.me = crew, me
+    def __init__(self, group: HeapGroup, me: int) -> None:
+        self.heaps, self.me = group, me
         self.groups = [Group([numel for _, numel, _ in unit]) for unit in LAYOUT]
-        member = crew.members[me]
+        member = group.members[me]
         self.sender, self.iteration = Sender(member.pusher, overlap=False), Iteration()
         self.machine = Minibatch(member, self.sender, self.groups, self.iteration)  # type: ignore[arg-type]
 
     def push(self, unit: int, value: float, params: tuple[int, ...] | None = None) -> None:
-        spec, shards = self.crew.units[unit], self.crew.members[self.me].grid.shards
+        spec, shards = self.heaps.units[unit], self.heaps.members[self.me].grid.shards
         chosen = range(len(spec.params)) if params is None else params
         self.machine.push(spec, [Gradient(i, torch.full((shards * spec.params[i].numel,), value)) for i in chosen])
 
@@ -96,6 +96,6 @@ def finish(ranks: list[Rank]) -> None:
 
 
 def states(ranks: list[Rank]) -> list[RootState]:
-    on_board = [RootState(rank.crew.layouts[0].peer(rank.me).board.load(Word.STATE)) for rank in ranks]
+    on_board = [RootState(rank.heaps.layouts[0].peer(rank.me).board.load(Word.STATE)) for rank in ranks]
     assert on_board == [rank.machine.state for rank in ranks], "`odc status` would tell something else"
     return on_board

@@ -28,7 +28,7 @@ def units_of(layout: Layout, settings: Settings, frozen: Collection[str] = ()) -
     return [UnitSpec.build(i, f"u{i}", params, dtype, frozen) for i, params in enumerate(layout)]
 
 
-class Crew:
+class HeapGroup:
     """Heaps, endpoints and services of all members; close it.
 
     Args:
@@ -54,20 +54,20 @@ class Crew:
         self.settings = settings or Settings(timeout_s=60.0)
         self.units = units_of(layout, self.settings, frozen)
         self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
-        self.by_hand, self.rung = by_hand, list[int]()
+        self.by_hand, self.notified = by_hand, list[int]()
         self.layouts: list[HeapLayout] = []
         for me in range(len(self.ranks)):
-            heap = ShmHeap("crew", self.ranks, me, self._connect, 60.0)
+            heap = ShmHeap("group", self.ranks, me, self._connect, 60.0)
             self.layouts.append(HeapLayout(heap, RankGrid(self.ranks, shards, me), self.units, self.settings, "test"))
-        self.members = [Endpoint(layout, self._ring) for layout in self.layouts]
-        self.services = [Service("crew", layout) for layout in self.layouts]
+        self.members = [Endpoint(layout, self.notify) for layout in self.layouts]
+        self.services = [Service("group", layout) for layout in self.layouts]
 
     def _connect(self, member: int) -> Attachment:
         heap = self.layouts[member].heap
         return Attachment(os.dup(heap.fd), heap.nbytes, heap.digest)
 
-    def _ring(self, member: int) -> None:
-        self.rung.append(member)
+    def notify(self, member: int) -> None:
+        self.notified.append(member)
         if not self.by_hand:
             self.drain(member)
 
@@ -106,7 +106,7 @@ class Crew:
         for layout in self.layouts:
             layout.close()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> HeapGroup:
         return self
 
     def __exit__(self, *unused: object) -> None:

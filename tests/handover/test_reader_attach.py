@@ -1,0 +1,97 @@
+"""How a reader attaches by its weight handle: what it may map, what it is refused, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.handover_jobs import Job, changed
+
+from odc.errors import LayoutMismatchError, OdcError, PeerLostError
+from odc.handover import Reader
+from odc.handover.handle import WeightHandle
+from odc.runtime import member
+from odc.runtime.listener import ask
+
+
+def mapped() -> list[str]:
+    """Rights of every mapping of a heap group's memory in this process."""
+    gc.collect()  # what earlier tests left
+    return [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if "odc.group" in line]
+
+
+def test_the_memory_is_mapped_without_the_right_to_write(job: Job) -> None:
+    before = Counter(mapped())
+    with Reader(job.handle):
+        assert Counter(mapped()) - before == {"r--s": 2}
+
+
+def test_a_weight_handle_opens_nothing_but_reading(job: Job) -> None:
+    owner = job.owners[0]
+    answer = ask(owner.address, {"op": "attach", "root": "group", "token": owner.token}, 60.0)
+    assert answer.reply == {"error": "wrong token"} and not answer.fds
+
+
+def test_a_wrong_token(job: Job) -> None:
+    owners = json.loads(job.handle)["owners"]
+    owners[1]["token"] = "0" * 32
+    with pytest.raises(PeerLostError, match="rank 13: wrong token"):
+        Reader(changed(job.handle, owners=owners))
+
+
+def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To map it would end the reader with a bus error at its first look."""
+    ask_member = member.ask_member
+
+    def exchanged(*args: Any, **options: Any) -> Any:
+        answer = ask_member(*args, **options)
+        for fd in answer.fds:
+            os.close(fd)
+        answer.fds[:] = [os.memfd_create("empty")]
+        return answer
+
+    monkeypatch.setattr(member, "ask_member", exchanged)
+    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
+        Reader(job.handle)
+
+
+def test_a_weight_handle_of_another_run() -> None:
+    with Job() as job:
+        handle = job.handle
+        with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
+            Reader(changed(handle, digest="0" * 64))
+    with pytest.raises(PeerLostError, match="rank 10: its server does not answer"):
+        Reader(handle)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-0"}', '{"schema": "odc-weight-handle-1"}']
+)
+def test_no_weight_handle_at_all(text: str) -> None:
+    with pytest.raises(OdcError, match="this is not a weight handle"):
+        Reader(text)
+
+
+def test_weight_handles_survive_the_journey(job: Job) -> None:
+    assert WeightHandle.from_json(job.handle).to_json() == job.handle
+
+
+@pytest.mark.parametrize("wrong", [{"tries": 0}, {"timeout_s": 0.0}])
+def test_wrong_options(job: Job, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="tries must be 1 or more"):
+        Reader(job.handle, **wrong)
+
+
+def test_nothing_stays_open(job: Job) -> None:
+    with Reader(job.handle):
+        pass
+    before = mapped(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Reader(job.handle):
+            pass
+    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
