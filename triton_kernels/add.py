@@ -1,47 +1,90 @@
-"""add: the owner's half of a staged push, which adds the contents of a slot to the accumulator.
+"""add: the owner's half of staged pushes, which adds the contents of slots to the accumulator.
 
-Plain loads and stores suffice, because only one thread of control adds at a time.
+Plain loads and stores suffice, because one stream alone adds. The values of several sources are added to a place one
+after the other in registers: the sums are those of as many adds, and the accumulator is read and written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
-from odc.kernels.rows import PAIR_COLUMNS, launch_pairs, row_of
-from odc.kernels.tile import move_tile
+from odc.kernels.launch import block_of, ceil_div, contiguous, launch
+from odc.kernels.rows import pointer_table, row_of, row_table
+from odc.kernels.tile import add_tile
+
+_COLUMNS = tl.constexpr(5)  # first program, place, elements, number of the first source, sources
 
 
-@triton.jit(do_not_specialize=["rows_at", "rows"])
-def add_kernel(rows_at: tl.tensor, rows: tl.int64, TO: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Grid: blocks of all values."""
+@triton.jit(do_not_specialize=["rows_at", "rows", "sources"])
+def add_kernel(
+    rows_at: tl.tensor,
+    rows: tl.int64,
+    sources: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid: blocks of all places."""
     program = tl.program_id(0)
-    row = row_of(rows_at, rows, program, PAIR_COLUMNS)
+    row = row_of(rows_at, rows, program, _COLUMNS)
     at = (program - tl.load(row)) * BLOCK
-    source = tl.load(row + 1) + at * (FROM.primitive_bitwidth // 8)
-    target = tl.load(row + 2) + at * (TO.primitive_bitwidth // 8)
-    move_tile(target, source, tl.load(row + 3) - at, TO, FROM, BLOCK, "add")
+    target = tl.load(row + 1) + at * (TO.primitive_bitwidth // 8)
+    add_tile(target, sources + tl.load(row + 3), tl.load(row + 4), at, tl.load(row + 2) - at, TO, FROM, BLOCK)
 
 
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block: int | None = None) -> None:
-    """Add each of `values` to its place, in the place's dtype.
+    """Add each of `values` to its place: `add_all` with one source for each."""
+    add_all(places, [[value] for value in values], block=block)
 
-    Does not wait: the caller has seen that the values have arrived, returns the slot afterwards, and makes sure that
+
+def add_all(
+    places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]], *, block: int | None = None
+) -> None:
+    """Add to each place all of its values, in their order and in the place's dtype.
+
+    Does not wait: the caller has seen that the values have arrived, returns the slots afterwards, and makes sure that
     nobody else adds meanwhile. One launch for each pair of dtypes, on the current stream; see `launch` for threads and
     errors.
 
     Args:
         places: contiguous views of an accumulator that do not overlap, fp32 or fp64; UnsupportedError for another.
-        values: contiguous, as many elements each, fp64, fp32, fp16 or bf16.
+        values: for each place one or more tensors of one dtype (fp64, fp32, fp16 or bf16), contiguous, as long as it.
         block: elements for one program.
+
+    Raises ValueError if values are not as long as their place, of several dtypes, or not on one device.
     """
-    launch_pairs(add_kernel, places, values, _types, block)
-
-
-def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
-    return accumulator_dtype(to), kernel_dtype(source)
+    if not places:
+        return
+    device = places[0].device
+    contiguous("place", places, device)
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
+    for place, sources in zip(places, values, strict=True):
+        contiguous("value", sources, device)
+        dtypes = {source.dtype for source in sources}
+        if len(dtypes) != 1 or any(source.numel() != place.numel() for source in sources):
+            told = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
+            raise ValueError(f"values of one dtype and {place.numel()} elements are needed; these are {told or 'none'}")
+        groups.setdefault((place.dtype, dtypes.pop()), []).append((place, sources))
+    for (to, origin), pairs in groups.items():
+        longest = max(place.numel() for place, _ in pairs)
+        size = block or block_of(add_kernel, max(to.itemsize, origin.itemsize), longest)
+        programs = [ceil_div(place.numel(), size) for place, _ in pairs]
+        addresses: list[int] = []
+        columns = []
+        for place, sources in pairs:
+            columns.append((place.data_ptr(), place.numel(), len(addresses), len(sources)))
+            addresses += [source.data_ptr() for source in sources]
+        launch(
+            add_kernel,
+            (sum(programs),),
+            device,
+            *(*row_table(programs, columns, device), pointer_table(addresses, device)),
+            TO=accumulator_dtype(to),
+            FROM=kernel_dtype(origin),
+            BLOCK=size,
+        )

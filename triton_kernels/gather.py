@@ -1,4 +1,8 @@
-"""gather: a whole unit from all its owners' memories, straight to its unsharded parameters, in one launch."""
+"""gather: a whole unit from all its owners' memories, straight to its unsharded parameters, in one launch.
+
+It runs beside compute, so a few programs take block after block. The blocks of all owners at one place of the unit
+follow each other: at any time every link is in use.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,26 @@ import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
-from odc.kernels.launch import block_of, ceil_div, check_table, contiguous, launch
+from odc.kernels.launch import BESIDE_COMPUTE, block_of, ceil_div, check_table, contiguous, launch
 from odc.kernels.nvshmem import Symmetric, options_for
-from odc.kernels.rows import row_of, row_table
+from odc.kernels.rows import Rows, pointer_table, row_of, row_table
 
-# first program, byte offset at the owner, target, elements of a line, blocks of a line, bytes from line to line of the
-# target, bytes from shard to shard of the target
+# first block, byte offset at the owner, number of the target, elements of a line, blocks of a line, bytes from line to
+# line of the target, bytes from shard to shard of the target
 _COLUMNS = tl.constexpr(7)
 
 
-@triton.jit(do_not_specialize=["rows_at", "rows", "table", "first", "shards", "own", "pes"])
+@triton.jit(
+    do_not_specialize=["rows_at", "rows", "blocks", "targets", "table", "first", "count", "shards", "own", "pes"]
+)
 def gather_kernel(
     rows_at: tl.tensor,
     rows: tl.int64,
+    blocks: tl.int32,
+    targets: tl.tensor,
     table: tl.tensor,
     first: tl.int32,
+    count: tl.int32,
     shards: tl.int32,
     own: tl.int64,
     pes: tl.tensor,
@@ -33,18 +42,81 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     NVSHMEM: tl.constexpr,
 ) -> None:
-    """Grid: blocks of one shard of all parameters, owners."""
-    shard = ((tl.program_id(1) + first) % shards).to(tl.int64)
-    program = tl.program_id(0)
-    row = row_of(rows_at, rows, program, _COLUMNS)
-    block = program - tl.load(row).to(tl.int32)
-    n = tl.load(row + 3)
-    blocks = tl.load(row + 4).to(tl.int32)  # divided in 32 bits: in 64 it is a call
-    line = (block // blocks).to(tl.int64)
-    at = (block % blocks).to(tl.int64) * BLOCK
-    offset = tl.load(row + 1) + line * n * (FROM.primitive_bitwidth // 8)
-    target = tl.load(row + 2) + line * tl.load(row + 5) + shard * tl.load(row + 6)
-    pull(target, table, shard, own, pes, offset, at, n, TO, FROM, BLOCK, NVSHMEM)
+    """Grid: any number of programs. `blocks` of one shard of all parameters; `count` shards from `first` on."""
+    item = tl.program_id(0)
+    while item < blocks * count:
+        shard = ((item % count + first) % shards).to(tl.int64)
+        program = item // count
+        row = row_of(rows_at, rows, program, _COLUMNS)
+        block = program - tl.load(row).to(tl.int32)
+        n = tl.load(row + 3)
+        line_blocks = tl.load(row + 4).to(tl.int32)  # divided in 32 bits: in 64 it is a call
+        line = (block // line_blocks).to(tl.int64)
+        at = (block % line_blocks).to(tl.int64) * BLOCK
+        offset = tl.load(row + 1) + line * n * (FROM.primitive_bitwidth // 8)
+        target = tl.load(targets + tl.load(row + 2)) + line * tl.load(row + 5) + shard * tl.load(row + 6)
+        pull(target, table, shard, own, pes, offset, at, n, TO, FROM, BLOCK, NVSHMEM)
+        item += tl.num_programs(0)
+
+
+class GatherPlan:
+    """What stays the same from gather to gather of a unit, on the device: which block of which parameter lies where.
+
+    Arguments as of `gather`; of `outs` only shapes and dtypes count. A plan that other streams use too has
+    `fixed_rows` make its table. Raises as `gather` does.
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        shards: int,
+        device: torch.device,
+        *,
+        dims: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        block: int | None = None,
+        make_rows: Rows = row_table,
+    ) -> None:
+        to, source = copy_types(dtype, outs)
+        lines = [_lines(out, dim, shards) for out, dim in zip(outs, dims or [0] * len(outs), strict=True)]
+        words = [n * (out.dtype.itemsize // to.itemsize) for (_, n), out in zip(lines, outs, strict=True)]
+        size = block or block_of(gather_kernel, max(to.itemsize, source.itemsize), max(words))
+        each = [ceil_div(n, size) for n in words]
+        columns = [
+            (offset, i, n, count, n * to.itemsize * shards, n * to.itemsize)
+            for i, (offset, n, count) in enumerate(zip(offsets, words, each, strict=True))
+        ]
+        counts = [count * blocks for (count, _), blocks in zip(lines, each, strict=True)]
+        self.device, self._shards, self._blocks = device, shards, sum(counts)
+        self._rows = make_rows(counts, columns, device)
+        self._constants = {"TO": kernel_dtype(to), "FROM": kernel_dtype(source), "BLOCK": size}
+
+    def run(
+        self,
+        targets: Sequence[int],
+        table: torch.Tensor,
+        first: int,
+        count: int,
+        *,
+        symmetric: Symmetric | None = None,
+        programs: int | None = None,
+        warps: int | None = None,
+    ) -> None:
+        """Launch: fill the parameters at the addresses `targets` from `count` shards, beginning with shard `first`.
+
+        `programs` at most run at once, by default as many as run beside compute.
+        """
+        args, constants = options_for(table, symmetric)
+        launch(
+            gather_kernel,
+            (min(self._blocks * count, programs or BESIDE_COMPUTE),),
+            self.device,
+            *(*self._rows, self._blocks, pointer_table(targets, self.device), table, first, count, self._shards, *args),
+            warps=warps,
+            **self._constants,
+            **constants,
+        )
 
 
 def gather(
@@ -57,6 +129,8 @@ def gather(
     first: int = 0,
     symmetric: Symmetric | None = None,
     block: int | None = None,
+    programs: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """Fill the unsharded parameters `outs` from their owners' memories.
 
@@ -71,7 +145,9 @@ def gather(
         dtype: of the owners' elements, where `outs` (of one dtype then) are to be converted; else bytes are copied.
         first: owner to begin with; ranks that all fetch at once begin with different ones.
         symmetric: how to reach owners without a pointer; they cannot convert.
-        block: elements for one program.
+        block: elements for one program at a time.
+        programs: how many run at once, at most.
+        warps: of each.
 
     Raises ValueError if a parameter does not divide into as many shards as `table` has entries.
     """
@@ -80,27 +156,9 @@ def gather(
     device = check_table(table)
     contiguous("unsharded parameter", outs, device)
     refuse_conversion(dtype, outs, symmetric)
-    to, source = copy_types(dtype, outs)
-    lines = [_lines(out, dim, table.numel()) for out, dim in zip(outs, dims or [0] * len(outs), strict=True)]
-    words = [n * (out.dtype.itemsize // to.itemsize) for (_, n), out in zip(lines, outs, strict=True)]
-    size = block or block_of(gather_kernel, max(to.itemsize, source.itemsize), max(words))
-    blocks = [ceil_div(n, size) for n in words]
-    columns = [
-        (offset, out.data_ptr(), n, each, n * to.itemsize * table.numel(), n * to.itemsize)
-        for out, offset, n, each in zip(outs, offsets, words, blocks, strict=True)
-    ]
-    programs = [count * each for (count, _), each in zip(lines, blocks, strict=True)]
-    args, constants = options_for(table, symmetric)
-    launch(
-        gather_kernel,
-        (sum(programs), table.numel()),
-        device,
-        *(*row_table(programs, columns, device), table, first, table.numel(), *args),
-        TO=kernel_dtype(to),
-        FROM=kernel_dtype(source),
-        BLOCK=size,
-        **constants,
-    )
+    plan = GatherPlan(outs, offsets, table.numel(), device, dims=dims, dtype=dtype, block=block)
+    targets = [out.data_ptr() for out in outs]
+    plan.run(targets, table, first, table.numel(), symmetric=symmetric, programs=programs, warps=warps)
 
 
 def _lines(out: torch.Tensor, dim: int, shards: int) -> tuple[int, int]:

@@ -25,6 +25,8 @@ from odc.kernels.tile import move_tile
 TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/gpu.md)
 #: Of compiled kernels. Nothing is multiplied, so nothing can be fused; triton 3.9 warns unless it is told.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+#: Programs of a launch that runs beside compute: as few multiprocessors are taken from it at once, at most.
+BESIDE_COMPUTE = 32
 _LARGEST_INTERPRETED = 1 << 16  # elements; an interpreted program costs about the same whatever its share
 _launching = threading.Lock()
 
@@ -34,10 +36,18 @@ def is_interpreted(kernel: Any) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *args: Any,
+    warps: int | None = None,
+    **constants: Any,
+) -> None:
     """Run `kernel` over `grid` on `device`, on its current stream; returns at once on a GPU, when done on the CPU.
 
-    May be called from any thread. An empty grid launches nothing. Raises UnsupportedError where compiled kernels are to
+    May be called from any thread. An empty grid launches nothing. `warps` of a compiled program are those of OPTIONS by
+    default. Raises UnsupportedError where compiled kernels are to
     work on CPU memory, or interpreted ones on a GPU's.
     """
     if 0 in grid:
@@ -52,8 +62,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         return
     if device.type == "cpu":
         refuse_compiled()
+    options = OPTIONS if warps is None else {**OPTIONS, "num_warps": warps}
     with torch.cuda.device(device):
-        _alone(kernel[grid], args, {**OPTIONS, **constants})
+        _alone(kernel[grid], args, {**options, **constants})
 
 
 def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:

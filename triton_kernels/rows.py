@@ -32,6 +32,17 @@ def row_table(
     return pointer_table(numbers, device).view(rows, -1 if rows else 1), rows
 
 
+Rows = Callable[[Sequence[int], Sequence[Sequence[int]], torch.device], tuple[torch.Tensor, int]]
+
+
+def fixed_rows(
+    programs: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """As `row_table`, for any stream: on a device it waits for the copy."""
+    table, rows = row_table(programs, columns, torch.device("cpu"))
+    return table.to(device), rows
+
+
 def pointer_table(addresses: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64, 1-D, read-only. Does not wait for the device: the copy is one more operation of the current stream.
 
@@ -71,9 +82,14 @@ Types = Callable[[torch.dtype, torch.dtype], tuple[Any, Any]]
 
 
 def launch_pairs(
-    kernel: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], types: Types, block: int | None
+    kernel: Any,
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    types: Types,
+    block: int | None,
+    *args: Any,
 ) -> None:
-    """Launch `kernel(rows_at, rows, TO, FROM, BLOCK)` over all elements of all pairs, once for each pair of dtypes.
+    """Launch `kernel(rows_at, rows, *args, TO, FROM, BLOCK)` over all elements of all pairs, once a pair of dtypes.
 
     Raises ValueError if a pair is not equally long, not contiguous or not on one device.
     """
@@ -92,4 +108,5 @@ def launch_pairs(
         size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(n for _, _, n in pairs))
         programs = [ceil_div(n, size) for _, _, n in pairs]
         write, read = types(to, origin)
-        launch(kernel, (sum(programs),), device, *row_table(programs, pairs, device), TO=write, FROM=read, BLOCK=size)
+        rows = row_table(programs, pairs, device)
+        launch(kernel, (sum(programs),), device, *rows, *args, TO=write, FROM=read, BLOCK=size)

@@ -1,4 +1,4 @@
-"""What one program does with its share: copy, add or add atomically, between two addresses.
+"""What one program does with its share: copy or add atomically from one address to another, add from several, zero.
 
 Alignment is checked at run time and promised to the compiler only in that branch, which moves 16 bytes an instruction.
 The up to 15 elements left over, and shares at unaligned addresses, go element by element in a loop (unrolled, it would
@@ -25,7 +25,7 @@ def move_tile(
 ) -> None:
     """Move min(n, BLOCK) elements, converting.
 
-    `HOW`: "copy"; "add", while nobody else may write to `target`; "atomic", each addition atomic at system scope.
+    `HOW`: "copy"; "atomic", each addition atomic at system scope.
     """
     WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
     # No instruction adds two fp64.
@@ -54,8 +54,68 @@ def _move(write: tl.tensor, read: tl.tensor, mask: tl.tensor, TO: tl.constexpr, 
     values = cast(tl.load(read, mask=mask), TO)
     if HOW == "copy":
         tl.store(write, values, mask=mask)
-    elif HOW == "add":
-        tl.store(write, tl.load(write, mask=mask) + values, mask=mask)
     else:
         tl.static_assert(HOW == "atomic")
         tl.atomic_add(write, values, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def add_tile(
+    target: tl.tensor,
+    sources: tl.tensor,
+    sources_count: tl.tensor,
+    at: tl.tensor,
+    n: tl.tensor,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add min(n, BLOCK) elements of each source, from element `at` on, to `target`; nobody else may write to it.
+
+    `sources` points to their `sources_count` addresses.
+    """
+    WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
+    READ: tl.constexpr = 16 * FROM.primitive_bitwidth // TO.primitive_bitwidth if WIDE else 16
+    STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
+    count = tl.minimum(n, BLOCK).to(tl.int32)
+    skip = at * (FROM.primitive_bitwidth // 8)
+    askew = target % 16
+    i = sources_count * 0
+    while i < sources_count:
+        askew += (tl.load(sources + i) + skip) % READ
+        i += 1
+    done = count * 0
+    if askew == 0:
+        each = tl.arange(0, BLOCK)
+        done = tl.multiple_of(count // 16 * 16, 16)
+        write = tl.multiple_of(target.to(tl.pointer_type(TO)), 16) + each
+        total = tl.load(write, mask=each < done)
+        i = sources_count * 0
+        while i < sources_count:
+            read = tl.multiple_of((tl.load(sources + i) + skip).to(tl.pointer_type(FROM)), READ) + each
+            total += cast(tl.load(read, mask=each < done), TO)
+            i += 1
+        tl.store(write, total, mask=each < done)
+    while done < count:
+        each = done + tl.arange(0, STEP)
+        write = target.to(tl.pointer_type(TO)) + each
+        total = tl.load(write, mask=each < count)
+        i = sources_count * 0
+        while i < sources_count:
+            read = (tl.load(sources + i) + skip).to(tl.pointer_type(FROM)) + each
+            total += cast(tl.load(read, mask=each < count), TO)
+            i += 1
+        tl.store(write, total, mask=each < count)
+        done += STEP
+
+
+@triton.jit
+def zero_tile(target: tl.tensor, start: tl.tensor, end: tl.tensor, TO: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Zero elements from `start` (0 if below) up to min(end, BLOCK)."""
+    STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
+    done = tl.maximum(start, 0).to(tl.int32)
+    last = tl.minimum(end, BLOCK).to(tl.int32)
+    while done < last:
+        each = done + tl.arange(0, STEP)
+        tl.store(target.to(tl.pointer_type(TO)) + each, tl.zeros([STEP], dtype=TO), mask=each < last)
+        done += STEP

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from odc.errors import UnsupportedError
 
-
 SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's switch: several ranks may be on one device
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 

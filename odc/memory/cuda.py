@@ -31,8 +31,8 @@ _URGENT = -1  # a stream's priority; compute has 0
 #: What to do where processes that see one device each cannot map the others'.
 _SEE_ALL = (
     "every process sees one device alone (CUDA_VISIBLE_DEVICES); let each see all of them and choose its own by "
-    "torch.cuda.set_device(LOCAL_RANK). Ray leaves the variable alone with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1,"
-    " Slurm without --gpus-per-task"
+    "torch.cuda.set_device(LOCAL_RANK). Ray leaves the variable alone with "
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1, Slurm without --gpus-per-task"
 )
 
 
@@ -220,9 +220,9 @@ class CudaHeap(NamedHeap):
             first = devices.index(device)
             if first < member and not symmetric.may_share_devices():
                 raise OdcError(
-                    f"{self._who()}: ranks {self.ranks[first]} and {self.ranks[member]} are both on one device ({device}):"
-                    " give each its own by torch.cuda.set_device(LOCAL_RANK) before its first use of CUDA. For tests, "
-                    f"ranks may share a device with {symmetric.SHARE}=1 in the environment"
+                    f"{self._who()}: ranks {self.ranks[first]} and {self.ranks[member]} are both on one device "
+                    f"({device}): give each its own by torch.cuda.set_device(LOCAL_RANK) before its first use of CUDA. "
+                    f"For tests, ranks may share a device with {symmetric.SHARE}=1 in the environment"
                 )
         numbers = [device.split()[0] for device in devices]
         return len(set(numbers)) < len(set(devices))

@@ -67,6 +67,31 @@ def rounds_as_torch_does(rank: int, world: int) -> None:
         assert all(map(same_bits, sums, expected)), str(source)
 
 
+def scatters_to_slots(rank: int, world: int) -> None:
+    """A unit's gradients to every owner's slot; what a gradient is short of whole shards is zeros there."""
+    from odc.kernels import ScatterPlan, scatter
+
+    owners, room = 3, 400
+    for dtype in (F32, BF16):
+        for block in (16, 64, None):
+            gradients = gradients_of(7, 1, owners, [dtype] * 3)
+            expected, slots = (torch.full((owners, room), 7.0, dtype=dtype) for _ in range(2))
+            for owner in range(owners):
+                for gradient, shard, offset in zip(gradients, SHARDS, OFFSETS, strict=True):
+                    part = gradient[owner * shard : (owner + 1) * shard]
+                    expected[owner, offset : offset + shard] = 0
+                    expected[owner, offset : offset + part.numel()] = part
+            table = torch.tensor([slot.data_ptr() for slot in slots])
+            scatter(gradients, SHARDS, OFFSETS, table, first=1, block=block)
+            assert same_bits(slots, expected), f"{dtype}, blocks of {block}"
+            slots.fill_(7.0)
+            numels = [gradient.numel() for gradient in gradients]
+            plan = ScatterPlan(numels, SHARDS, OFFSETS, dtype, owners, torch.device("cpu"), block=block)
+            plan.run([gradient.data_ptr() for gradient in gradients], table, 2, 2, programs=3)  # not to owner 1
+            expected[1] = 7.0
+            assert same_bits(slots, expected), f"{dtype}, blocks of {block}, two owners"
+
+
 def refuses_half_accumulators(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels import accumulate
@@ -92,6 +117,10 @@ def test_gradients_of_several_dtypes(interpreted: Pools) -> None:
 
 def test_sums_have_torchs_bits(interpreted: Pools) -> None:
     interpreted(1).run(rounds_as_torch_does)
+
+
+def test_slots_hold_gradients_and_zeros(interpreted: Pools) -> None:
+    interpreted(1).run(scatters_to_slots)
 
 
 def test_half_accumulators_are_refused(interpreted: Pools) -> None:

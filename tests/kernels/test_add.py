@@ -75,15 +75,37 @@ def staged_push(rank: int, world: int) -> None:
         dist.barrier()
 
 
+def adds_all_sources(rank: int, world: int) -> None:
+    """Each place with as many values as it has, in their order: the bits of as many adds, one source askew."""
+    from odc.kernels import add_all
+
+    room = numbers(1, 5000, F32)
+    for to in (F32, F64):
+        for block in (16, 64, None):
+            totals, expected = ([numbers(2, n, to) for n in (1200, 17, 40)] for _ in range(2))
+            values = [
+                [numbers(i, 1200, F32) for i in range(5)],
+                [numbers(9, 17, BF16)],
+                [room[:40], room[1:41], room[4:44]],
+            ]
+            add_all(totals, values, block=block)
+            for total, sources in zip(expected, values, strict=True):
+                for source in sources:
+                    add_reference([total], [source])
+            assert all(map(same_bits, totals, expected)), f"{to}, blocks of {block}"
+
+
 def refuses_half_accumulators(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
-    from odc.kernels import add
+    from odc.kernels import add, add_all
 
     for dtype in (F16, BF16):
         with pytest.raises(UnsupportedError, match="fp32 or fp64"):
             add([torch.zeros(4, dtype=dtype)], [torch.ones(4)])
-    with pytest.raises(ValueError, match="3 elements do not fit"):
+    with pytest.raises(ValueError, match="4 elements are needed; these are 3 elements of torch.float32"):
         add([torch.zeros(4)], [torch.ones(3)])
+    with pytest.raises(ValueError, match="4 elements of torch.float32, 4 elements of torch.bfloat16"):
+        add_all([torch.zeros(4)], [[torch.ones(4), torch.ones(4, dtype=BF16)]])
 
 
 @pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
@@ -94,6 +116,10 @@ def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -
 @pytest.mark.parametrize("world", [2, 3])
 def test_staged_push(interpreted: Pools, world: int) -> None:
     interpreted(world).run(staged_push)
+
+
+def test_sources_are_added_in_one_go(interpreted: Pools) -> None:
+    interpreted(1).run(adds_all_sources)
 
 
 def test_half_accumulators_are_refused(interpreted: Pools) -> None:

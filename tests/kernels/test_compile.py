@@ -15,7 +15,18 @@ from support.compiled import facts
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 TARGETS = (pytest.param(80, marks=pytest.mark.thorough), 90, pytest.param(100, marks=pytest.mark.thorough))
 
-COPIES = ("get", "gather", "put-signal", "put-many", "get-cast", "gather-cast", "publish-cast", "publish-copy")
+COPIES = (
+    "get",
+    "gather",
+    "put-signal",
+    "put-many",
+    "get-cast",
+    "gather-cast",
+    "publish-cast",
+    "publish-copy",
+    "scatter",
+)
+COMPARES = ("differ-cast", "differ-same")
 ADDS = ("add-bf16", "add-fp64", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
 NUMBERS = ("fp64", "fp32", "fp16", "bf16")
 EVERY_TYPE = {
@@ -53,7 +64,7 @@ def becomes_good_machine_code(built: dict[str, dict[str, Any]]) -> None:
 def test_every_kernel_becomes_machine_code_for_any_argument_without_local_memory(target: int) -> None:
     built = {name: one for name, one in facts(target).items() if name != "no_library"}
     linked = set() if "no_library" in facts(target) else {LINKED}
-    assert built.keys() == {*COPIES, *ADDS} | EVERY_TYPE | linked
+    assert built.keys() == {*COPIES, *ADDS, *COMPARES} | EVERY_TYPE | linked
     becomes_good_machine_code(built)
 
 
@@ -83,6 +94,17 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
             wide = {name for name in found if name.endswith((".v4.b32", ".v2.b64"))}
             assert {name[:2] for name in wide} == {"ld", "st"}, f"{kernel}: {found}"
             assert min(found[name] for name in wide) >= 8, f"{kernel}: {found}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_published_bytes_are_compared_where_they_lie(target: int) -> None:
+    """Read 16 bytes at a time; all that is stored is the word of what was found."""
+    for kernel in COMPARES:
+        found = accesses(target, kernel)
+        assert found["ld.global.v4.b32"] >= 8, f"{kernel}: {found}"
+        stores = {name: count for name, count in found.items() if name.startswith(("st", "atom", "red"))}
+        assert stores == {"st.global.b32": 1}, f"{kernel}: {found}"
+        assert facts(target)[kernel]["shared"] <= 64, "what the warps found, and no element"
 
 
 @pytest.mark.parametrize("target", TARGETS)

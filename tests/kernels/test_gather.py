@@ -62,6 +62,26 @@ def gathers_units(rank: int, world: int, own: list[torch.dtype], published: torc
         dist.barrier()
 
 
+def gathers_some_owners(rank: int, world: int) -> None:
+    """A plan serves one gather after another, from any run of owners; the others' parts stay as they are."""
+    from odc.kernels import GatherPlan, fixed_rows
+
+    shards, numels = 4, [50, 1, 7]
+    offsets = [0, 208, 224]
+    owners = [numbers(shard, 80, F32) for shard in range(shards)]
+    table = torch.tensor([owner.data_ptr() for owner in owners])
+    blank = [torch.full((shards * n,), -1.0) for n in numels]
+    plan = GatherPlan(blank, offsets, shards, torch.device("cpu"), block=16, make_rows=fixed_rows)
+    for first, count in ((0, 4), (3, 1), (2, 3), (1, 0)):
+        outs = [one.clone() for one in blank]
+        plan.run([out.data_ptr() for out in outs], table, first, count, programs=3)
+        for n, offset, out in zip(numels, offsets, outs, strict=True):
+            for shard in range(shards):
+                filled = (shard - first) % shards < count
+                part = owners[shard][offset // 4 : offset // 4 + n] if filled else blank[0][:n]
+                assert same_bits(out[shard * n : (shard + 1) * n], part), f"{count} owners from {first}: shard {shard}"
+
+
 def refuses_bad_calls(rank: int, world: int) -> None:
     from odc.kernels import gather
 
@@ -88,6 +108,10 @@ def refuses_bad_calls(rank: int, world: int) -> None:
 )
 def test_units_of_peers(interpreted: Pools, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
     interpreted(world).run(gathers_units, own, published)
+
+
+def test_some_owners_at_a_time(interpreted: Pools) -> None:
+    interpreted(1).run(gathers_some_owners)
 
 
 def test_bad_calls_are_refused(interpreted: Pools) -> None:

@@ -227,7 +227,7 @@ def test_torch_makes_no_multicast_object(monkeypatch: pytest.MonkeyPatch, same_n
 
 
 def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch leaves a lane for the device that was current before: a context on device 0 for every rank."""
+    """At the end of a lane torch goes back to what was current: a context on device 0 for every rank."""
     calls: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device.index)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(("lane", stream)))

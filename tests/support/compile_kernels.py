@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from odc.errors import UnsupportedError
 from odc.kernels.accumulate import accumulate_kernel
 from odc.kernels.add import add_kernel
+from odc.kernels.differ import differ_kernel
 from odc.kernels.gather import gather_kernel
 from odc.kernels.get import get_kernel
 from odc.kernels.launch import OPTIONS, TILE_BYTES
@@ -40,9 +41,9 @@ from odc.kernels.put import put_kernel
 
 #: Types of the kernels' arguments by name; what is not here is an int64.
 TYPES = {
-    **dict.fromkeys(("rows_at", "table"), "*i64"),
-    **dict.fromkeys(("arrived", "pes"), "*i32"),
-    **dict.fromkeys(("first", "shards"), "i32"),
+    **dict.fromkeys(("rows_at", "table", "targets", "sources"), "*i64"),
+    **dict.fromkeys(("arrived", "pes", "found"), "*i32"),
+    **dict.fromkeys(("first", "count", "shards", "blocks"), "i32"),
 }
 
 
@@ -77,9 +78,13 @@ def first(library: str | None) -> Iterator[Variant]:
     yield "publish-copy", publish_kernel, copy
     yield "add-bf16", add_kernel, widen
     yield "add-fp64", add_kernel, {"TO": tl.float64, "FROM": tl.float32, "BLOCK": TILE_BYTES // 8}
-    yield "accumulate-bf16", accumulate_kernel, widen
-    yield "accumulate-fp32", accumulate_kernel, {**widen, "FROM": tl.float32}
-    yield "accumulate-fp64", accumulate_kernel, {**widen, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
+    atomic = {**widen, "HOW": "atomic"}
+    yield "accumulate-bf16", accumulate_kernel, atomic
+    yield "accumulate-fp32", accumulate_kernel, {**atomic, "FROM": tl.float32}
+    yield "accumulate-fp64", accumulate_kernel, {**atomic, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
+    yield "scatter", accumulate_kernel, {**copy, "HOW": "copy"}
+    yield "differ-cast", differ_kernel, cast
+    yield "differ-same", differ_kernel, copy
     for word in (tl.int8, tl.int16, tl.int32, tl.int64):
         yield f"publish {word}", publish_kernel, tile(word, word)
     yield from conversions(zip(NUMBERS, (*NUMBERS[1:], NUMBERS[0]), strict=True), zip(NUMBERS, cycle(SUMS)))
@@ -99,7 +104,7 @@ def conversions(published: Iterable[tuple[Any, Any]], summed: Iterable[tuple[Any
         yield f"publish {source} {to}", publish_kernel, tile(to, source)
     for source, to in summed:
         yield f"add {source} {to}", add_kernel, tile(to, source)
-        yield f"accumulate {source} {to}", accumulate_kernel, tile(to, source)
+        yield f"accumulate {source} {to}", accumulate_kernel, {**tile(to, source), "HOW": "atomic"}
 
 
 def tile(to: Any, source: Any) -> dict[str, Any]:

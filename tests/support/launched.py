@@ -59,7 +59,8 @@ def everything(n: int, offset: int, table: torch.Tensor) -> int:
     kernels.add([values], [torch.empty(n)])
     kernels.accumulate([values], [n], [offset], table, first=offset % 3)
     kernels.put([values], table, 0, offset, signal=signal)
-    return 6
+    kernels.differ([values], [torch.empty(n)], torch.zeros(1, dtype=torch.int32))
+    return 7
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    names = ("get", "gather", "publish", "add", "accumulate", "put")
+    names = ("get", "gather", "publish", "add", "accumulate", "put", "differ")
     variants = {}
     for name in names:
         module = importlib.import_module(f"odc.kernels.{name}")
