@@ -108,7 +108,8 @@ class PieceExchange:
 
     def done_kv(self, number: int, layer: int, again: bool, owner: int) -> None:
         """This rank needs them no more."""
-        self._kv.done(*self._at(number, layer, again), owner)
+        if not self.lost:
+            self._kv.done(*self._at(number, layer, again), owner)
 
     def put_grads(self, number: int, layer: int, grads: list[Tensor], readers: list[int], mark: int) -> None:
         """Let `readers` have the gradients of their keys and values, one after the other."""

@@ -123,9 +123,8 @@ class Splitter:
         exchange = self._exchange
         assert exchange is not None
         exchange.join(minibatch)
-        mine = [
-            one for one in enumerate(plan.splits, self._count(minibatch, len(plan.splits))) if self._me in one[1].ranks
-        ]
+        numbered = enumerate(plan.splits, self._count(minibatch, len(plan.splits)))
+        mine = [(number, split) for number, split in numbered if self._me in split.ranks]
         for left, (number, split) in zip(reversed(range(len(mine))), mine, strict=True):
             if exchange.lost:
                 return
