@@ -11,7 +11,7 @@ import hashlib
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from odc.memory import ShmHeap
 from odc.runtime.connect import Rendezvous
 from odc.runtime.layout import RankGrid
 from odc.runtime.member import Member
-from odc.runtime.protocol import ArenaWords
+from odc.runtime.protocol import AbsentMember, ArenaWords
 from odc.runtime.store import JobStore, KeyValueStore, announce_process
 from odc.runtime.words import Word
 from odc.settings import Settings
@@ -79,6 +79,7 @@ class Arena:
 
         settings = Settings(accumulate="direct", timeout_s=timeout_s)
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
+        self._rendezvous = member.rendezvous
         self._heap, self._protocol, self._words = member.layout.heap, member.protocol, ArenaWords(member.protocol)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
@@ -143,10 +144,12 @@ class Arena:
     def get(self, channel: str, step: int, owner: int) -> ArenaEntry:
         """What `owner` has put for this step; waits for it. Copy it, then call `done`.
 
-        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it.
+        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it; see `absent_if` too.
         """
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
+        if not self._heap.attached(owner):
+            self._reach(owner)
         found, offset, nbytes, signature = self._words.await_entry(
             number, step, owner, f"to put {channel} of step {step}"
         )
@@ -154,6 +157,34 @@ class Arena:
             rank = self.grid.ranks[owner]
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
         return ArenaEntry(self._heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes), signature)
+
+    def _reach(self, owner: int) -> None:
+        """Attach to a member; waits until it has come up, or is absent."""
+        check = self._rendezvous.check
+
+        def present(doing: str) -> None:
+            check(doing)
+            if self._words.absent(owner):
+                raise AbsentMember
+
+        self._rendezvous.check = present
+        try:
+            self._heap.words(owner, ArenaWords.TABLE)
+        finally:
+            self._rendezvous.check = check
+
+    def absent_if(self, absent: Callable[[int], bool]) -> None:
+        """Wait no more for members of which `absent` holds: they neither put nor read. `get` raises AbsentMember then.
+
+        `absent` has no side effect; it is asked on the waiting thread.
+        """
+        self._words.absent = absent
+
+    def forget(self) -> None:
+        """What this rank has put need not be read any more; the caller knows that nobody does."""
+        with self._lock:
+            for slot in self._slots.values():
+                slot.readers = []
 
     def done(self, channel: str, step: int, owner: int) -> None:
         """This rank has copied what it needs of what `get` gave."""

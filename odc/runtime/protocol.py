@@ -178,6 +178,18 @@ class MemberProtocol:
             self.await_published((member,))
             self.layout.peer(member).pushes(self.grid.me).copy_(counts)
 
+    def give_up(self) -> None:
+        """GIVING_UP: some rank abandons the current epoch, so this one exchanges nothing more for its results."""
+        self.board.store(Word.GIVING_UP, self.epoch)
+
+    def gives_up(self, member: int) -> bool:
+        """Whether a member has said that the current epoch's minibatch will be abandoned."""
+        return self.layout.peer(member).board.load(Word.GIVING_UP) >= self.epoch
+
+    def is_done(self, member: int) -> bool:
+        """Whether a member computes nothing more in the current epoch."""
+        return self.layout.peer(member).board.load(Word.DONE) >= self.epoch
+
     def explain(self, reason: str) -> None:
         """Say why this rank abandons the current epoch. Before `close`."""
         self.layout.mine.set_abandonment(self.epoch, reason)
@@ -254,6 +266,10 @@ class MemberProtocol:
         self.board.store(Word.LEFT, 1)
 
 
+class AbsentMember(Exception):
+    """A member that was to put something takes no part any more; for who has set `ArenaWords.absent` to catch."""
+
+
 class ArenaWords:
     """The words of an arena, whose entries are ragged and have no epochs: steps of a channel rise instead.
 
@@ -268,6 +284,7 @@ class ArenaWords:
 
     def __init__(self, protocol: MemberProtocol) -> None:
         self._protocol, self._heap, self._grid = protocol, protocol.layout.heap, protocol.grid
+        self.absent: Callable[[int], bool] = lambda member: False  # whether a member will put and copy nothing more
 
     @classmethod
     def nbytes(cls, channels: int, members: int) -> dict[str, int]:
@@ -275,9 +292,12 @@ class ArenaWords:
         return {cls.TABLE: 8 * len(EntryWord) * channels, cls.COPIED: 8 * channels * members}
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
-        """Wait until `reader` has copied this rank's entry of `step`; `what` is said after its rank."""
-        copied = functools.partial(self.copied, channel, step, reader)
-        self._protocol.waiter.until(copied, reader, f"rank {self._grid.ranks[reader]} {what}")
+        """Wait until `reader` has copied this rank's entry of `step`, or is absent; `what` is said after its rank."""
+
+        def settled() -> bool:
+            return self.copied(channel, step, reader) or self.absent(reader)
+
+        self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}")
 
     def copied(self, channel: int, step: int, reader: int) -> bool:
         """Whether `reader` needs this rank's entry of `step` no more."""
@@ -295,13 +315,21 @@ class ArenaWords:
         words.store(base + EntryWord.STEP, step)  # release: the bytes and the words above are visible before it
 
     def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
-        """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature."""
+        """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
+
+        Raises AbsentMember if it will not: what it showed before it was absent is returned all the same.
+        """
         words, base = self._heap.words(owner, self.TABLE), len(EntryWord) * channel
 
         def shown() -> bool:
             return words.load(base + EntryWord.STEP) >= step
 
-        self._protocol.waiter.until(shown, owner, f"rank {self._grid.ranks[owner]} {what}")
+        def settled() -> bool:
+            return shown() or self.absent(owner)
+
+        self._protocol.waiter.until(settled, owner, f"rank {self._grid.ranks[owner]} {what}")
+        if not shown():
+            raise AbsentMember
         found = words.load(base + EntryWord.STEP)  # acquires what the owner stored before it
         offset, nbytes = words.load(base + EntryWord.OFFSET), words.load(base + EntryWord.NBYTES)
         return found, offset, nbytes, words.load(base + EntryWord.SIGNATURE)

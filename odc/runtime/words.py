@@ -25,6 +25,7 @@ class Word(IntEnum):
     OFFERED = 14  # newest epoch for which the rank's microbatches are in the queue
     PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
+    GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
 
 
 BOARD_WORDS = 24  # room for a third cache line

@@ -106,14 +106,13 @@ def attend_blocks(query: Tensor, parts: Parts, blocks: list[Block], scale: float
 
 
 def attend_blocks_backward(
-    grad: Tensor, query: Tensor, parts: Parts, blocks: list[Block], merged: Merged, scale: float
-) -> tuple[Tensor, Parts]:
-    """Gradients of the queries, and of every place's keys and values, both at least fp32; sums over these blocks.
+    grad: Tensor, query: Tensor, parts: Parts, blocks: list[Block], merged: Merged, scale: float, dq: Tensor
+) -> Parts:
+    """Gradients of the keys and values in these blocks, by place, at least fp32; the queries' are added to `dq`.
 
-    `merged.rests` are of these blocks; the rest of it is of attention to all.
+    `merged.rests` are of these blocks, `merged.out` and `merged.lse` of attention to all.
     """
     exact = merged.lse.dtype
-    dq = torch.zeros_like(query, dtype=exact)
     dkv = {owner: torch.zeros_like(parts[owner], dtype=exact) for owner in {block.owner for block in blocks}}
     for (rows, owner, keys, sees), rest in zip(blocks, merged.rests, strict=True):
         mine = [tensor[:, :, rows] for tensor in (grad, query, merged.out, merged.lse)]
@@ -127,7 +126,7 @@ def attend_blocks_backward(
         dq[:, :, rows] += found[0]
         dkv[owner][:1, :, keys] += found[1]
         dkv[owner][1:, :, keys] += found[2]
-    return dq, dkv
+    return dkv
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> _torch_private.Block:
