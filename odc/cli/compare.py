@@ -27,10 +27,12 @@ _DEMO: dict[str, Any] = {
     "lr": 2e-3,
     "warmup": 2,
 }
+_WIDE = 10_000  # characters: all arms in one table
 Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
 Output = Annotated[str | None, Option(help="Folder for figures, pictures and traces. (default: runs/COMMAND-DATE)")]
 Figures = Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/COMMAND.json)")]
 Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
+Report = Annotated[bool, Option("--report", help="Write OUTPUT/report.html as well: tables, pictures and settings.")]
 
 
 @options_from(
@@ -46,6 +48,7 @@ def compare(
     skip: Skip = 1,
     output: Output = None,
     json: Figures = None,
+    report: Report = False,
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
     say = progress("compare")
@@ -62,18 +65,28 @@ def compare(
     from odc.experiments.text.workload import TextWorkload
 
     comparison = CompareConfig(TextWorkload(config), names, repeats, skip)
-    carry_out(comparison, Path(json or Path(folder) / "compare.json"), say, tables)
+    carry_out(comparison, Path(json or Path(folder) / "compare.json"), say, tables, report)
 
 
 def carry_out(
-    config: Any, path: Path, say: Callable[[str], None], tables: Callable[[dict[str, Any], int], list[Any]]
+    config: Any,
+    path: Path,
+    say: Callable[[str], None],
+    tables: Callable[[dict[str, Any], int], list[Any]],
+    report: bool = False,
 ) -> None:
-    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables."""
+    """Runs a comparison, writes its figures to `path`, its pictures and its report, and prints its tables."""
     from rich.console import Console
 
+    from odc.experiments.html import require_template_engine, write_html
     from odc.experiments.report import compare
 
+    if report:
+        require_template_engine()
     figures, written = compare(config, path, ["odc", *sys.argv[1:]], say)
+    if report:
+        written["report"] = config.output / "report.html"
+        write_html(written["report"], figures, tables(figures, _WIDE), written.get("timeline"))
     console = Console()
     for table in tables(figures, console.width):
         console.print(table)

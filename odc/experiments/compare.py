@@ -5,10 +5,12 @@ Each run has fresh processes. Repeats are interleaved (a b, a b), so that a slow
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from odc.arms import arm_named
@@ -17,7 +19,18 @@ from odc.experiments.launch import start_server
 from odc.experiments.machine import processor_times, steal
 from odc.experiments.results import ArmRun, JobResult
 from odc.experiments.workload import Workload
-from odc.trace import CAPACITY, Breakdown, Span, breakdown, draw, load_spans, split_waits, write_trace
+from odc.trace import (
+    CAPACITY,
+    Breakdown,
+    EpochBreakdown,
+    Span,
+    breakdown,
+    draw,
+    headline,
+    load_spans,
+    split_waits,
+    write_trace,
+)
 
 REFERENCE = "fsdp2"
 DEFAULT = ("default",)
@@ -137,24 +150,64 @@ def read_spans(folder: Path, ranks: int) -> dict[int, list[Span]]:
     return {rank: load_spans(folder / f"rank-{rank}.jsonl") for rank in range(ranks)}
 
 
-def write_pictures(config: CompareConfig) -> dict[str, Path]:
-    """The timeline of the last repeat, one panel an arm, and its trace files; returns their paths by kind.
+def over_repeats(
+    measured: Sequence[Sequence[EpochBreakdown]], figure: Callable[[EpochBreakdown], float]
+) -> list[float]:
+    """Of every step, the median over repeats."""
+    return [median(figure(step) for step in repeats) for repeats in zip(*measured, strict=True)]
+
+
+def typical_windows(runs: Mapping[str, Sequence[ArmRun]], count: int) -> tuple[int, list[int]]:
+    """The repeat, and its `count` windows in a row (or all that there are), whose times come nearest to the medians.
+
+    Nearest: the arm whose mean over these windows is farthest from its median, over all windows and repeats, is nearer
+    than for any other choice.
+    """
+    measured = {arm: [run.measured.steps for run in own] for arm, own in runs.items()}
+    medians = {arm: median(over_repeats(steps, _seconds)) for arm, steps in measured.items()}
+    (repeats, *_), (windows, *_) = zip(*((len(steps), len(steps[0])) for steps in measured.values()), strict=True)
+    count = min(count, windows)
+
+    def distance(choice: tuple[int, int]) -> float:
+        repeat, at = choice
+        return max(
+            abs(fmean(map(_seconds, steps[repeat][at : at + count])) / medians[arm] - 1)
+            for arm, steps in measured.items()
+        )
+
+    repeat, at = min(itertools.product(range(repeats), range(windows - count + 1)), key=distance)
+    return repeat, [step.epoch for step in next(iter(measured.values()))[repeat][at : at + count]]
+
+
+def _seconds(step: EpochBreakdown) -> float:
+    return step.step_s
+
+
+def write_pictures(config: CompareConfig, runs: Mapping[str, Sequence[ArmRun]]) -> dict[str, Path]:
+    """The timeline of the windows whose times are the most typical, one panel an arm, and the trace files of that
+    repeat; returns their paths by kind.
 
     Arms whose spans say nothing are left out. Without matplotlib, or without any arm, there is no `"timeline"`.
     """
+    timed = {arm: runs[arm] for arm in filter(config.can_time, config.arms)}
+    if not timed:
+        return {}
     written: dict[str, Path] = {}
-    panels = []
-    for arm in filter(config.can_time, config.arms):
-        recorded = read_spans(spans_folder(config, arm, config.repeats - 1), config.workload.job.ranks)
+    panels, headlines = [], {}
+    repeat, epochs = typical_windows(timed, config.workload.drawn_windows)
+    for arm, own in timed.items():
+        recorded = read_spans(spans_folder(config, arm, repeat), config.workload.job.ranks)
         panels.append((arm, split_waits(recorded).spans_by_rank))
+        measured = [run.measured.steps for run in own]
+        bubble, step_s = (median(over_repeats(measured, figure)) for figure in (lambda step: step.bubble, _seconds))
+        headlines[arm] = headline("measured", bubble, step_s, len(measured[0]), len(own))
         path = config.output / f"trace-{arm.replace('/', '-')}.json.gz"
         write_trace(path, panels[-1][1])
         written[f"trace {arm}"] = path
-    if not panels:
-        return written
     path = config.output / "timeline.png"
+    skip = config.skip * config.workload.windows
     try:
-        draw(path, panels, skip=config.skip * config.workload.windows, **config.workload.picture(config.skip))
+        draw(path, panels, epochs=epochs, skip=skip, headlines=headlines, passes=config.workload.passes())
     except OdcError as error:
         if not isinstance(error.__cause__, ImportError):
             raise

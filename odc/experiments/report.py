@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from odc.experiments.compare import CompareConfig, run_arms, write_pictures
+from odc.experiments.compare import CompareConfig, over_repeats, run_arms, write_pictures
 from odc.experiments.device import device_names
 from odc.experiments.machine import machine, versions
 from odc.experiments.preflight import writable_folder
 from odc.experiments.results import ArmRun
 from odc.provenance import begin
-from odc.trace import CATEGORIES, EpochBreakdown, Stat
+from odc.trace import CATEGORIES, Stat
 
 
 def compare(
@@ -28,10 +28,11 @@ def compare(
     """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind."""
     begun = begin()
     writable_folder(path.parent, "json")
-    figures = report(config, run_arms(config, say), command) | begun.facts()
+    runs = run_arms(config, say)
+    figures = report(config, runs, command) | begun.facts()
     write_report(path, figures)
     say("drawing")
-    return figures, {"figures": path} | write_pictures(config)
+    return figures, {"figures": path} | write_pictures(config, runs)
 
 
 def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequence[str]) -> dict[str, Any]:
@@ -78,13 +79,6 @@ def _arm(config: CompareConfig, arm: str, runs: list[ArmRun], reference: list[fl
         "runs": [_run(run, timed) for run in runs],
         **config.workload.figures(runs, config.skip, seconds),
     }
-
-
-def over_repeats(
-    measured: Sequence[Sequence[EpochBreakdown]], figure: Callable[[EpochBreakdown], float]
-) -> list[float]:
-    """Of every step, the median over repeats."""
-    return [median(figure(step) for step in repeats) for repeats in zip(*measured, strict=True)]
 
 
 def _losses(runs: list[ArmRun], reference: list[float]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class Workload(ABC, Generic[C]):
     device = "cpu"
     shown = True  # whether rank 0 shows progress
     windows = 1  # minibatches, so marked windows, of one step
+    drawn_windows = 2  # in a row, in the picture of a comparison
 
     def __init__(self, config: C, job: FrameConfig, title: str, folder: str | None) -> None:
         self.config, self.job, self.title = config, job, title
@@ -140,7 +141,6 @@ class Workload(ABC, Generic[C]):
         """Further facts of the whole comparison."""
         return {}
 
-    def picture(self, skip: int) -> dict[str, Any]:
-        """Options of `odc.trace.draw`: by default the last two windows that count."""
-        windows = self.job.steps * self.windows
-        return {"epochs": range(max(skip * self.windows, windows - 2) + 1, windows + 1)}
+    def passes(self) -> list[tuple[str, str]]:
+        """Label and colour of compute in microbatch 0, 1, ..., where a microbatch's index has a meaning."""
+        return []

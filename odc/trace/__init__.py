@@ -22,7 +22,7 @@ from odc.trace.spans import (
     load_spans,
     save_spans,
 )
-from odc.trace.timeline import draw
+from odc.trace.timeline import draw, headline
 
 __all__ = [
     "CAPACITY",
@@ -48,6 +48,7 @@ __all__ = [
     "Stat",
     "breakdown",
     "draw",
+    "headline",
     "load_spans",
     "recorder",
     "save_spans",

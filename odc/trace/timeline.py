@@ -61,6 +61,7 @@ def draw(
     skip: int = 0,
     source: str = "measured",
     passes: Sequence[tuple[str, str]] = (),
+    headlines: Mapping[str, str] | None = None,
 ) -> None:
     """Draw a PNG. Raises TraceError without panels or for one without a complete minibatch among `epochs`, and OdcError
     without matplotlib.
@@ -73,6 +74,8 @@ def draw(
         source: how the times were obtained ("measured", "emulated" or "simulated"); printed beside the bubble.
         passes: (label, colour) of compute in microbatch 0, 1, ..., for jobs in which a microbatch's index has a
             meaning. Without them two shades alternate.
+        headlines: what is printed over the panel of each title, as `headline` makes it, where its figures are not those
+            of the spans given here.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -97,7 +100,11 @@ def draw(
         box = (_LEFT / _WIDTH, (top - rows) / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
         _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
-        _draw_frame(axes, panel, scale, span_ns / scale, rows, source)
+        figures = panel.figures
+        said = (headlines or {}).get(panel.title) or headline(
+            source, figures.bubble.median, figures.step_s.median, len(figures.steps)
+        )
+        _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
         last = panel is prepared[-1]
         axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
         if last:
@@ -105,6 +112,13 @@ def draw(
         top -= rows + _GAP
     _draw_legend(figure, prepared, height, dict(passes) or {COMPUTE: COLOURS[COMPUTE]})
     figure.savefig(os.fspath(path), format="png")
+
+
+def headline(source: str, bubble: float, step_s: float, count: int, repeats: int = 1) -> str:
+    """What stands over a panel: medians over `count` minibatches, each the median of `repeats` runs."""
+    duration = f"{step_s:.2f} s" if step_s >= 1 else f"{step_s * 1e3:.3g} ms"
+    over = f"median of {count} minibatch{'es' * (count > 1)}" + f" in {repeats} runs" * (repeats > 1)
+    return f"{source} bubble {bubble:.1%}    step {duration}    ({over})"
 
 
 def _prepare(
@@ -170,7 +184,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
     axes.add_collection(LineCollection(lines, colors="white", linewidths=1.1, capstyle="butt"), autolim=False)
 
 
-def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, source: str) -> None:
+def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, said: str) -> None:
     """Limits, rank names, busy shares, minibatch brackets and the two headlines of one panel."""
     ranks = list(panel.pieces)
     axes.set_xlim(0, width)
@@ -193,11 +207,7 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
     place: dict[str, Any] = {"transform": axes.transAxes, "va": "center"}
     axes.text(1.05, above, "busy", color=_SOFT_INK, ha="right", fontsize=9, **place)
     axes.text(0, head, panel.title, color=_INK, ha="left", fontsize=13, fontweight="bold", **place)
-    step, count = figures.step_s.median, len(figures.steps)
-    duration = f"{step:.2f} s" if step >= 1 else f"{step * 1e3:.3g} ms"
-    text = f"{source} bubble {figures.bubble.median:.1%}    step {duration}    "
-    text += f"(median of {count} minibatch{'es' * (count > 1)})"
-    axes.text(1, head, text, color=_INK, ha="right", fontsize=11, **place)
+    axes.text(1, head, said, color=_INK, ha="right", fontsize=11, **place)
     for epoch, start, end in panel.steps:
         left, stop = (start - panel.origin) / scale, (end - panel.origin) / scale
         axes.plot([left, stop], [above - 0.1 / inches] * 2, transform=axes.get_xaxis_transform(), color=_SOFT_INK,

@@ -15,13 +15,31 @@ from support.tiny_job import tiny_job
 
 from odc.arms import ARM_NAMES
 from odc.errors import ConfigError, OdcError, TraceError
-from odc.experiments.compare import CompareConfig, measure, refuse_skipped, spans_folder, write_pictures
+from odc.experiments.compare import (
+    CompareConfig,
+    measure,
+    refuse_skipped,
+    spans_folder,
+    typical_windows,
+    write_pictures,
+)
 from odc.experiments.report import report, write_report
 from odc.experiments.results import ArmRun, JobResult, SkippedStep
 from odc.experiments.table import table, tables
 from odc.experiments.text.step import TextStep
 from odc.experiments.text.workload import TextWorkload
-from odc.trace import COLLECTIVE, FETCH, MICROBATCH, OPTIMIZER, WINDOW, Span, save_spans
+from odc.trace import (
+    COLLECTIVE,
+    COMPUTE,
+    FETCH,
+    MICROBATCH,
+    OPTIMIZER,
+    WINDOW,
+    Breakdown,
+    EpochBreakdown,
+    Span,
+    save_spans,
+)
 
 MS = 1_000_000
 
@@ -208,7 +226,8 @@ def test_pictures_and_traces_are_written_from_the_ranks_files(tmp_path: Path) ->
         for rank in range(2):
             spans = spans_of([90, 90, 90], gather_ms=10 + 10 * rank if arm == "fsdp2" else 0)
             save_spans(spans_folder(config, arm, 0) / f"rank-{rank}.jsonl", spans)
-    written = write_pictures(config)
+    run = run_of([[90, 90, 90], [90, 90, 90]], [3.0, 2.5, 2.0])
+    written = write_pictures(config, {"fsdp2": [run], "odc": [run]})
     assert list(written) == ["timeline", "trace fsdp2", "trace odc"]
     assert written["timeline"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(gzip.decompress(written["trace fsdp2"].read_bytes()))["traceEvents"]
@@ -232,8 +251,24 @@ def test_on_cuda_collectives_have_no_bubble_and_no_picture(tmp_path: Path) -> No
     for arm in config.arms:
         for rank in range(2):
             save_spans(spans_folder(config, arm, 0) / f"rank-{rank}.jsonl", spans_of([90, 90, 90]))
-    assert "trace fsdp2" not in write_pictures(config)
-    assert write_pictures(replace(config, arms=("fsdp2",))) == {}
+    assert "trace fsdp2" not in write_pictures(config, {"fsdp2": [run], "odc": [run]})
+    assert write_pictures(replace(config, arms=("fsdp2",)), {"fsdp2": [run]}) == {}
+
+
+def test_the_windows_drawn_are_the_most_typical_of_all_repeats() -> None:
+    def lasting(*seconds: float) -> ArmRun:
+        steps = [
+            EpochBreakdown(epoch, 0, int(step_s * 1000) * MS, {0: {COMPUTE: 0, OPTIMIZER: 0}})
+            for epoch, step_s in enumerate(seconds, start=2)
+        ]
+        return ArmRun([], Breakdown(tuple(steps), (0,)))
+
+    # Medians over windows and repeats: 3 s and 2 s, which only windows 3 and 4 of the second repeat have in both arms.
+    slow = [lasting(9.0, 9.0, 9.0, 9.0), lasting(3.0, 3.0, 3.0, 3.0), lasting(3.0, 3.0, 3.0, 3.0)]
+    fast = [lasting(2.0, 2.0, 2.0, 2.0), lasting(9.0, 2.0, 2.0, 9.0), lasting(1.0, 2.0, 1.0, 2.0)]
+    assert typical_windows({"fsdp2": slow, "odc": fast}, 2) == (1, [3, 4])
+    assert typical_windows({"odc": fast}, 1) == (0, [2])
+    assert typical_windows({"fsdp2": [lasting(1.0)]}, 2) == (0, [2])
 
 
 def test_waiting_inside_collectives_is_told_apart() -> None:

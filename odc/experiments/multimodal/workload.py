@@ -31,6 +31,7 @@ class MultimodalWorkload(Workload[MultimodalConfig]):
     schema = "odc-train-mm-1"
     arms = _ARMS
     default_arms = _ARMS
+    drawn_windows = 1
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__(config, config.job, config.job.label or config.name, config.job.output)
@@ -69,5 +70,5 @@ class MultimodalWorkload(Workload[MultimodalConfig]):
     def facts(self) -> dict[str, Any]:
         return {"per_node": self.config.per_node}
 
-    def picture(self, skip: int) -> dict[str, Any]:
-        return {"epochs": [self.job.steps], "passes": [(phase, COLOURS[phase]) for phase in PASSES]}
+    def passes(self) -> list[tuple[str, str]]:
+        return [(phase, COLOURS[phase]) for phase in PASSES]
