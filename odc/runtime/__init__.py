@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
+from odc.runtime.arena import Arena
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
@@ -19,6 +20,7 @@ from odc.runtime.words import Outcome, RootState, Word
 
 __all__ = [
     "Adder",
+    "Arena",
     "Backoff",
     "Claimed",
     "Daemon",

@@ -1,4 +1,4 @@
-"""The status board: 64-bit words that `protocol` and `wait` alone store (docs/protocol.md, "Words on the board")."""
+"""The 64-bit words of the protocol, which `protocol` alone stores (docs/protocol.md, "Words on the board")."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ class ClaimWord(IntEnum):
     CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it
     MINE = 1  # microbatches that this member has claimed, for `odc status`
     TOTAL = 2  # 0, or 1 + microbatches that all members have offered, for `odc status`
+
+
+class EntryWord(IntEnum):
+    """Index of a word of a channel's entry in an arena (see `odc.runtime.arena`); the owner writes them."""
+
+    STEP = 0  # the step whose entry can be read
+    OFFSET = 1  # where in the owner's arena it begins
+    NBYTES = 2
+    SIGNATURE = 3  # what the owner and its readers must agree on; 0 if nothing
 
 
 class RootState(IntEnum):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from odc.dispatch.exchange.arena import Arena
 from odc.errors import PlanError
-from odc.runtime.store import KeyValueStore
+from odc.runtime import Arena, KeyValueStore
 
 
 @dataclass(frozen=True)
