@@ -138,6 +138,11 @@ class JobStore:
         """Add to a counter, which begins at 0; returns its new value."""
         return int(self._call("add", self._prefix + key, number))
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set a key if it has the expected value ("": is not there); returns the value that it has now."""
+        found: bytes = self._call("compare_set", self._prefix + key, expected, value)
+        return found
+
     def delete_key(self, key: str) -> None:
         """Delete a key, whether it is there or not."""
         self._call("delete_key", self._prefix + key)
