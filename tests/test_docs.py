@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,9 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert named
     assert not [one for one in sorted(named) if not (ROOT / one[1]).exists()]
+
+
+def test_the_programs_of_the_quickstart_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text("utf-8"), re.DOTALL)
+    exec(compile(textwrap.dedent(program), "quickstart", "exec"), {})
+    assert capsys.readouterr().out == "[[[0]], [[1, 2, 3]]]\n"

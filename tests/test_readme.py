@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -24,6 +25,9 @@ def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 True"]
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+) a token$", done.stdout, re.MULTILINE)]
+    # An untrained model of 256 tokens spreads its guesses about evenly.
+    assert len(losses) == 3 and all(abs(loss - math.log(256)) < 0.5 for loss in losses), done.stdout
 
 
 def test_make_targets_of_the_readme_exist() -> None:
