@@ -16,6 +16,7 @@ from torch import Tensor
 from odc.dispatch.exchange.arena import Arena
 from odc.errors import PlanError
 from odc.runtime.store import KeyValueStore
+from odc.trace import WAIT, recorder
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class PieceExchange:
     ) -> None:
         if not readers:
             return
-        share, at = arena.put(channel, step, room, readers), 0
+        with recorder().span(WAIT, unit=channel):
+            share, at = arena.put(channel, step, room, readers), 0
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
             share[at : at + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -132,7 +134,8 @@ class PieceExchange:
         arena.show(channel, mark)
 
     def _get(self, arena: Arena, channel: str, step: int, owner: int, like: Tensor, count: int, mark: int) -> Tensor:
-        found = arena.get(channel, step, owner)
+        with recorder().span(WAIT, unit=channel, peer=self._ranks[owner]):
+            found = arena.get(channel, step, owner)
         if found.signature != mark:
             reason = (
                 f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "

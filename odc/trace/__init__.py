@@ -20,6 +20,7 @@ from odc.trace.spans import (
     WINDOW,
     Span,
     load_spans,
+    piece_of,
     save_spans,
 )
 from odc.trace.timeline import draw
@@ -49,6 +50,7 @@ __all__ = [
     "breakdown",
     "draw",
     "load_spans",
+    "piece_of",
     "recorder",
     "save_spans",
     "split_waits",
