@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.emulated import _Sleep
+from bench.emulated import Slept
 from odc import Settings
 from odc.bench.ranks import RankPool, held
 from odc.bench.units import drop
@@ -40,7 +40,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.compute == "real":
             return self.linear(x)
-        y: torch.Tensor = _Sleep.apply(self.linear(x[:1]), SLEPT_S, 0)
+        y: torch.Tensor = Slept.apply(self.linear(x[:1]), SLEPT_S, 0)
         return y
 
 

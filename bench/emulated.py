@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -56,8 +57,8 @@ def draw_minibatches(regime: str, count: int, steps: int, seed: int) -> tuple[li
     return [named.draw(count, generator).tolist() for _ in range(steps)], named.longest
 
 
-class _Sleep(torch.autograd.Function):
-    """Passes `x` on; sleeps one part of `seconds` in forward and two in backward, which alone count as compute."""
+class Slept(torch.autograd.Function):
+    """Passes x on; sleeps one part of `seconds` in forward and two in backward. Only this time counts as compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, seconds: float, microbatch: int) -> torch.Tensor:
-        y: torch.Tensor = _Sleep.apply(self.linear(x), seconds, microbatch)
+        y: torch.Tensor = Slept.apply(self.linear(x), seconds, microbatch)
         return y
 
 
@@ -141,11 +142,11 @@ def run_arm(run: Run) -> Any:
     return spans
 
 
-def measure(pool: RankPool, run: Run) -> dict[str, Any]:
-    """Seconds by step and the measured bubble of one arm."""
+def measure(pool: RankPool, run: Run, function: Callable[[Run], Any] = run_arm) -> dict[str, Any]:
+    """Seconds by step and the measured bubble of one arm, which `function` runs on every rank."""
     from odc.trace import breakdown, split_waits
 
-    spans = split_waits(dict(enumerate(pool.each(run_arm, run)))).spans_by_rank
+    spans = split_waits(dict(enumerate(pool.each(function, run)))).spans_by_rank
     figures = breakdown(spans)
     compute = [mean(row["compute"] for row in step.nanoseconds.values()) / 1e9 for step in figures.steps]
     return {"steps": [step.step_s for step in figures.steps], "compute": compute, "spans": spans}

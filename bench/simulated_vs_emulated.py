@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.emulated import COMPARED, COST, REGIMES, UNITS, Run, draw_minibatches, measure
+from bench.emulated import COMPARED, COST, REGIMES, UNITS, Run, draw_minibatches, measure, run_arm
 from odc.arms import ARMS, ArmName, Transport
 from odc.balance import Plan
 from odc.bench.ranks import RankPool
@@ -38,10 +39,12 @@ def idle_plan(ranks: int, microbatches: int) -> Plan:
     return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
 
 
-def overheads(pool: RankPool, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
+def overheads(
+    pool: RankPool, arm: ArmName, ranks: int, steps: int, function: Callable[[Run], Any] = run_arm
+) -> tuple[float, float]:
     """Measured seconds of one microbatch, and of a step beside its microbatches, when compute takes no time."""
     few, many = (
-        median(measure(pool, Run(arm, (idle_plan(ranks, count),) * steps, 0.0))["steps"]) for count in (_FEW, _MANY)
+        median(measure(pool, Run(arm, (idle_plan(ranks, m),) * steps, 0.0), function)["steps"]) for m in (_FEW, _MANY)
     )
     each = max(0.0, (many - few) / (_MANY - _FEW))
     return each, max(0.0, few - _FEW * each)

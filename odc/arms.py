@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from odc.balance import Cost, Plan, lb_dynamic, lb_micro, lb_mini, local_sort, queue_of
+from odc.balance import Cost, Plan, lb_dynamic, lb_micro, lb_mini, lb_split, local_sort, queue_of
+from odc.balance.lb_split import FLOOR
 from odc.errors import ConfigError
 
 ArmName = Literal[
@@ -24,10 +25,11 @@ ArmName = Literal[
     "odc-equal-samples",
     "odc-equal",
     "odc",
+    "odc-split",
     "odc-dynamic",
     "odc-hybrid",
 ]
-Balance = Literal["local_sort", "lb_micro_equal_samples", "lb_micro", "lb_mini", "lb_dynamic"]
+Balance = Literal["local_sort", "lb_micro_equal_samples", "lb_micro", "lb_mini", "lb_split", "lb_dynamic"]
 Transport = Literal["collectives", "resident", "on demand", "dynamic"]
 
 _POLICIES: dict[Balance, Callable[..., Plan]] = {
@@ -35,6 +37,7 @@ _POLICIES: dict[Balance, Callable[..., Plan]] = {
     "lb_micro_equal_samples": partial(lb_micro, equal_samples=True),
     "lb_micro": lb_micro,
     "lb_mini": lb_mini,
+    "lb_split": lb_split,
     "lb_dynamic": lb_dynamic,
 }
 
@@ -63,9 +66,28 @@ class Arm:
     def on_demand(self) -> bool:
         return self.transport in ("on demand", "dynamic")
 
-    def plan(self, lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost, seed: int) -> Plan:
-        """The plan of one minibatch, the same on every rank without communication. Raises PlanError for bad input."""
-        return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed)
+    @property
+    def splits(self) -> bool:
+        """Whether long samples run as pieces on several ranks (`Plan.splits`), before all microbatches."""
+        return self.balance == "lb_split"
+
+    def plan(
+        self,
+        lengths: Sequence[int],
+        ranks: int,
+        max_tokens: int,
+        cost: Cost,
+        seed: int,
+        *,
+        node: int | None = None,
+        floor: int = FLOOR,
+    ) -> Plan:
+        """The plan of one minibatch, the same on every rank without communication. Raises PlanError for bad input.
+
+        `node` and `floor` limit the pieces of split samples, as in `lb_split`.
+        """
+        limits = {"node": node, "floor": floor} if self.splits else {}
+        return _POLICIES[self.balance](lengths, ranks, max_tokens, cost=cost, seed=seed, **limits)
 
     def loads(self, plan: Plan, rank: int) -> list[tuple[list[int], float]]:
         """(sample indices, predicted cost) of each microbatch that a rank builds, and computes unless it is dynamic."""
@@ -74,7 +96,7 @@ class Arm:
         return [(mb, cost) for mb, cost in zip(plan.ranks[rank], plan.costs[rank], strict=True) if mb]
 
     def counts(self, plan: Plan) -> list[int]:
-        """Microbatches that each rank runs, dummies included; predicted counts if the arm is dynamic."""
+        """Microbatches that each rank runs, dummies included, without pieces; predicted if the arm is dynamic."""
         own = [sum(1 for microbatch in microbatches if microbatch) for microbatches in plan.ranks]
         return counts_with_dummies(self.transport, own)
 
@@ -103,6 +125,7 @@ _ALL = (
     Arm("odc-equal-samples", "lb_micro_equal_samples", "on demand", about="as fsdp2-equal-samples, on demand"),
     Arm("odc-equal", "lb_micro", "on demand", about="LB-Micro, on demand"),
     Arm("odc", "lb_mini", "on demand", about="LB-Mini, on demand"),
+    Arm("odc-split", "lb_split", "on demand", about="LB-Split: long samples as pieces, on demand"),
     Arm("odc-dynamic", "lb_dynamic", "dynamic", about="LB-Dynamic: one queue for all ranks, on demand"),
     Arm("odc-hybrid", "lb_mini", "on demand", True, about="LB-Mini, on demand within each node"),
 )

@@ -110,6 +110,7 @@ def test_the_page_defines_every_arm_as_the_table_has_it() -> None:
         "LB-Micro with equal sample counts": "lb_micro_equal_samples",
         "LB-Micro": "lb_micro",
         "LB-Mini": "lb_mini",
+        "LB-Split": "lb_split",
         "LB-Dynamic": "lb_dynamic",
     }
     for name, plan, communication, over in rows:

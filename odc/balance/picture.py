@@ -1,4 +1,4 @@
-"""A picture of a plan: one row a rank, its microbatches one after the other, and where the lower bound lies."""
+"""A picture of a plan: one row a rank, its pieces and microbatches one after the other, and the lower bound."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SHADES, _IDLE, _INK = ("#2f6fa7", "#6aa3d5"), "#e9ecef", "#1f2933"
+_PIECES = ("#8e63b8", "#c78bc9", "#5b3f8c", "#e0b3dd", "#a2478f")  # of split samples, a colour a sample
 _WIDTH, _DPI = 10.0, 120
 
 
@@ -31,9 +32,14 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     longest = plan.longest or 1.0
     height = 0.8 if ranks <= 64 else 1.0
     _boxes(axes, [(0.0, rank, longest) for rank in range(ranks)], _IDLE, height)
+    starts = plan.split_starts
+    for number, (split, at) in enumerate(zip(plan.splits, starts, strict=True)):
+        boxes = [(at, rank, cost) for rank, cost in zip(split.ranks, split.costs, strict=True)]
+        label = "pieces of split samples, a colour each" if number == 0 else None
+        _boxes(axes, boxes, _PIECES[number % len(_PIECES)], height, label)
     shades: tuple[list[tuple[float, float, float]], ...] = ([], [])
     for rank, costs in enumerate(plan.costs):
-        start = 0.0
+        start = plan.split_ends[rank]
         for m, cost in enumerate(costs):
             shades[m % 2].append((start, rank, cost))
             start += cost
@@ -54,10 +60,13 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     figure.savefig(os.fspath(path), format="png")
 
 
-def _boxes(axes: Axes, boxes: Sequence[tuple[float, float, float]], colour: str, height: float) -> None:
+def _boxes(
+    axes: Axes, boxes: Sequence[tuple[float, float, float]], colour: str, height: float, label: str | None = None
+) -> None:
     """Rectangles from (left, row, width)."""
     from matplotlib.collections import PolyCollection
 
     low, high = -height / 2, height / 2
     corners = [[(x, y + low), (x + w, y + low), (x + w, y + high), (x, y + high)] for x, y, w in boxes]
-    axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0), autolim=False)
+    bars = PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0, label=label)
+    axes.add_collection(bars, autolim=False)

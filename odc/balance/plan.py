@@ -11,6 +11,8 @@ from odc.balance.bound import lower_bound
 from odc.balance.slices import SplitSample
 from odc.errors import PlanError
 
+_SHOWN = 8  # split samples that a table lists
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -69,7 +71,7 @@ class Plan:
     @property
     def rank_ends(self) -> list[float]:
         """When each rank ends: its cost, and its waits for the others that hold pieces of the same samples."""
-        return [end + sum(costs) for end, costs in zip(self._split_ends, self.costs, strict=True)]
+        return [end + sum(costs) for end, costs in zip(self.split_ends, self.costs, strict=True)]
 
     @property
     def longest(self) -> float:
@@ -81,7 +83,7 @@ class Plan:
         """Predicted step time when ranks meet at every microbatch, counts padded to the maximum: sum of the maxima."""
         steps = max(len(costs) for costs in self.costs)
         together = sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
-        return max(self._split_ends) + together
+        return max(self.split_ends) + together
 
     @property
     def bubble(self) -> float:
@@ -179,6 +181,11 @@ class Plan:
         if self.splits:
             pieces = sum(len(split.ranks) for split in self.splits)
             rows.append(f"{len(self.splits)} samples run first, split into {pieces} pieces, each counted as a sample")
+            for split in self.splits[:_SHOWN]:
+                on, sizes = ", ".join(map(str, split.ranks)), "-".join(map(str, sorted({*split.tokens})))
+                rows.append(f"  sample {split.sample} of {split.length} tokens in pieces of {sizes} on ranks {on}")
+            if len(self.splits) > _SHOWN:
+                rows.append(f"  and {len(self.splits) - _SHOWN} that start later")
         rows.append(f"longest {self.longest:.5g}, mean {mean:.5g}, lower bound {self.bound:.5g}, gap {self.gap:.2%}")
         rows.append(
             f"predicted bubble {self.bubble:.1%} with a barrier per minibatch, {self.bubble_per_microbatch:.1%} per "
@@ -187,14 +194,22 @@ class Plan:
         return "\n".join(rows)
 
     @property
-    def _split_ends(self) -> list[float]:
-        """When each rank is done with its pieces: the pieces of one sample start and end together."""
-        ends = [0.0] * len(self.ranks)
+    def split_starts(self) -> list[float]:
+        """When the pieces of each split sample start, all of them together."""
+        return self._run_splits()[0]
+
+    @property
+    def split_ends(self) -> list[float]:
+        """When each rank is done with its pieces: the pieces of one sample end together."""
+        return self._run_splits()[1]
+
+    def _run_splits(self) -> tuple[list[float], list[float]]:
+        starts, ends = [], [0.0] * len(self.ranks)
         for split in self.splits:
-            end = max(ends[rank] for rank in split.ranks) + max(split.costs)
+            starts.append(max(ends[rank] for rank in split.ranks))
             for rank in split.ranks:
-                ends[rank] = end
-        return ends
+                ends[rank] = starts[-1] + max(split.costs)
+        return starts, ends
 
     def _idle_share(self, step_time: float) -> float:
         mean = sum(self.rank_costs) / len(self.ranks)

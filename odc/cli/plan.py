@@ -20,7 +20,7 @@ def plan(
         str | None,
         Option(help="Most tokens of a microbatch; with commas, one cap a rank. (default: the longest sample)"),
     ] = None,
-    policy: Annotated[str, Option(help="local_sort, lb_micro or lb_mini.")] = "lb_mini",
+    policy: Annotated[str, Option(help="local_sort, lb_micro, lb_mini or lb_split.")] = "lb_mini",
     quadratic_cost: Annotated[
         str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l. (default: one unit per token)")
     ] = None,
@@ -31,6 +31,11 @@ def plan(
         str | None, Option(help="Field of JSON objects whose equals stay on one rank, such as uid.")
     ] = None,
     equal_samples: Annotated[bool, Option("--equal-samples", help="lb_micro with equal sample counts.")] = False,
+    floor: Annotated[int | None, Option(help="lb_split: fewest tokens of a piece. (default: 2048)")] = None,
+    node: Annotated[int | None, Option(help="lb_split: ranks of one host. (default: all)")] = None,
+    contiguous: Annotated[
+        bool, Option("--contiguous", help="lb_split: each piece one slice, not two that make up for each other.")
+    ] = False,
     seed: Annotated[int, Option(help="Decides between samples of equal cost and length.")] = 0,
     json: Annotated[Path | None, Option(help="Where the plan goes as JSON.")] = None,
     draw: Annotated[Path | None, Option(help="Where its picture goes (PNG).")] = None,
@@ -46,6 +51,11 @@ def plan(
         if policy != "lb_micro":
             raise ConfigError(f"equal-samples is an option of lb_micro, not of {policy}")
         options["equal_samples"] = True
+    given = {"floor": floor, "node": node, "one_slice": contiguous or None}
+    limits = {name: value for name, value in given.items() if value is not None}
+    if limits and policy != "lb_split":
+        raise ConfigError(f"floor, node and contiguous are options of lb_split, not of {policy}")
+    options |= limits
     caps = _numbers("max-tokens", max_tokens, int) if max_tokens is not None else [max(sizes)]
     made: Plan = policy_named(policy)(
         sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options

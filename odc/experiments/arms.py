@@ -54,15 +54,24 @@ def _mesh(arm: Arm, device: str, per_node: int) -> DeviceMesh:
     return init_device_mesh(device, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))
 
 
-def run_minibatch(arm: Arm, model: nn.Module, count: int, backward: Callable[[int], None]) -> None:
+def run_minibatch(
+    arm: Arm,
+    model: nn.Module,
+    count: int,
+    backward: Callable[[int], None],
+    pieces: Callable[[], None] | None = None,
+) -> None:
     """Calls `backward(m)` for each microbatch m and leaves complete gradients in `.grad`; meets the other ranks.
 
-    `count` is this rank's of `arm.counts`; the last microbatches of an arm with dummies must be dummies.
+    `count` is this rank's of `arm.counts`; the last microbatches of an arm with dummies must be dummies. `pieces` is
+    called first, and runs this rank's pieces of split samples.
     """
     resident = arm.transport == "resident"
     if resident:
         _gather_all(model)
     with _minibatch(arm, model):
+        if pieces is not None:
+            pieces()
         for m in range(count):
             last = m == count - 1
             if resident:

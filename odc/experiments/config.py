@@ -48,6 +48,10 @@ class JobConfig:
     minibatch_size: int = field(default=8, metadata=option("Samples of one step, over all ranks.", _WORK))
     max_tokens: int = field(default=4096, metadata=option("Most tokens of one microbatch.", _WORK))
     long: Long = field(default="error", metadata=option("Documents over --max-tokens: error, split or drop.", _WORK))
+    least_piece: int = field(
+        default=0,
+        metadata=option("Fewest tokens of a piece under odc-split; 0: 256 on a cpu, 2048 on cuda.", _WORK),
+    )
     tokenizer: TokenizerName = field(
         default="auto",
         metadata=option(
@@ -118,6 +122,19 @@ class JobConfig:
                 f"so {2 * self.per_node} ranks or another multiple of {self.per_node}, not {self.ranks}"
             )
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a document: under an arm that splits, those of as many largest pieces as ranks can hold."""
+        if not arm_named(self.arm).splits or self.long != "error":
+            return self.max_tokens
+        pieces = 1 << (self.ranks.bit_length() - 1)
+        return max(self.max_tokens, pieces * (self.max_tokens - 2))  # the slices of a piece are rounded up
+
+    @property
+    def piece_floor(self) -> int:
+        """Fewest tokens of a piece."""
+        return self.least_piece or (256 if self.device == "cpu" else 2048)
+
     def settings(self) -> Settings:
         """The runtime's settings under the odc arms; only the dynamic one has a queue."""
         # Room for the largest microbatches that a rank may have to offer: as many as its part of the samples.
@@ -162,7 +179,7 @@ _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
 _WHOLE = (
     dict.fromkeys(("ranks", "steps", "minibatch_size"), 1)
     | {"per_node": 2, "max_tokens": 2, "vocab": 257}
-    | dict.fromkeys(("warmup", "save_every", "seed"), 0)
+    | dict.fromkeys(("warmup", "save_every", "seed", "least_piece"), 0)
 )
 
 

@@ -68,6 +68,10 @@ def check_arm(config: JobConfig, arm: ArmName) -> None:
     if arm_named(arm).dynamic:
         require_add()
     check_device(config, arm)
+    if arm_named(arm).splits:
+        from odc.experiments.text.pieces import check_splittable  # loads transformers
+
+        check_splittable(model_source(config.model))
 
 
 def model_source(model: str) -> Path:

@@ -80,6 +80,16 @@ def config_named(name: str) -> dict[str, Any]:
     return config
 
 
+def kv_width(config: dict[str, Any]) -> int:
+    """Numbers that one token's keys and values in one layer consist of."""
+    config = config if "hidden_size" in config else config.get("text_config", config)
+    return int(2 * (config.get("num_key_value_heads") or config["num_attention_heads"]) * _head_dim(config))
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 def parameter_counts(config: dict[str, Any]) -> tuple[float, float]:
     """Parameters of all layers, and of embedding and head, of a dense decoder-only config or one with experts.
 
@@ -89,9 +99,7 @@ def parameter_counts(config: dict[str, Any]) -> tuple[float, float]:
     try:
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        attention = hidden * head_dim * 2 * (heads + kv_heads)
+        attention = 2 * hidden * (heads * _head_dim(config)) + hidden * kv_width(config)
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((config[name] for name in names if config.get(name)), 0)
         width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]

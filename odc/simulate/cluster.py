@@ -118,6 +118,10 @@ class Cluster:
         hops = self.nodes - 1 if self.collective == "ring" else math.ceil(math.log2(self.nodes))
         return self.call_seconds + hops * self.inter_latency + across
 
+    def peer_seconds(self, nbytes: float) -> float:
+        """`nbytes` that a rank gets from other ranks of its node."""
+        return self.call_seconds + self.intra_latency + nbytes / self.intra_bandwidth
+
     def claim_seconds(self) -> float:
         """One atomic on another rank's memory: there and back."""
         return 2 * self.latency(self.ranks) if self.ranks > 1 else 0.0

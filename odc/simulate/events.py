@@ -8,6 +8,8 @@
   reductions follow the last one, in the backward of a dummy.
 * On demand, a rank has one fetch and one push at a time. Where an owner holds more than its share, transfers queue at
   it in the order they began, separately for each direction.
+* Split samples come first. Their pieces begin to compute a unit together, once each rank has the unit and keys and
+  values are exchanged. Other ranks do not wait for them.
 * The step ends `Step.ending_seconds` after all ranks have computed and all gradients have arrived.
 """
 
@@ -17,6 +19,7 @@ import heapq
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from odc.simulate.step import Step, StepResult
 from odc.simulate.workload import Use
@@ -59,10 +62,13 @@ class _Simulation:
         self.free: dict[tuple[str, int], float] = {}  # link, owner or group -> when it is free
         self.calls: dict[tuple[int, int], _Transfer] = {}  # (group, number) -> collective
         self.called = [0] * ranks
+        self.meetings: dict[tuple[int, int], _Transfer] = {}  # (gang, use) -> its exchange
         self.reductions: list[deque[_Transfer]] = [deque() for _ in range(ranks)]
         noise, jobs = step.noise(), step.jobs().tolist()
-        self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
+        self.first_piece = list(accumulate((len(gang.ranks) for gang in step.gangs), initial=len(jobs)))
         costliest_first = sorted(range(len(jobs)), key=lambda i: -jobs[i])
+        jobs += [seconds for gang in step.gangs for seconds in gang.seconds]
+        self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
         self.queue = deque(costliest_first)
 
     def run(self) -> StepResult:
@@ -87,6 +93,9 @@ class _Simulation:
                 yield from self._microbatch(rank, job, last=False)
             yield _Sleep(self.cluster.claim_seconds())  # the claim that finds nothing left
             return
+        for number, gang in enumerate(self.step.gangs):
+            if rank in gang.ranks:
+                yield from self._piece(rank, number)
         begin = sum(map(len, self.step.seconds[:rank]))
         real, count = len(self.step.seconds[rank]), self.step.counts[rank]
         if self.step.transport == "resident":
@@ -112,6 +121,34 @@ class _Simulation:
             yield _Sleep(seconds)
             if use.push_bytes and (last or not resident):
                 yield from self._push(rank, use)
+
+    def _piece(self, rank: int, number: int) -> _Program:
+        gang, ahead = self.step.gangs[number], None
+        job = self.first_piece[number] + gang.ranks.index(rank)
+        for k, use in enumerate(self.uses):
+            yield from self._wait(rank, ahead or self._fetch(rank, use))
+            exchange = self.step.exchange_seconds(gang, use)
+            if exchange is not None:
+                yield from self._wait(rank, self._meet(number, k, exchange))
+            following = self.uses[k + 1] if k + 1 < len(self.uses) else None
+            prefetch = self.step.prefetch and following is not None and not following.first
+            ahead = self._fetch(rank, following) if prefetch and following is not None else None
+            seconds = self._compute_seconds(rank, job, k)
+            self.busy[rank] += seconds
+            yield _Sleep(seconds)
+            if use.push_bytes:
+                yield from self._push(rank, use)
+
+    def _meet(self, number: int, k: int, seconds: float) -> _Transfer:
+        """The exchange of a gang in use k; its last rank starts it."""
+        meeting = self.meetings.setdefault((number, k), _Transfer(seconds, None))
+        meeting.arrived += 1
+        if meeting.arrived == len(self.step.gangs[number].ranks):
+            del self.meetings[number, k]
+            meeting.done = self.now + seconds
+            for waiting in meeting.waiting:
+                heapq.heappush(self.events, (meeting.done, waiting))
+        return meeting
 
     def _wait(self, rank: int, unit: _Transfer) -> Iterator[_Transfer]:
         asked = self.now

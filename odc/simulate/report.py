@@ -47,6 +47,7 @@ _STYLE: dict[str, tuple[str, str]] = {
     "odc-equal-samples": ("#59a14f", ":"),
     "odc-equal": ("#59a14f", "--"),
     "odc": ("#4e79a7", "-"),
+    "odc-split": ("#b6408a", "-"),
     "odc-dynamic": ("#17395c", "--"),
     "odc-hybrid": ("#76b7b2", "-."),
 }

@@ -16,8 +16,9 @@ import numpy as np
 
 from odc.arms import arm_named
 from odc.balance import Cost, cost_from_config
+from odc.balance.lb_split import floor_of
 from odc.errors import ConfigError
-from odc.simulate.catalog import config_named, machine_named, parameter_counts
+from odc.simulate.catalog import config_named, kv_width, machine_named, parameter_counts
 from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named
 from odc.simulate.workload import Model, even_model
@@ -128,6 +129,16 @@ class Scenario:
     def seconds_per_flop(self) -> float:
         """At the machine's peak and the assumed efficiency."""
         return 1.0 / (machine_named(self.machine).flops * self.efficiency)
+
+    def piece_floor(self) -> int:
+        """Tokens of the shortest piece: below them its layers' parameters take longer to fetch than to compute with."""
+        nbytes = 2.0**30
+        seconds = self.cluster().transfer_seconds(nbytes, self.ranks)
+        return floor_of(1.0 / self.seconds_per_flop(), nbytes / seconds if seconds else math.inf)
+
+    def kv_bytes(self) -> float:
+        """Bytes of one token's keys and values in one layer, 2 bytes a number."""
+        return 2.0 * kv_width(config_named(self.model))
 
     def draw(self) -> tuple[list[list[int]], int]:
         """Lengths of every minibatch, and the tokens that fit into a microbatch."""

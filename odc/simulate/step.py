@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from odc.arms import Transport, counts_with_dummies
 from odc.errors import ConfigError
 from odc.simulate.cluster import Cluster
-from odc.simulate.workload import Model, checked_seconds
+from odc.simulate.workload import Gang, Model, Use, checked_seconds
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Step:
     within_node: bool = False  # parameters and gradients sharded within each node
     prefetch: int = 1  # units fetched or gathered ahead of use, 0 or 1; never across the start of a pass
     seed: int = 0  # of the jitter
+    gangs: Sequence[Gang] = ()  # split samples, which run before all microbatches and in this order; on demand alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", checked_seconds(self.seconds, self.cluster.ranks))
@@ -40,6 +41,11 @@ class Step:
             raise ConfigError(f"prefetch must be 0 or 1, not {self.prefetch!r}")
         if self.transport not in ("collectives", "resident", "on demand", "dynamic"):
             raise ConfigError(f"there is no transport {self.transport!r}")
+        if self.gangs and self.transport != "on demand":
+            raise ConfigError(f"samples are split on demand alone, not under {self.transport!r}")
+        for gang in self.gangs:
+            if len(set(gang.ranks)) != len(gang.seconds) or not set(gang.ranks) <= set(range(self.cluster.ranks)):
+                raise ConfigError(f"a split sample needs as many different ranks of the cluster as pieces: {gang}")
 
     @property
     def shards(self) -> int:
@@ -56,13 +62,22 @@ class Step:
         return np.fromiter(chain.from_iterable(self.seconds), np.float64)
 
     def noise(self) -> NDArray[np.float64] | None:
-        """Factor on the compute of each use of a unit in each job, mean 1. Shape (microbatches, uses), or no noise."""
+        """Factor on the compute of each use of a unit, mean 1, or no noise. Shape (microbatches + pieces, uses)."""
         sigma = self.cluster.jitter
         if sigma == 0:
             return None
-        shape = (sum(map(len, self.seconds)), 2 * len(self.model.units))
+        jobs = sum(map(len, self.seconds)) + sum(len(gang.ranks) for gang in self.gangs)
+        shape = (jobs, 2 * len(self.model.units))
         normal = np.random.default_rng(self.seed).standard_normal(shape)
         return np.exp(sigma * normal - sigma * sigma / 2)
+
+    @staticmethod
+    def exchange_seconds(gang: Gang, use: Use) -> float | None:
+        """Seconds of a gang's exchange in this use of a unit, which its ranks begin together; None where there is none.
+
+        Backward exchanges keys and values once more, and their gradients.
+        """
+        return gang.exchange_seconds * (2 if use.backward else 1) if use.share else None
 
     def ending_seconds(self) -> float:
         """From the meeting of all ranks to the end of the step: gradients and parameters across nodes, optimizer."""

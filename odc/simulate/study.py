@@ -18,7 +18,7 @@ from odc.simulate.events import simulate_events
 from odc.simulate.scenario import Scenario
 from odc.simulate.step import Step, StepResult
 from odc.simulate.vectorised import simulate_vectorised
-from odc.simulate.workload import Model
+from odc.simulate.workload import Gang, Model
 
 
 def simulate(step: Step) -> StepResult:
@@ -36,16 +36,30 @@ def simulate_plan(
     seconds_per_cost: float = 1.0,
     prefetch: int = 1,
     seed: int = 0,
+    kv_bytes: float = 0.0,
+    exchange_seconds: float | None = None,
 ) -> StepResult:
     """One step of a plan under an arm's transport; `seconds_per_cost` turns the plan's costs into seconds.
 
-    Empty microbatches of a plan are placeholders: left out on demand, dummies under collectives.
+    Empty microbatches of a plan are placeholders: left out on demand, dummies under collectives. `kv_bytes` are those
+    of the keys and values of a token in one layer, of which a piece gets those of all tokens that it does not hold; or
+    each exchange takes `exchange_seconds`.
     """
     seconds = [
         [cost * seconds_per_cost for cost, samples in zip(costs, own, strict=True) if samples]
         for costs, own in zip(plan.costs, plan.ranks, strict=True)
     ]
-    return simulate(Step(cluster, model, seconds, arm.transport, arm.within_node, prefetch, seed))
+    gangs = [
+        Gang(
+            tuple(split.ranks),
+            tuple(cost * seconds_per_cost for cost in split.costs),
+            cluster.peer_seconds(kv_bytes * (split.length - min(split.tokens)))
+            if exchange_seconds is None
+            else exchange_seconds,
+        )
+        for split in plan.splits
+    ]
+    return simulate(Step(cluster, model, seconds, arm.transport, arm.within_node, prefetch, seed, gangs))
 
 
 #: Fields a sweep may go along -> what an axis says.
@@ -92,7 +106,7 @@ def study(scenario: Scenario) -> Study:
     """Simulate every minibatch of a scenario under every arm."""
     minibatches, max_tokens = scenario.draw()
     cost, cluster, model = scenario.cost(), scenario.cluster(), scenario.units()
-    per_cost = scenario.seconds_per_flop()
+    per_cost, floor, kv_bytes = scenario.seconds_per_flop(), scenario.piece_floor(), scenario.kv_bytes()
     results: dict[str, list[StepResult]] = {name: [] for name in scenario.arms}
     bounds = []
     for number, lengths in enumerate(minibatches):
@@ -101,7 +115,9 @@ def study(scenario: Scenario) -> Study:
         for name in scenario.arms:
             arm = arm_named(name)
             if arm.balance not in plans:
-                plans[arm.balance] = arm.plan(lengths, scenario.ranks, max_tokens, cost, scenario.seed)
+                plans[arm.balance] = arm.plan(
+                    lengths, scenario.ranks, max_tokens, cost, scenario.seed, node=cluster.node, floor=floor
+                )
             results[name].append(
                 simulate_plan(
                     plans[arm.balance],
@@ -111,6 +127,7 @@ def study(scenario: Scenario) -> Study:
                     seconds_per_cost=per_cost,
                     prefetch=scenario.prefetch,
                     seed=scenario.seed + number,
+                    kv_bytes=kv_bytes,
                 )
             )
     base = sum(result.seconds for result in results[scenario.arms[0]])

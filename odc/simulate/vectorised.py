@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import ConfigError
+from odc.simulate.gangs import Pieces, compute_seconds
 from odc.simulate.step import Step, StepResult
 
 _Floats = NDArray[np.float64]
@@ -51,7 +52,7 @@ def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -
             fetched = asked
         start = np.maximum(now, fetched)
         transfer += start - now
-        compute = _compute(step, use.share, seconds, slow, None if noise is None else noise[:, k])
+        compute = compute_seconds(step, use.share, seconds, slow, None if noise is None else noise[:, k])
         busy += compute
         now = start + compute
         if use.push_bytes:
@@ -61,21 +62,18 @@ def _chain(step: Step, seconds: _Floats, slow: _Floats, noise: _Floats | None) -
     return _Chain(now, np.maximum(arrived, now), pushing, busy, transfer)
 
 
-def _compute(step: Step, share: float, seconds: _Floats, slow: _Floats, noise: _Floats | None) -> _Floats:
-    scaled = seconds * share if noise is None else seconds * share * noise
-    return (scaled + step.model.unit_seconds) * slow
-
-
 def _on_demand(step: Step) -> StepResult:
     ranks, jobs, noise = step.cluster.ranks, step.jobs(), step.noise()
     slowness = np.array(step.cluster.slowness())
     if step.transport == "dynamic":
         return _dynamic(step, jobs, slowness, noise)
+    pieces = Pieces(step, slowness, None if noise is None else noise[len(jobs) :])
+    noise = None if noise is None else noise[: len(jobs)]
     counts = np.array([len(seconds) for seconds in step.seconds])
     owner = np.repeat(np.arange(ranks), counts)
     chain = _chain(step, jobs, slowness[owner], noise)
     begins = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    now, arrived = np.zeros(ranks), np.zeros(ranks)
+    now, arrived = pieces.now, pieces.arrived
     for m in range(int(counts.max(initial=0))):
         on = np.flatnonzero(counts > m)
         at = begins[on] + m
@@ -84,8 +82,8 @@ def _on_demand(step: Step) -> StepResult:
     return _result(
         step,
         max(now.max(), arrived.max()),
-        _by_rank(owner, chain.busy, ranks),
-        _by_rank(owner, chain.transfer, ranks),
+        _by_rank(owner, chain.busy, ranks) + pieces.busy,
+        _by_rank(owner, chain.transfer, ranks) + pieces.transfer,
         counts,
     )
 
@@ -197,7 +195,7 @@ class _Lockstep:
         seconds[real] = self.jobs[at]
         if self.noise is not None:
             noise[real] = self.noise[at, k]
-        return _compute(self.step, self.uses[k].share, seconds, self.slow, noise)
+        return compute_seconds(self.step, self.uses[k].share, seconds, self.slow, noise)
 
     def _gather(self, asked: _Floats, nbytes: float) -> tuple[_Floats, float]:
         """When each rank has the unit, and the seconds its gather takes."""

@@ -77,6 +77,15 @@ class Use:
     push_bytes: float
 
 
+@dataclass(frozen=True)
+class Gang:
+    """The pieces of one split sample: a rank each, which meet in every unit that computes."""
+
+    ranks: tuple[int, ...]  # different ones
+    seconds: tuple[float, ...]  # compute of each piece, on a rank of factor 1 without jitter
+    exchange_seconds: float = 0.0  # of the keys and values of one unit, once all have come; again for their gradients
+
+
 def even_model(
     layers: int, nbytes: float, *, root_bytes: float = 0.0, checkpointing: bool = False, unit_seconds: float = 0.0
 ) -> Model:

@@ -16,11 +16,21 @@ Parts = dict[int, Tensor]  # by place: keys and values [2, heads, tokens, width]
 
 
 class Attends(Protocol):
-    """What a model passes to its layers as `odc_piece`: a piece of a split sample, or a rehearsal of one."""
+    """A piece of a split sample, or a rehearsal of one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
         """Attention over the whole sample; shapes as `odc.split.attend`."""
         ...
+
+
+class PieceHandle:
+    """What a model passes to its layers as `odc_piece`.
+
+    A piece is a dataclass, which FSDP copies where it casts a module's arguments (`cast_forward_inputs`); this is none.
+    """
+
+    def __init__(self, piece: Attends) -> None:
+        self.attend = piece.attend
 
 
 @_torch_private.without_dynamo
@@ -28,7 +38,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    piece: Attends,
+    piece: PieceHandle,
     layer: int,
     *,
     scale: float | None = None,

@@ -16,6 +16,7 @@ from torch import Tensor
 from odc.errors import PlanError
 from odc.runtime import AbsentMember, Arena, KeyValueStore
 from odc.split.minibatch import PieceMinibatch
+from odc.trace import WAIT, recorder
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ class PieceExchange:
     ) -> None:
         if not readers or self.lost:
             return
-        share, at = arena.put(channel, step, room, readers), 0
+        with recorder().span(WAIT, unit=channel):
+            share, at = arena.put(channel, step, room, readers), 0
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.itemsize
             share[at : at + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -173,7 +175,8 @@ class PieceExchange:
         if self.lost:
             return None
         try:
-            found = arena.get(channel, step, owner)
+            with recorder().span(WAIT, unit=channel, peer=self._ranks[owner]):
+                found = arena.get(channel, step, owner)
         except AbsentMember:
             assert self._minibatch is not None, "only of a minibatch is a member absent"
             self._minibatch.lose(self._ranks[owner], f"{channel} of step {step}")

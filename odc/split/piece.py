@@ -11,7 +11,7 @@ from torch import Tensor
 
 from odc.balance.slices import SplitSample
 from odc.errors import OdcError, UnsupportedError
-from odc.split.attention import Merged, Parts, attend_blocks, attend_blocks_backward
+from odc.split.attention import Merged, Parts, PieceHandle, attend_blocks, attend_blocks_backward
 from odc.split.cut import Cut, targets_of
 from odc.split.exchange import PieceExchange, mark_of
 
@@ -95,7 +95,7 @@ class SamplePiece:
             targets = targets_of(tokens if labels is None else labels)
         positions = self.cut.positions(self.place, tokens.device)
         inputs = {"input_ids": self.cut.take(self.place, tokens)[None], "position_ids": positions[None]}
-        return PieceInputs({**inputs, **self.extra, "odc_piece": self}, self.cut.take(self.place, targets))
+        return PieceInputs({**inputs, **self.extra, "odc_piece": PieceHandle(self)}, self.cut.take(self.place, targets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
         """See `odc.split.attend`."""

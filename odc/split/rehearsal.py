@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from odc.balance.slices import zigzag
 from odc.errors import OdcError, UnsupportedError
-from odc.split.attention import attend_blocks
+from odc.split.attention import PieceHandle, attend_blocks
 from odc.split.cut import Cut
 
 TOKENS, _PIECES, _IDS = 64, 2, 1000
@@ -96,7 +96,7 @@ def _run(model: nn.Module, layers: int, extra: dict[str, Any], tokens: Tensor, r
     name, places = type(model).__name__, range(len(rehearsal.cut.slices))
     rows = torch.stack([rehearsal.cut.positions(place, tokens.device) for place in places])
     try:
-        given = _output(model(input_ids=tokens[rows], position_ids=rows, odc_piece=rehearsal, **extra))
+        given = _output(model(input_ids=tokens[rows], position_ids=rows, odc_piece=PieceHandle(rehearsal), **extra))
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, OdcError):
             raise

@@ -20,6 +20,7 @@ from odc.trace.spans import (
     WINDOW,
     Span,
     load_spans,
+    piece_of,
     save_spans,
 )
 from odc.trace.timeline import draw, headline
@@ -50,6 +51,7 @@ __all__ = [
     "draw",
     "headline",
     "load_spans",
+    "piece_of",
     "recorder",
     "save_spans",
     "split_waits",

@@ -114,7 +114,7 @@ def _title(span: Span) -> str:
     if span.category == WINDOW:
         return f"minibatch {span.epoch}"
     if span.category == MICROBATCH:
-        return f"microbatch {span.microbatch}"
+        return span.unit or f"microbatch {span.microbatch}"
     if span.category == WAIT and span.peer >= 0:
         return f"wait for rank {span.peer}"
     return f"{span.category} {span.unit}".rstrip()

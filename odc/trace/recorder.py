@@ -87,12 +87,12 @@ class Recorder:
         """
         return Mark(self, WINDOW, epoch)
 
-    def microbatch(self, index: int) -> Mark:
+    def microbatch(self, index: int, unit: str = "") -> Mark:
         """Mark one forward and backward, even if it raises; does nothing inside another microbatch.
 
-        `microbatch_index` is `index` inside and -1 after.
+        `microbatch_index` is `index` inside and -1 after. For a piece of a split sample, `unit` is `piece_of` it.
         """
-        return Mark(self, MICROBATCH, index)
+        return Mark(self, MICROBATCH, index, unit)
 
     def spans(self) -> list[Span]:
         """A copy of the newest spans, in the order they ended.
@@ -136,10 +136,10 @@ class _SpanContext:
 class Mark:
     """`Recorder.window` and `Recorder.microbatch`: the outermost mark of a kind sets the number and is recorded."""
 
-    __slots__ = ("_kind", "_number", "_recorder", "_start")
+    __slots__ = ("_kind", "_number", "_recorder", "_start", "_unit")
 
-    def __init__(self, recorder: Recorder, kind: str, number: int) -> None:
-        self._recorder, self._kind, self._number, self._start = recorder, kind, number, 0
+    def __init__(self, recorder: Recorder, kind: str, number: int, unit: str = "") -> None:
+        self._recorder, self._kind, self._number, self._start, self._unit = recorder, kind, number, 0, unit
 
     def __enter__(self) -> None:
         recorder, kind = self._recorder, self._kind
@@ -164,7 +164,7 @@ class Mark:
         recorder._depth[self._kind] -= 1
         if recorder._depth[self._kind] == 0:
             if record:
-                recorder.add(self._kind, self._start)
+                recorder.add(self._kind, self._start, unit=self._unit)
             if self._kind == MICROBATCH:
                 recorder.microbatch_index = -1
 

@@ -33,6 +33,7 @@ MICROBATCH: Final = "microbatch"
 #: finish. MICROBATCH: one forward and backward.
 MARKS: Final = (WINDOW, MICROBATCH)
 
+_PIECE: Final = "piece of sample "
 MAIN: Final = "main"
 
 NO_PEER: Final = -1
@@ -50,7 +51,8 @@ class Span(NamedTuple):
         lane: the thread it ran on, "main" for the training thread.
         epoch: number of the minibatch; -1 before the first.
         microbatch: index of the microbatch within the rank's minibatch; -1 outside of one.
-        unit: name of the `fully_shard`ed module, "" if it concerns none.
+        unit: name of the `fully_shard`ed module, "" if it concerns none; of a MICROBATCH mark around a piece of a split
+            sample, `piece_of` it.
         peer: global rank it was done with or waited for; NO_PEER, or COLLECTIVE for all ranks together.
         nbytes: bytes moved.
     """
@@ -64,6 +66,16 @@ class Span(NamedTuple):
     unit: str = ""
     peer: int = NO_PEER
     nbytes: int = 0
+
+
+def piece_of(sample: int) -> str:
+    """The `unit` of a MICROBATCH mark around a piece of split sample `sample` of the minibatch."""
+    return f"{_PIECE}{sample}"
+
+
+def is_piece(span: Span) -> bool:
+    """Whether a mark, or the compute derived from it, is that of a piece of a split sample."""
+    return span.unit.startswith(_PIECE)
 
 
 def save_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from odc.errors import OdcError, TraceError
 from odc.trace.breakdown import Breakdown, breakdown, own_steps
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.spans import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span
+from odc.trace.spans import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span, is_piece
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ COLOURS: Final[Mapping[str, str]] = {
     WAIT: "#d8431f",
     IDLE: "#eceef0",
 }
+#: Of the pieces of split samples, a colour a sample.
+PIECE_COLOURS: Final = ("#8e63b8", "#c78bc9", "#5b3f8c", "#e0b3dd", "#a2478f")
 _SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
@@ -50,6 +52,7 @@ class _Panel:
     steps: tuple[tuple[int, int, int], ...]  # epoch, start, end
     pieces: Mapping[int, Sequence[Span]]
     starts: Mapping[int, Sequence[int]]  # of microbatches
+    split: Mapping[tuple[int, str], str]  # colour by epoch and unit of a split sample
     background: Mapping[int, Sequence[Span]]
 
 
@@ -130,6 +133,7 @@ def _prepare(
         raise TraceError(f"{title}: all ranks recorded none of the requested minibatches")
     marked = marked_epochs(spans_by_rank)
     pieces, starts, background = {}, {}, {}
+    split: dict[tuple[int, str], str] = {}
     for rank, spans in sorted(spans_by_rank.items()):
         steps = own_steps(spans)
         windows = [steps[step.epoch] for step in drawn]
@@ -137,10 +141,12 @@ def _prepare(
         inside = [span for span in spans if span.end_ns > whole[0][0] and span.start_ns < whole[-1][1]]
         pieces[rank] = _clip(cover(inside, marked), windows)
         starts[rank] = [span.start_ns for span in _clip(inside, windows) if span.category == MICROBATCH]
+        for span in (span for span in pieces[rank] if span.category == COMPUTE and is_piece(span)):
+            split.setdefault((span.epoch, span.unit), PIECE_COLOURS[len(split) % len(PIECE_COLOURS)])
         background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category not in MARKS), whole)
     origin, end = min(step.start_ns for step in drawn), max(step.end_ns for step in drawn)
     brackets = tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn)
-    return _Panel(title, figures, origin, end, brackets, pieces, starts, background)
+    return _Panel(title, figures, origin, end, brackets, pieces, starts, split, background)
 
 
 def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Span]:
@@ -169,6 +175,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
         for piece in panel.pieces[rank]:
             # Compute outside of any microbatch (-1) gets the first shade.
             shade = shades[max(0, piece.microbatch) % len(shades)]
+            shade = panel.split.get((piece.epoch, piece.unit), shade)
             colour = shade if piece.category == COMPUTE else COLOURS[piece.category]
             add(colour, piece.start_ns, piece.end_ns, row + top, height)
         for span in panel.background[rank]:
@@ -217,14 +224,19 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
 
 
 def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, compute: Mapping[str, str]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     colours = {**compute, **{category: colour for category, colour in COLOURS.items() if category != COMPUTE}}
-    handles = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
+    handles: list[Any] = [Patch(facecolor=colour) for colour in colours.values()]
+    labels = list(colours)
+    if any(panel.split for panel in panels):
+        handles.insert(len(compute), tuple(Patch(facecolor=colour) for colour in PIECE_COLOURS[:3]))
+        labels.insert(len(compute), "pieces of split samples, a colour each")
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
-        frameon=False, fontsize=11, labelcolor=_INK, handlelength=1.3, handleheight=1.0, columnspacing=1.8,
-        borderpad=0, borderaxespad=0,
+        handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
+        handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
+        handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
     if any(any(panel.background.values()) for panel in panels):
         note = "thin strip: background threads (not counted)"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from odc.balance import Plan, lb_micro, lb_mini, quadratic
+from odc.balance import Plan, lb_micro, lb_mini, lb_split, quadratic
 from odc.cli import main
 
 pytest.importorskip("typer", reason="needs the cli extra")
@@ -48,6 +48,22 @@ def test_options_reach_the_policy(lengths: str, capsys: pytest.CaptureFixture) -
     assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    options = ("--ranks", "4", "--policy", "lb_split", "--quadratic", "1,1", "--json", str(out), "--draw", str(picture))
+    assert plan(lengths, *options, "--floor", "2", "--node", "2", "--contiguous") == 0
+    expected = lb_split(SIZES, 4, 100, quadratic(1, 1), floor=2, node=2, one_slice=True)
+    said = capsys.readouterr().out
+    assert said == f"{expected}\nplan     {out}\npicture  {picture}\n" and expected.splits
+    for split in expected.splits:
+        low, high = sorted(split.tokens)
+        where = f"sample {split.sample} of {split.length} tokens in pieces of {low}-{high} on ranks "
+        assert where + ", ".join(map(str, split.ranks)) in said
+    assert Plan.from_json(out.read_text()) == expected
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -56,6 +72,7 @@ def test_options_reach_the_policy(lengths: str, capsys: pytest.CaptureFixture) -
         (["--field", "tokens"], "element 0 has no field 'tokens'"),
         (["--group-field", "prompt"], "has no field 'prompt'"),
         (["--speeds", "1,fast"], "odc: speeds must be numbers"),
+        (["--floor", "9"], "odc: floor, node and contiguous are options of lb_split, not of lb_mini"),
         (["--equal-samples"], "odc: equal-samples is an option of lb_micro, not of lb_mini"),
         (["--quadratic", "1"], "odc: quadratic must be two numbers A,B, not '1'"),
         (["--quadratic", "1,1", "--model", "x"], "odc: quadratic and model are two costs"),

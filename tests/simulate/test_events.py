@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from odc.errors import ConfigError
 from odc.simulate import Cluster, Model, Step, Unit, even_model, simulate, simulate_events
+from odc.simulate.workload import Gang
 
 TWO = Model((Unit(8.0, 8.0, 0.5), Unit(8.0, 8.0, 0.5)))
 
@@ -63,6 +66,31 @@ def test_transfers_queue_at_an_owner_that_holds_all() -> None:
     queued = simulate_events(Step(single, model, step.seconds, "on demand"))
     assert queued.seconds == pytest.approx(1 + 4 * 1.0)
     assert simulate(Step(single, model, step.seconds, "on demand")) == queued
+
+
+def test_pieces_meet_in_every_unit_before_the_microbatches() -> None:
+    # 3 ranks. Rank 0 is slow: pieces of 9 s take 18 s there and 9 s on rank 1, in 4 uses of 1/6, 1/6, 1/3, 1/3.
+    gang = Gang((1, 0), (9.0, 9.0), exchange_seconds=0.5)
+    step = Step(Cluster(3, slow={0: 2.0}), TWO, [[], [3.0], [30.0]], "on demand", gangs=[gang])
+    result = simulate_events(step)
+    assert result.busy == pytest.approx((18.0, 12.0, 30.0))
+    assert result.transfer == pytest.approx((3.0, 3.0, 0.0))  # 0.5 s a unit in forward, twice that in backward
+    assert result.seconds == pytest.approx(30.0), "a rank without pieces waits for nobody"
+    alone = simulate_events(replace(step, seconds=[[], [3.0], []]))
+    # Rank 1 computes its last use of 3 s once rank 0 has begun its own, 12 s and three exchanges after the start.
+    assert alone.seconds == pytest.approx(max(18 + 3, 12 + 3 + 3 + 3))
+    second = Gang((0, 2), (6.0, 3.0))
+    both = simulate_events(replace(step, seconds=[[], [3.0], []], gangs=[gang, second]))
+    assert both.seconds == pytest.approx(21 + 12), "the second sample's rank 0 comes from the first"
+    assert both.microbatches == (0, 1, 0)
+
+
+@pytest.mark.parametrize("gang", [Gang((0, 0), (1.0, 1.0)), Gang((0, 3), (1.0, 1.0)), Gang((0, 1), (1.0,))])
+def test_gangs_that_cannot_be(gang: Gang) -> None:
+    with pytest.raises(ConfigError, match="different ranks of the cluster"):
+        Step(Cluster(3), TWO, [[], [], []], "on demand", gangs=[gang])
+    with pytest.raises(ConfigError, match="not under 'collectives'"):
+        Step(Cluster(3), TWO, [[], [], []], "collectives", gangs=[gang])
 
 
 def test_dynamic_gives_the_next_microbatch_to_whoever_is_free() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.steps import TRANSPORTS, steps
 
-from odc.balance import lb_mini, lower_bound, quadratic
+from odc.balance import Plan, SplitSample, lb_mini, lower_bound, quadratic
 from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan
 
 _few = settings(max_examples=50, deadline=None)
@@ -19,7 +19,11 @@ _few = settings(max_examples=50, deadline=None)
 def on_ranks(step: Step) -> list[float]:
     """Compute of each rank without jitter, fixed times left out."""
     slow = step.cluster.slowness()
-    return [sum(own) * slow[rank] for rank, own in enumerate(step.seconds)]
+    pieces = [
+        [seconds for gang in step.gangs for rank, seconds in zip(gang.ranks, gang.seconds, strict=True) if rank == mine]
+        for mine in range(step.cluster.ranks)
+    ]
+    return [(sum(own) + sum(pieces[rank])) * slow[rank] for rank, own in enumerate(step.seconds)]
 
 
 def quiet(step: Step) -> Step:
@@ -53,8 +57,24 @@ def test_dynamic_never_below_what_the_fastest_ranks_could_do(step: Step) -> None
 @_few
 @given(steps(free=True, transport="on demand"))
 def test_free_links_on_demand_take_the_longest_rank(step: Step) -> None:
-    step = quiet(step)
+    step = replace(quiet(step), gangs=())
     assert simulate(step).seconds == pytest.approx(max(on_ranks(step)))
+
+
+@_few
+@given(steps(free=True, transport="on demand"))
+def test_free_links_and_pieces_alike_take_what_the_plan_says(step: Step) -> None:
+    """Pieces of one sample start together and end together, as `Plan.split_ends` has it."""
+    alike = tuple(replace(gang, seconds=(gang.seconds[0],) * len(gang.ranks)) for gang in step.gangs)
+    step = replace(quiet(step), gangs=tuple(replace(gang, exchange_seconds=0.0) for gang in alike))
+    step = replace(step, cluster=replace(step.cluster, slow={}))
+    splits = [
+        SplitSample(sample, list(gang.ranks), [[(i, i + 1)] for i in range(len(gang.ranks))], list(gang.seconds))
+        for sample, gang in enumerate(step.gangs)
+    ]
+    whole = [[[] for _ in own] for own in step.seconds]
+    plan = Plan(whole, [list(own) for own in step.seconds], 1.0, splits=splits)
+    assert simulate(step).seconds == pytest.approx(plan.longest)
 
 
 @_few
@@ -105,6 +125,7 @@ def test_names_of_ranks_change_nothing(transport: str, data: st.DataObject) -> N
         step,
         cluster=replace(cluster, slow={at: cluster.slow.get(rank, 1.0) for at, rank in enumerate(order)}),
         seconds=[step.seconds[rank] for rank in order],
+        gangs=[replace(gang, ranks=tuple(order.index(rank) for rank in gang.ranks)) for gang in step.gangs],
     )
     before, after = simulate(replace(step, cluster=cluster)), simulate(moved)
     if transport != "dynamic" or not cluster.slow:  # who of two free ranks takes a job is decided by their order
@@ -127,8 +148,9 @@ def test_no_arm_beats_the_bound_of_its_samples(lengths: list[int], ranks: int) -
     cluster = Cluster(ranks, intra_bandwidth=1e3, intra_latency=0.01)
     bound = lower_bound([cost(length) for length in lengths], ranks)
     for arm in ARMS.values():
-        plan = arm.plan(lengths, ranks, 1000, cost, 0)
-        assert simulate_plan(plan, arm, cluster, even_model(2, 10.0)).seconds >= bound * (1 - 1e-9)
+        plan = arm.plan(lengths, ranks, 1000, cost, 0, floor=1)
+        least = plan.bound if arm.splits else bound
+        assert simulate_plan(plan, arm, cluster, even_model(2, 10.0)).seconds >= least * (1 - 1e-9)
 
 
 def test_the_plan_of_lb_mini_on_free_links_takes_its_longest_rank() -> None:

@@ -46,6 +46,8 @@ def test_only_arms_that_say_so_plan_with_equal_sample_counts(name: str) -> None:
     microbatches = {len(own) for own in plan.ranks}
     if name.endswith("-equal-samples"):
         assert samples == [8] * 4 and len(microbatches) == 1
+    elif arm_named(name).splits:
+        assert [split.sample for split in plan.splits] == [0]
     elif not name.endswith("-localsort"):
         assert samples[[[0] in own for own in plan.ranks].index(True)] < 8
 

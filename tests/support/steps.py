@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from odc.simulate import Cluster, Model, Step, Unit
+from odc.simulate.workload import Gang
 
 TRANSPORTS = ("collectives", "resident", "on demand", "dynamic")
 _positive = st.floats(0.5, 50.0)
@@ -54,4 +55,14 @@ def steps(draw: st.DrawFn, *, free: bool = False, transport: str | None = None) 
     all_seconds = iter(draw(st.lists(st.floats(0.1, 10.0), min_size=count, max_size=count, unique=True)))
     seconds = [[next(all_seconds) for _ in range(own)] for own in counts]
     chosen = transport or draw(st.sampled_from(TRANSPORTS))
-    return Step(cluster, model, seconds, chosen, draw(st.booleans()), draw(st.integers(0, 1)), draw(st.integers(0, 9)))
+    gangs = draw(st.lists(gangs_of(cluster.ranks), max_size=5)) if chosen == "on demand" and cluster.ranks > 1 else []
+    options = draw(st.booleans()), draw(st.integers(0, 1)), draw(st.integers(0, 9))
+    return Step(cluster, model, seconds, chosen, *options, gangs)
+
+
+@st.composite
+def gangs_of(draw: st.DrawFn, ranks: int) -> Gang:
+    """Two or more pieces on ranks in any order."""
+    members = draw(st.lists(st.integers(0, ranks - 1), min_size=2, max_size=min(ranks, 5), unique=True))
+    seconds = draw(st.lists(st.floats(0.1, 10.0), min_size=len(members), max_size=len(members)))
+    return Gang(tuple(members), tuple(seconds), draw(_short))

@@ -17,8 +17,9 @@ from odc.trace import (
     WINDOW,
     Span,
     draw,
+    piece_of,
 )
-from odc.trace.timeline import COLOURS
+from odc.trace.timeline import COLOURS, PIECE_COLOURS
 
 MS = 1_000_000
 
@@ -42,9 +43,9 @@ def trace(ranks, *, waits, epochs=3):
 
 
 def share(path, category):
-    """Share of the picture's pixels in the very colour of a category."""
+    """Share of the picture's pixels in the very colour of a category, or in a colour."""
     pixels = np.round(imread(path)[..., :3] * 255).astype(int)
-    colour = [int(COLOURS[category][at : at + 2], 16) for at in (1, 3, 5)]
+    colour = [int(COLOURS.get(category, category)[at : at + 2], 16) for at in (1, 3, 5)]
     return float((pixels == colour).all(axis=-1).mean())
 
 
@@ -64,6 +65,25 @@ def test_passes_have_colours_of_their_own(tmp_path):
         mine = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
         assert float((pixels == mine).all(axis=-1).mean()) > 0.05
     assert share(tmp_path / "passes.png", COMPUTE) == 0
+
+
+def test_pieces_have_one_colour_a_split_sample(tmp_path):
+    spans = {
+        rank: [
+            Span(MICROBATCH, "main", 0, 30 * MS, 1, 0, piece_of(4)),
+            Span(WAIT, "main", 5 * MS, 10 * MS, 1, 0, "kv0", 1 - rank),
+            Span(MICROBATCH, "main", 30 * MS, 60 * MS, 1, 1, piece_of(7)),
+            Span(MICROBATCH, "main", 60 * MS, 90 * MS, 1, 2),
+            Span(WINDOW, "main", 0, 90 * MS, 1),
+        ]
+        for rank in range(2)
+    }
+    draw(tmp_path / "split.png", [("split", spans)])
+    draw(tmp_path / "whole.png", [("whole", trace(2, waits=False))])
+    first, second, third = (share(tmp_path / "split.png", colour) for colour in PIECE_COLOURS[:3])
+    assert second == pytest.approx(first * 30 / 25, rel=0.1) and third < 0.1 * first, "the third is in the legend alone"
+    assert share(tmp_path / "split.png", COMPUTE) == pytest.approx(second, rel=0.1)
+    assert share(tmp_path / "whole.png", PIECE_COLOURS[0]) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 32])

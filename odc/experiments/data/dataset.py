@@ -46,7 +46,7 @@ def load_dataset(config: JobConfig, progress: Progress) -> Dataset:
     cache = cache_folder(config)
     progress.phase(f"tokenizing {len(raw)} documents")
     tokenizer = _tokenizer(config, raw, cache)
-    documents = load_documents(raw, tokenizer, max_tokens=config.max_tokens, long=config.long, cache=cache)
+    documents = load_documents(raw, tokenizer, max_tokens=config.longest, long=config.long, cache=cache)
     return Dataset(documents, tokenizer)
 
 

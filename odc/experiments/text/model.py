@@ -46,6 +46,14 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
     return _random(config, path, dtype, seed)
 
 
+def empty_model(source: Path) -> Any:
+    """The model of `source` in train mode on the meta device, for checks; ConfigError as in `build_model`."""
+    path, _ = _config_path(source)
+    config = _config(path)
+    with torch.device("meta"):
+        return _random(config, path, torch.float32, 0)
+
+
 def config_of(source: Path) -> dict[str, Any]:
     """The parsed config of `source`, for cost models; ConfigError as in `build_model`. Does not load transformers."""
     return _parsed(_config_path(source)[0])

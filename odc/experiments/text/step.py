@@ -35,9 +35,10 @@ from odc.experiments.results import SkippedStep, StepRecord
 from odc.experiments.text.export import export
 from odc.experiments.text.loss import loss_scale, use_document_loss
 from odc.experiments.text.model import build_model, config_of
+from odc.experiments.text.pieces import DocumentPieces
 from odc.experiments.update import adamw, agree, set_rate, update
 from odc.experiments.workload import Trainer
-from odc.trace import OPTIMIZER, recorder
+from odc.trace import OPTIMIZER, piece_of, recorder
 
 NS = 1e-9
 
@@ -46,7 +47,8 @@ NS = 1e-9
 class TextStep(StepRecord):
     """One optimizer step. The planner's cost model predicts bubbles, of the plan and of the best possible plan.
 
-    `counts` are microbatches by rank, `dummies` of them dummies. `retried` says why the minibatch had to run again.
+    `counts` are microbatches and pieces of split samples by rank; in all, `dummies` of them are dummies and `pieces`
+    are pieces. `retried` says why the minibatch had to run again.
     """
 
     lr: float
@@ -55,12 +57,14 @@ class TextStep(StepRecord):
     plan_bubble: float
     bound_bubble: float
     retried: str | None = None
+    pieces: int = 0
 
 
 @dataclass(frozen=True)
 class _PlannedMinibatch:
     """This rank's microbatches of a planned minibatch, their predicted costs (none for dummies), and the loss scale."""
 
+    documents: list[Document]
     plan: Plan
     mine: list[Microbatch]
     costs: list[float]
@@ -74,7 +78,8 @@ class TextTrainer(Trainer):
         self.config, self.progress, self.device, self.arm = config, progress, device, arm_named(config.arm)
         self.dataset = load_dataset(config, progress)
         self.sampler = MinibatchSampler(len(self.dataset.documents), config.minibatch_size, config.seed)
-        self.computed = 0  # microbatches that this rank ran in its last step
+        self.pieces: DocumentPieces | None = None  # only under an arm that splits samples
+        self.computed = 0  # microbatches and pieces that this rank ran in its last step
 
     def build(self) -> None:
         """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm, and moved whole.
@@ -97,6 +102,12 @@ class TextTrainer(Trainer):
         self.model, self.optimizer = model, adamw(model.parameters(), config)
         fields = config_of(source) | {"vocab_size": vocab}
         self.cost = cost_from_config(fields, checkpointing=config.activation_checkpointing)
+        if self.arm.splits:
+            self.pieces = DocumentPieces(model, config, max(self.dataset.lengths), self.device)
+
+    def start(self, first: int) -> None:
+        if self.pieces is not None:
+            self.pieces.prepare()
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict()}
@@ -105,6 +116,8 @@ class TextTrainer(Trainer):
         self.sampler.load_state_dict(state["sampler"])
 
     def finish(self) -> None:
+        if self.pieces is not None:
+            self.pieces.close()
         if self.config.export is not None:
             self.progress.phase(f"exporting to {self.config.export}")
             export(Path(self.config.export), self.model, self.dataset.tokenizer)
@@ -136,6 +149,7 @@ class TextTrainer(Trainer):
             norm = update(f"step {step + 1}", self.model.parameters(), self.optimizer, self.config.clip)
             settle(self.device)
         counts = [int(count) for (count,) in computed]
+        pieces = sum(len(split.ranks) for split in plan.splits)
         return TextStep(
             step=step + 1,
             loss=total / max(1, label_tokens),
@@ -145,22 +159,24 @@ class TextTrainer(Trainer):
             tokens=sum(len(document) for document in documents),
             label_tokens=label_tokens,
             counts=counts,
-            dummies=sum(counts) - len(queue_of(plan)),
+            dummies=sum(counts) - len(queue_of(plan)) - pieces,
             step_s=(recorder().now() - start) * NS,
             plan_bubble=self.arm.predicted_bubble(plan),
             bound_bubble=plan.bubble_bound,
             retried=retried,
+            pieces=pieces,
         )
 
     def _prepare(self, documents: list[Document], max_tokens: int) -> _PlannedMinibatch:
         rank, world = dist.get_rank(), dist.get_world_size()
-        plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed)
+        limits = {"node": self.pieces.node, "floor": self.config.piece_floor} if self.pieces is not None else {}
+        plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed, **limits)
         loads = self.arm.loads(plan, rank)
         mine = [pack([documents[i] for i in microbatch]) for microbatch, _ in loads]
         if not self.arm.dynamic:
             mine += [padded_dummy() for _ in range(self.arm.counts(plan)[rank] - len(mine))]
         scale = loss_scale(world, sum(document.label_tokens for document in documents))
-        return _PlannedMinibatch(plan, mine, [cost for _, cost in loads], scale)
+        return _PlannedMinibatch(documents, plan, mine, [cost for _, cost in loads], scale)
 
     def _attempt_twice(
         self, step: int, documents: list[Document], first: _PlannedMinibatch, between: Callable[[], None] | None
@@ -177,26 +193,34 @@ class TextTrainer(Trainer):
             return error.with_traceback(None)  # frames would keep the activations of the failed microbatch
 
     def _minibatch(self, step: int, prepared: _PlannedMinibatch, between: Callable[[], None] | None) -> float:
-        """Runs this rank's microbatches, or under a dynamic arm what it claims of everybody's; returns its loss."""
-        mine, scale = prepared.mine, prepared.scale
+        """Runs this rank's pieces and microbatches, or under a dynamic arm what it claims; returns its loss."""
+        mine, splits = prepared.mine, bool(prepared.plan.splits)
         losses: list[float] = []
         given_up = False
 
-        def backward(m: int, microbatch: Microbatch) -> None:
+        def run(inputs: dict[str, Any], unit: str = "") -> None:
+            if len(losses) == 1 and between is not None:
+                between()
+            with recorder().microbatch(len(losses), unit):
+                began = time.thread_time()
+                loss = self.model(**inputs)
+                (loss * prepared.scale).backward()
+                losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
+                self._slow_down(time.thread_time() - began)
+
+        def pieces() -> None:
+            assert self.pieces is not None
+            for piece, inputs in self.pieces.of(prepared.plan, prepared.documents):
+                run(inputs, piece_of(piece.sample))
+
+        def backward(microbatch: Microbatch) -> None:
             nonlocal given_up
             if given_up:
                 return
-            if m == 1 and between is not None:
-                between()
             try:
-                with recorder().microbatch(m):
-                    began = time.thread_time()
-                    loss = self.model(**microbatch.to(self.device).model_inputs())
-                    (loss * scale).backward()
-                    losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
-                    self._slow_down(time.thread_time() - began)
+                run(microbatch.to(self.device).model_inputs())
             except (RuntimeError, MemoryError) as error:
-                if not self.arm.on_demand or not out_of_memory(error):
+                if not self.arm.on_demand or not out_of_memory(error) or splits:  # other ranks wait for pieces
                     raise
                 given_up = True
                 self.model.abandon_minibatch(f"out of memory in a microbatch of {microbatch.tokens} tokens")
@@ -204,12 +228,14 @@ class TextTrainer(Trainer):
         def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
             # What is drawn at random (dropout) belongs to the microbatch, not to the rank that happens to compute it.
             torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step, number]).generate_state(1)[0]))
-            backward(m, Microbatch.from_tensors(tensors))
+            backward(Microbatch.from_tensors(tensors))
 
         if self.arm.dynamic:
             run_queue(self.arm, self.model, [microbatch.tensors() for microbatch in mine], prepared.costs, claimed)
         else:
-            run_minibatch(self.arm, self.model, len(mine), lambda m: backward(m, mine[m]))
+            run_minibatch(
+                self.arm, self.model, len(mine), lambda m: backward(mine[m]), pieces if self.arm.splits else None
+            )
         self.computed = len(losses)
         return math.fsum(losses)
 

@@ -70,5 +70,6 @@ class TextWorkload(Workload[JobConfig]):
                 "bound": fmean(step.bound_bubble for step in steps),
                 "microbatches": [step.counts for step in steps],
                 "dummies": sum(step.dummies for step in steps),
+                "pieces": [step.pieces for step in steps],
             },
         }

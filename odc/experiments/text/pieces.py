@@ -1,0 +1,74 @@
+"""Pieces of split samples in a training step: a job's Splitter, and the model's arguments for a piece of a document."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odc.balance import Plan
+from odc.experiments.config import JobConfig
+from odc.experiments.data.documents import Document
+from odc.experiments.data.packing import pack
+from odc.experiments.text.model import empty_model
+from odc.split import SamplePiece, Splitter
+
+_jobs = itertools.count()  # of this process, which may run several one after the other, as all ranks do
+
+
+def check_splittable(source: Path) -> None:
+    """Raises `UnsupportedError`, listing the reasons, if samples of the model of `source` cannot be split.
+
+    Builds the model without weights. Raises `ConfigError` if there is no such model.
+    """
+    from odc.split.models import hook
+
+    hook(empty_model(source))
+
+
+class DocumentPieces:
+    """The pieces of one rank, of documents of at most `longest` tokens. Every rank makes one, of a sharded model.
+
+    Raises `UnsupportedError` if samples of the model cannot be split.
+    """
+
+    def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
+        self._device, world = device, dist.get_world_size()
+        self.node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self._splitter = Splitter(
+            model,
+            longest,
+            # In zig-zag pieces of two slices each, both rounded up.
+            piece_tokens=min(config.max_tokens, -(-longest // 2) + 1),
+            # The recompute of a checkpointed block puts its keys and values once more.
+            keep=not config.activation_checkpointing,
+            node=self.node,
+            timeout_s=config.timeout_s,
+            name=f"documents{next(_jobs)}",
+        )
+
+    def prepare(self) -> None:
+        """Runs a random sample whole and split, and makes the arenas; all ranks call it, outside a minibatch.
+
+        Raises `UnsupportedError` if the outputs differ, and `HeapMemoryError` without room for the arenas.
+        """
+        self._splitter.prepare()
+
+    def of(self, plan: Plan, documents: Sequence[Document]) -> Iterator[tuple[SamplePiece, dict[str, Any]]]:
+        """This rank's pieces and the model's arguments for each; forward and backward come before the next.
+
+        Every rank exhausts it for every plan, before its microbatches.
+        """
+        for piece in self._splitter.pieces(plan):
+            whole = pack([documents[piece.sample]]).to(self._device)
+            given = piece.of(whole.input_ids[0], targets=whole.labels[0])
+            yield piece, {**given.inputs, "labels": given.targets[None]}
+
+    def close(self) -> None:
+        """Waits until other ranks have read what lies here."""
+        self._splitter.close()

@@ -1,0 +1,105 @@
+"""Jobs whose long samples run as pieces on both ranks, against the same jobs with whole samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_job import CONFIG, run_here, tiny_job
+
+from odc.balance import Plan
+from odc.errors import DataError, UnsupportedError
+from odc.experiments.config import JobConfig
+from odc.experiments.results import JobResult
+from odc.experiments.text.step import TextStep
+from odc.experiments.text.workload import TextWorkload
+from odc.trace import MICROBATCH, WAIT, load_spans, piece_of
+
+pytest.importorskip("transformers", reason="needs the train extra")
+
+Pools = Callable[[int], Any]
+
+
+def split_job(folder: Path, **changes: Any) -> JobConfig:
+    return tiny_job(folder, **{"arm": "odc-split", "least_piece": 4, "minibatch_size": 2} | changes)
+
+
+def run_job(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
+    return run_here(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rel"),
+    [
+        ({"minibatch_size": 3}, 2e-5),
+        ({"activation_checkpointing": True}, 2e-5),
+        ({"precision": "bf16"}, 2e-2),
+    ],
+)
+def test_losses_and_norms_are_those_of_whole_samples(
+    ranks: Pools, tmp_path: Path, changes: dict[str, Any], rel: float
+) -> None:
+    split, whole = (ranks(2).run(run_job, split_job(tmp_path, arm=arm, **changes)) for arm in ("odc-split", "odc"))
+    assert any(step.pieces for step in split[0].steps) and not any(step.pieces for step in whole[0].steps)
+    for mine, theirs, expected in zip(split[0].steps, split[1].steps, whole[0].steps, strict=True):
+        same = {"step_s": 0.0, "bubble": None}
+        assert replace(mine, **same) == replace(theirs, **same), "ranks disagree on a step"
+        assert (mine.samples, mine.tokens, mine.label_tokens) == (
+            expected.samples,
+            expected.tokens,
+            expected.label_tokens,
+        )
+        assert mine.loss == pytest.approx(expected.loss, rel=rel)
+        assert mine.norm == pytest.approx(expected.norm, rel=rel)
+        assert mine.dummies == 0 and (mine.plan_bubble < expected.plan_bubble) == bool(mine.pieces)
+
+
+def test_samples_above_the_cap_train_in_pieces(ranks: Pools, tmp_path: Path) -> None:
+    capped = split_job(tmp_path, max_tokens=60)
+    split = ranks(2).run(run_job, capped)[0].steps
+    whole = ranks(2).run(run_job, split_job(tmp_path, arm="odc"))[0].steps
+    assert [step.loss for step in split] == pytest.approx([step.loss for step in whole], rel=2e-5)
+    with pytest.raises(DataError, match="more than the cap of 60"):
+        TextWorkload(capped.with_(arm="odc")).prepare()
+    with pytest.raises(DataError, match="more than the cap of 76"):  # two pieces of 38 and two tokens
+        TextWorkload(capped.with_(max_tokens=40)).prepare()
+    assert capped.with_(long="drop").longest == 60, "what is dropped is the same under every arm"
+
+
+def test_a_job_resumes_at_its_split_samples(ranks: Pools, tmp_path: Path) -> None:
+    through = split_job(tmp_path, output=str(tmp_path / "through"), steps=4, save_every=2)
+    losses = [step.loss for step in ranks(2).run(run_job, through)[0].steps]
+    first = tmp_path / "through" / "checkpoints" / "step-00000002"
+    resumed = ranks(2).run(run_job, split_job(tmp_path, steps=4, resume=str(first)))[0].steps
+    assert [step.loss for step in resumed] == pytest.approx(losses[2:], rel=1e-6) and resumed[0].step == 3
+
+
+def test_pieces_and_their_waits_are_in_the_trace(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(run_job, split_job(tmp_path, spans=str(tmp_path)))
+    for rank in range(2):
+        spans = load_spans(tmp_path / f"rank-{rank}.jsonl")
+        pieces = [span for span in spans if span.category == MICROBATCH and span.unit]
+        waits = [span for span in spans if span.category == WAIT and span.peer == 1 - rank]
+        assert {span.unit for span in pieces} <= {piece_of(0), piece_of(1)} and pieces
+        for piece in pieces:
+            inside = [one for one in waits if piece.start_ns <= one.start_ns and one.end_ns <= piece.end_ns]
+            layers = {one.unit for one in inside}
+            assert {"kv0", "kv1"} <= layers and any(name.startswith("dkv") for name in layers)
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    config = split_job(tmp_path)
+    scaled = CONFIG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    Path(config.model).write_text(json.dumps(scaled))
+    with pytest.raises(UnsupportedError, match="rotary embedding .dynamic."):
+        TextWorkload(config).prepare()
+    TextWorkload(config.with_(arm="odc")).prepare()
+
+
+def test_a_plan_without_long_samples_has_no_pieces(tmp_path: Path) -> None:
+    plan = Plan.of([[[0]], [[1]]], [1.0, 1.0])
+    assert plan.splits == [] and split_job(tmp_path).with_(least_piece=0).piece_floor == 256
