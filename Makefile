@@ -54,10 +54,12 @@ test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
+	    tests/integrations/test_examples.py \
 	    --installed accelerate,peft,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
-	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_accelerate.py --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_accelerate.py \
+	    --ignore tests/integrations/test_examples.py --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from odc.errors import ConfigError
 from odc.fsdp import OdcModule, fully_shard
+from odc.integrations._generation import generate_alone
 from odc.settings import Settings
 
 try:
@@ -123,6 +124,7 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             if rest:
                 fully_shard(rest, reshard_after_forward=reshard and self.reshard_after_forward, **options)
         fully_shard(model, **options)
+        generate_alone(model, below_root=hasattr(model, "get_base_model"))
 
 
 def _ends(model: Any) -> list[tuple[tuple[nn.Module | None, ...], bool]]:

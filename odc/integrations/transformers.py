@@ -19,12 +19,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from odc.blocks import blocks_of
 from odc.errors import ConfigError
 from odc.fsdp import fully_shard
+from odc.integrations._generation import generate_alone
 from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
+from odc.integrations.transformers_balance import (
+    PlannedSteps,
+    StepOfRank,
+    cost_of,
+    lengths_of,
+    local_metrics,
+    planned_loader,
+    refuse_unplanned,
+)
 from odc.settings import Settings
 
 try:
@@ -60,8 +69,7 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` looks for it
     model._get_name = lambda: name  # a Trainer looks up by this name how labels are shifted
-    if not isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
-        register_fsdp_forward_method(model, "generate")  # PEFT's runs the model below, past the root's own forward
+    generate_alone(model, below_root=not isinstance(model, PreTrainedModel))
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
     return model
@@ -102,6 +110,10 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
     one rank writes the whole model and the whole optimizer state. `blocks` are class names of the model's blocks, if it
     does not name them itself; `options` are a Trainer's, without `model_init` and `optimizers`. Raises ConfigError if
     odc can neither apply nor ignore an argument, and says what to use instead.
+
+    With `max_tokens`, the `per_device_train_batch_size` x ranks samples of each optimizer step are spread over the
+    ranks by LB-Mini, in microbatches of at most that many tokens, padding not counted. Ranks have as many as the plan
+    gives them, and meet once a step.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         *,
         blocks: str | Iterable[str] | None = None,
         settings: Settings | None = None,
+        max_tokens: int | None = None,
         **options: Any,
     ) -> None:
         if options.get("model_init") is not None:
@@ -123,11 +136,56 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             refuse_arguments(args)
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
+        self._max_tokens = max_tokens
+        if max_tokens is not None:
+            refuse_unplanned(self, max_tokens)
         self._kind = type(self.model)
         settings = settings_for(self.args, settings)
         prepare(self.model, blocks=blocks, settings=settings)
         if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
             _prepare_reference(reference, blocks=blocks, settings=settings)
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; with `max_tokens`, a loader of planned steps."""
+        stock = super().get_train_dataloader()
+        if self._max_tokens is None:
+            return stock
+        args, world = self.args, self.args.world_size
+        steps = PlannedSteps(
+            self._get_train_sampler(self.train_dataset),
+            lengths_of(self.train_dataset, args.length_column_name),
+            self._train_batch_size * world,
+            self._max_tokens,
+            cost_of(self.model),
+            rank=args.process_index,
+            world=world,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=args.dataloader_drop_last,
+        )
+        return planned_loader(stock, steps)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batches of an optimizer step, and the tokens of all ranks that its loss is divided by."""
+        if self._max_tokens is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        steps = [step for _, step in zip(range(num_batches), epoch_iterator, strict=False)]
+        none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
+        return steps, self._get_num_items_in_batch([one for step in steps for one in step] or [none], device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a batch, or of this rank's microbatches of a planned step; its loss."""
+        if not isinstance(inputs, StepOfRank):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = torch.zeros((), device=self.args.device)
+        with model.minibatch(), local_metrics(self.accelerator):
+            for microbatch in inputs:
+                loss += super().training_step(model, microbatch, num_items_in_batch)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As the Trainer's, of all microbatches of a planned step."""
+        some = inputs if isinstance(inputs, StepOfRank) else [inputs]
+        return sum(super(OdcTrainer, self).floating_point_ops(one) for one in some)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model (of a PEFT model the adapter) to `output_dir` on one rank. Every rank calls it."""

@@ -210,3 +210,108 @@ def test_an_accelerators_precision_is_applied_or_the_order_refused(ranks) -> Non
     assert ranks(2).run(own_loop, True, {"mixed_precision": "no"})[0] == {"torch.float32"}
     with pytest.raises(RanksFailed, match="make the Accelerator first"):
         ranks(2).run(own_loop, True, {"mixed_precision": "bf16"})
+
+
+def generated(rank: int, world: int, lora: bool) -> tuple[list[int], list[int], int]:
+    """Tokens that the whole model and the sharded one generate, and how many forwards of a block that took."""
+    as_torchrun(rank, world)
+    from odc.integrations.transformers import prepare
+
+    net = model()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)  # of the adapter
+        net = get_peft_model(net, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    given = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    given |= {"max_new_tokens": 2 + 5 * rank, "do_sample": False, "pad_token_id": 0, "eos_token_id": 59}
+    expected = net.generate(**given)[0].tolist()
+    prepare(net)
+    runs: list[int] = []
+    inner = net.get_base_model() if lora else net
+    inner.model.layers[0].register_forward_pre_hook(lambda *unused: runs.append(1))
+    return expected, net.generate(**given)[0].tolist(), len(runs)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_each_rank_generates_with_forwards_for_its_own_tokens(ranks, lora: bool) -> None:
+    if lora:
+        pytest.importorskip("peft", reason="needs peft: make test-integrations")
+    for expected, ours, forwards in ranks(2).run(generated, lora):
+        assert ours == expected and forwards == len(ours) - 3
+
+
+LONG = [60, 22, 22, 22] * 4  # the long one weighs what three others do, which need two microbatches of 64 tokens
+
+
+def rebalanced(
+    rank: int, world: int, folder: Path, strategy: str, max_tokens: int | None, resume: str | None
+) -> tuple[Logged, list[int]]:
+    """Logged steps of an epoch of four steps of four samples, and how many forwards this rank ran in each step."""
+    as_torchrun(rank, world)
+    from transformers import TrainerCallback
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *unused: Any, **given: Any) -> None:
+            counts.append(0)
+
+    given: dict[str, Any] = {"max_tokens": max_tokens} if max_tokens else {}
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": -1}
+    changes |= {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": strategy}
+    trainer = OdcTrainer(
+        model=model(),
+        args=arguments(folder, **changes),
+        train_dataset=samples(LONG),
+        data_collator=padded,
+        callbacks=[Steps()],
+        **given,
+    )
+    counts = [0]
+
+    def count(module: torch.nn.Module, *unused: Any) -> None:
+        counts[-1] += 1
+
+    trainer.model.register_forward_pre_hook(count)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer), counts[:-1]
+
+
+def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
+    plain = ranks(2).run(rebalanced, tmp_path / "plain", "sequential", None, None, timeout=500)
+    planned = ranks(2).run(rebalanced, tmp_path / "planned", "sequential", 64, None, timeout=500)
+    assert max(differences(planned[0][0], plain[0][0])) < 1e-4, "the same samples a step, each counted once"
+    counts = [found[1] for found in planned]
+    assert all(len(rows) == 4 for rows in counts) and all(a != b for a, b in zip(*counts, strict=True)), counts
+    resumed = ranks(2).run(rebalanced, tmp_path / "more", "sequential", 64, str(tmp_path / "planned" / "checkpoint-3"))
+    assert max(differences(resumed[0][0], plain[0][0])) < 1e-4
+    assert [found[1] for found in resumed] == [rows[3:] for rows in counts], "only the last step is left"
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_ranks_draw_one_order_and_another_in_each_epoch(ranks, tmp_path, strategy: str) -> None:
+    (ours, _), (again, _) = ranks(2).run(rebalanced, tmp_path, strategy, 64, None, timeout=500)
+    assert ours == again, "what is logged is of all ranks"
+    first, second = drawn(strategy)
+    assert sorted(i for step in first for i in step) == list(range(16)) and first != second
+
+
+def drawn(strategy: str) -> list[list[list[int]]]:
+    """Of two epochs, the samples of each step, by both ranks' microbatches."""
+    from torch.utils.data import RandomSampler
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    from odc.balance import linear_cost
+    from odc.integrations.transformers_balance import PlannedSteps
+
+    both, rows = [], list(range(16))
+    for rank in range(2):
+        order = RandomSampler(rows) if strategy == "random" else LengthGroupedSampler(4, lengths=LONG)
+        steps = PlannedSteps(order, LONG, 8, 64, linear_cost, rank=rank, world=2, seed=3, drop_last=False)
+        found = []
+        for epoch in range(2):
+            steps.set_epoch(epoch)
+            found.append([[i for microbatch in step for i in microbatch] for step in steps])
+        both.append(found)
+    return [[a + b for a, b in zip(*epochs, strict=True)] for epochs in zip(*both, strict=True)]
