@@ -9,6 +9,8 @@ Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
 Kernels = Literal["torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("torch", "triton")
+EngineName = Literal["auto", "sockets", "nixl"]
+ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
 
 
@@ -32,6 +34,11 @@ class Settings:
             a whole step to fetch it. Doubles the memory of the published shard.
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
+        address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
+            key-value store is reached. May differ between ranks. Ignored on one host, as are the two that follow.
+        secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
+            by the job's other hosts; "" relies on the job's store alone.
+        engine: what reads shards and sums from other hosts; "auto" chooses.
         kernels: what moves data: torch's copies and adds, or the kernels of `odc.kernels`, which run on CPU memory only
             in triton's interpreter (for tests; see docs/gpu.md).
     """
@@ -47,12 +54,17 @@ class Settings:
     stale_check: bool = True
     trace: bool = True
     kernels: Kernels = "torch"
+    address: str = ""
+    secret_file: str = ""
+    engine: EngineName = "auto"
 
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
             raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_MODES)}, not {self.accumulate!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
