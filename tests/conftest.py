@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -62,6 +63,22 @@ def ranks() -> Iterator[Callable[[int], object]]:
 
 
 @pytest.fixture(scope="session")
+def host_ranks() -> Iterator[Callable[[int, int], object]]:
+    """`host_ranks(hosts, per_host).run(function, *args)` is as `ranks` over hosts: namespaces joined by a network.
+
+    Skips where none can be made. A test that limits or cuts the network makes `support.hosts.Hosts` for itself.
+    """
+    from support.hosts import need_hosts
+
+    need_hosts()
+    from support.host_ranks import HostPools
+
+    pools = HostPools()
+    yield pools
+    _assert_clean(pools.close())
+
+
+@pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable[[int], object]]:
     """As `ranks`, in processes where Triton kernels are interpreted; skips where triton is not installed."""
     pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
@@ -79,7 +96,10 @@ def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int],
         return pools.setdefault(world, RankPool(world, environment))
 
     yield pool
-    outcomes = [outcome for one in pools.values() for outcome in one.close()]
+    _assert_clean([outcome for one in pools.values() for outcome in one.close()])
+
+
+def _assert_clean(outcomes: list[Any]) -> None:
     unclean = [outcome.describe() for outcome in outcomes if outcome.exit_code != 0]
     assert not unclean, "pool ranks did not end in good order:\n" + "\n".join(unclean)
 

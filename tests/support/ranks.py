@@ -51,15 +51,28 @@ def _also_preloaded(environment: Environment) -> tuple[str, ...]:
 
 
 class RankProcesses(processes.RankProcesses):
-    """Ranks in a process group of their own whose output is kept; with variables of `environment` set."""
+    """Ranks in a process group of their own whose output is kept; with variables of `environment` set.
 
-    def __init__(self, world: int, *, once: bool, whole_end: bool = False, environment: Environment = ()) -> None:
+    With `own`, which gives variables to set in one rank alone, they join no group.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        *,
+        once: bool,
+        whole_end: bool = False,
+        environment: Environment = (),
+        own: Callable[[int], dict[str, str]] | None = None,
+    ) -> None:
         self.world = world
         self._outputs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115 (closed by close)
         server = fork_server(_ONE_THREAD + environment, (*_PRELOADED, *_also_preloaded(environment)))
-        group = server.new_group(world, "cpu", PATIENCE_S)
-        files = [output.fileno() for output in self._outputs]
-        super().__init__(server, range(world), group=group, outputs=files, once=once, whole_end=whole_end)
+        group = server.new_group(world, "cpu", PATIENCE_S) if own is None else None
+        files, each = [output.fileno() for output in self._outputs], own or (lambda _: {})
+        super().__init__(
+            server, range(world), group=group, environment=each, outputs=files, once=once, whole_end=whole_end
+        )
 
     @property
     def pids(self) -> list[int]:
@@ -125,13 +138,16 @@ class RankPool:
             RanksFailed: a rank raised, died or took longer than `timeout` seconds; the pool is gone then.
         """
         if self._ranks is None:
-            self._ranks = RankProcesses(self.world, once=False, environment=self._environment)
+            self._ranks = self._start()
         ranks = self._ranks
         ranks.perform(function, args)
         if not ranks.answers(timeout, _GRACE_S):
             self._ranks = None
             ranks.fail(f"{function.__qualname__}{args!r} failed on {self.world} ranks")
         return [outcome.value for outcome in ranks.outcomes]
+
+    def _start(self) -> RankProcesses:
+        return RankProcesses(self.world, once=False, environment=self._environment)
 
     def close(self) -> list[RankOutcome]:
         """Tell the ranks to leave, in good order; returns how they ended."""

@@ -1,0 +1,293 @@
+"""Hosts on one machine: namespaces joined by a network, and rank processes in them.
+
+A host is a process that does nothing, first in network, IPC, PID, UTS and mount namespaces of its own, with its own
+/dev/shm, /sys and hostname. Nothing has a name outside: when the tests end, however they end, the process loses its
+standard input and ends too, and the kernel takes the namespaces, everything that runs in them and the devices away.
+Addresses exist inside only. Hosts are joined by a bridge in a switch's namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from support.setns import NETWORK, enter_namespaces
+
+Made = TypeVar("Made")
+DEVICE = "eth0"  # of every host, as each has its own
+PATIENCE_S = 600.0
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}  # Debian's packages
+_NEEDED_CAPABILITIES = {12: "NET_ADMIN", 21: "SYS_ADMIN"}
+_HOST = "unshare --net --ipc --pid --uts --mount --fork --kill-child --mount-proc"
+_MOUNTS = "mount -t tmpfs shm /dev/shm && mount -t sysfs sysfs /sys && hostname {name} && echo ready && exec cat"
+_DELAY = Path(__file__).with_name("delay.py")
+
+
+def unavailable() -> str | None:
+    """Why hosts cannot be made here and what would help, or None if they can."""
+    if os.geteuid() != 0:
+        return "hosts need root, to make network namespaces"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        packages = sorted({_TOOLS[tool] for tool in missing})
+        return f"hosts need {', '.join(missing)}: apt-get install {' '.join(packages)}"
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    held = int(status["CapEff"], 16)
+    lacking = [name for bit, name in _NEEDED_CAPABILITIES.items() if not held >> bit & 1]
+    return f"hosts need the capabilities {', '.join(lacking)} (docker run --privileged)" if lacking else None
+
+
+def need_hosts() -> None:
+    """Skip the test where hosts cannot be made."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+class Namespaces:
+    """A process that holds namespaces, made by `command`, until `close`. `pid` is its number outside."""
+
+    def __init__(self, command: str, program: str) -> None:
+        self._process = subprocess.Popen(
+            [*command.split(), "sh", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        if said != b"ready\n":
+            said += self._process.stdout.read()
+            self.close()
+            raise OSError(f"no namespaces ({command}): {said.decode()}")
+        pid = self._process.pid
+        self.pid = int((children(pid) or [pid])[0])  # unshare has forked, or become the program
+
+    def start(self, command: Sequence[str], kinds: str = "-n", **options: Any) -> subprocess.Popen[Any]:
+        """Start a command in the namespaces that the options `kinds` of nsenter name."""
+        return subprocess.Popen(["nsenter", "-t", str(self.pid), *kinds.split(), "--", *command], **options)
+
+    def call(self, *lines: str, tool: str = "ip") -> None:
+        """Have `ip` or `tc` do these lines in the network namespace."""
+        with self.start([tool, "-batch", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            _, errors = process.communicate("\n".join(lines) + "\n", timeout=60)
+        if process.returncode:
+            raise OSError(f"{tool} {lines}: {errors}")
+
+    def close(self) -> None:
+        """End all processes in the namespaces."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()  # it ends, and with the first process of a namespace all others
+        try:
+            self._process.wait(60.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class Host(Namespaces):
+    """One host. Its `device` has the address `address`."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name, self.address, self.device = number, f"host{number}", f"10.68.0.{number + 1}", DEVICE
+        super().__init__(_HOST, _MOUNTS.format(name=self.name))
+
+    def environment(self) -> dict[str, str]:
+        """What a rank on this host must have set, beside what torchrun sets."""
+        return {"GLOO_SOCKET_IFNAME": self.device, "TP_SOCKET_IFNAME": self.device}
+
+    def command(self, *command: str, env: Mapping[str, str] = {}, **options: Any) -> subprocess.Popen[str]:
+        """Start a command as on that host; what it prints is read from the process that is returned."""
+        merged = {**os.environ, **self.environment(), **env}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        where = f"-n -i -p -u -m --wd={os.getcwd()}"
+        return self.start(command, where, text=True, env=merged, **{**streams, **options})
+
+    def within(self, function: Callable[[], Made]) -> Made:
+        """Call a function on a thread in the host's network; sockets that it makes stay there, whoever uses them."""
+        with ThreadPoolExecutor(1, initializer=enter_namespaces, initargs=(self.pid, NETWORK)) as thread:
+            return thread.submit(function).result()
+
+    def counted(self) -> tuple[int, int]:
+        """Bytes that the device has sent and received, as it counts them, with all headers."""
+        for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == self.device:
+                fields = numbers.split()
+                return int(fields[8]), int(fields[0])
+        raise OSError(f"{self.name} has no {self.device}")
+
+    def processes(self) -> list[int]:
+        """Processes on the host, as they are numbered outside, without the one that holds it."""
+        mine = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == mine:
+                    found.append(int(entry.name))
+        return sorted(set(found) - {self.pid})
+
+
+class Hosts:
+    """`count` hosts around a switch. Close it: everything in them ends."""
+
+    def __init__(self, count: int) -> None:
+        self._open = contextlib.ExitStack()
+        self._delay: subprocess.Popen[bytes] | None = None
+        self._store: Any = None
+        try:
+            self._switch = self._keep(Namespaces("unshare --net", "echo ready && exec cat"))
+            self._switch.call("link add br0 type bridge", "link set br0 up", "link set lo up")
+            self.hosts = [self._keep(Host(number)) for number in range(count)]
+            for host in self.hosts:
+                port = f"port{host.number}"
+                self._switch.call(
+                    f"link add {port} type veth peer name {host.device} netns {host.pid}",
+                    f"link set {port} master br0 addrgenmode none up",
+                )
+                host.call(
+                    "link set lo up",
+                    f"link set {host.device} addrgenmode none up",
+                    f"addr add {host.address}/24 dev {host.device}",
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+    def __getitem__(self, number: int) -> Host:
+        return self.hosts[number]
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    def _keep(self, made: Any) -> Any:
+        self._open.callback(made.close)
+        return made
+
+    def close(self) -> None:
+        """End whatever runs on the hosts, and them; idempotent."""
+        self._store = None
+        self.undelay()
+        self._open.close()
+
+    # the network -------------------------------------------------------------------------------------------------
+
+    def _ends(self, host: Host) -> tuple[tuple[Namespaces, str], ...]:
+        return (host, host.device), (self._switch, f"port{host.number}")
+
+    def shape(self, rate: str = "1gbit", burst: str = "512kb") -> None:
+        """Limit every host to `rate`, each way (10gbit needs bursts of 4mb)."""
+        for host in self.hosts:
+            for end, device in self._ends(host):
+                end.call(f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 100ms", tool="tc")
+
+    def unshape(self) -> None:
+        """Take the limits away."""
+        for host in self.hosts:
+            for end, device in self._ends(host):
+                with contextlib.suppress(OSError):  # it has none
+                    end.call(f"qdisc del dev {device} root", tool="tc")
+
+    def drop(self, number: int) -> None:
+        """Lose every packet from and to a host in the switch, where neither end notices."""
+        self._switch.call(f"link set port{number} nomaster")
+
+    def undrop(self, number: int) -> None:
+        """Pass the host's packets again, without a delay."""
+        self._switch.call(f"link set port{number} master br0 addrgenmode none up")
+
+    def delay(self, microseconds: int) -> None:
+        """Let every packet between host 0 and the others take this much longer each way (this kernel has no netem)."""
+        self.undelay()
+        command = [sys.executable, "-S", str(_DELAY), "near", "far", str(microseconds)]
+        self._delay = self._switch.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._delay.stdout is not None
+        if self._delay.stdout.readline() != b"ready\n":
+            raise OSError("the delay did not start")
+        others = [f"link set port{host.number} master br1" for host in self.hosts[1:]]
+        ends = [
+            f"link set {end} master {bridge} addrgenmode none up" for end, bridge in (("near", "br0"), ("far", "br1"))
+        ]
+        self._switch.call("link add br1 type bridge", "link set br1 up", *ends, *others)
+
+    def undelay(self) -> None:
+        if self._delay is not None:
+            process, self._delay = self._delay, None
+            with process:
+                self._switch.call(
+                    *(f"link set port{host.number} master br0" for host in self.hosts[1:]), "link del br1"
+                )
+                process.kill()
+
+    # ranks -------------------------------------------------------------------------------------------------------
+
+    def store(self) -> Any:
+        """A store on host 0, hosted by this process, that every host reaches; it survives any rank."""
+        if self._store is None:
+            import torch.distributed as dist
+
+            stores: Any = dist
+            first, timeout = self.hosts[0], timedelta(seconds=PATIENCE_S)
+            self._store = first.within(
+                lambda: stores.TCPStore(first.address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+            )
+        return self._store
+
+    def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
+        """What torchrun would set for a rank, and the interface that gloo must use."""
+        host = self.hosts[rank // per_host]
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % per_host),
+            "WORLD_SIZE": str(per_host * len(self.hosts)),
+            "LOCAL_WORLD_SIZE": str(per_host),
+            "GROUP_RANK": str(host.number),
+            "GROUP_WORLD_SIZE": str(len(self.hosts)),
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(self.store().port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **host.environment(),
+        }
+
+    def torchrun(self, per_host: int, *program: str, env: Mapping[str, str] = {}) -> list[subprocess.Popen[str]]:
+        """Start `torchrun` with `program` on every host, as a user does; one process a host."""
+        started = []
+        for host in self.hosts:
+            where = [
+                "--nnodes",
+                str(len(self.hosts)),
+                "--node-rank",
+                str(host.number),
+                "--nproc-per-node",
+                str(per_host),
+            ]
+            where += ["--master-addr", self.hosts[0].address, "--master-port", "29511"]
+            command = (sys.executable, "-m", "torch.distributed.run", *where, *program)
+            started.append(host.command(*command, env={"OMP_NUM_THREADS": "1", **env}))
+        return started
+
+
+def children(pid: int) -> list[int]:
+    """Children of a process's main thread."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
