@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from odc.errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class RankGrid:
@@ -138,3 +140,19 @@ class RankGrid:
         """
         group = self.local_shard_group
         return (group.index(owner) - group.index(source)) % len(group)
+
+
+def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> None:
+    """Raise `UnsupportedError` for what does not work over several hosts."""
+    if grid.host_count == 1:
+        return
+    where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
+    if grid.shards_span_hosts and len(grid.replica_group) > 1:
+        raise UnsupportedError(
+            f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "
+            "each replica on one host"
+        )
+    if queue_bytes:
+        raise UnsupportedError(f"{where} Settings(queue_bytes=...) works within one host only")
+    if kernels != "torch":
+        raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")

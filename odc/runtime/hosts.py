@@ -58,22 +58,6 @@ def _await_host(store: JobStore, rank: int, me: int) -> str:
     return host
 
 
-def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> None:
-    """Raise `UnsupportedError` for what does not work over several hosts."""
-    if grid.host_count == 1:
-        return
-    where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
-    if grid.shards_span_hosts and len(grid.replica_group) > 1:
-        raise UnsupportedError(
-            f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "
-            "each replica on one host"
-        )
-    if queue_bytes:
-        raise UnsupportedError(f"{where} Settings(queue_bytes=...) works within one host only")
-    if kernels != "torch":
-        raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")
-
-
 def own_address(store: Any, address: str = "") -> str:
     """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached.
 

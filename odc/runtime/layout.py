@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
-from odc.runtime.grid import RankGrid
-from odc.runtime.hosts import refuse_unsupported
+from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.local import LocalPeer

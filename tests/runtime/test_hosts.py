@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.runtime import JobStore, RankGrid, announce_failure, announce_process
-from odc.runtime.hosts import locate, own_address, refuse_unsupported
+from odc.runtime.grid import refuse_unsupported
+from odc.runtime.hosts import locate, own_address
 
 
 def store(timeout_s: float = 30.0) -> JobStore:
