@@ -1,0 +1,127 @@
+"""What an engine does, whichever it is, and how a connection to another host is set so that its death is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from odc.errors import PeerLostError
+
+PURPOSE = "read"  # what a connection to the engine of another rank says at its admission
+#: Connects to the listener of a rank (global) and goes through admission for `PURPOSE`. Raises OSError.
+Dial = Callable[[int], socket.socket]
+#: Raises if the job was aborted, given what this rank is doing.
+Check = Callable[[str], None]
+
+LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
+_TOLD_DEAD_AFTER = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": 1500}
+_TIMEVAL = struct.Struct("ll")
+
+
+def no_check(doing: str) -> None:
+    """Look at nothing."""
+
+
+class Engine(Protocol):
+    """Reads memory that ranks on other hosts expose, and exposes this rank's. Any thread may call any method.
+
+    One engine serves all roots of a process. Ranks are global. A region is a name that means the same on every rank.
+    """
+
+    name: str
+
+    def expose(self, region: str, memory: torch.Tensor) -> None:
+        """Let admitted ranks read `memory`, uint8 [n] and contiguous, under a name that is not exposed yet."""
+        ...
+
+    def withdraw(self, region: str) -> None:
+        """Expose it no longer. Reads that are being answered may still look at the memory, which they keep alive."""
+        ...
+
+    def adopt(self, connection: socket.socket, rank: int) -> None:
+        """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now."""
+        ...
+
+    def read(
+        self,
+        rank: int,
+        region: str,
+        offset: int,
+        into: torch.Tensor,
+        *,
+        what: str = "memory",
+        check: Check = no_check,
+    ) -> None:
+        """Fill `into`, uint8 [n] and contiguous, with the n bytes at `offset` of what `rank` exposes as `region`.
+
+        Waits until all have come. `what` is said after "reading" in messages. Raises PeerLostError if the rank is gone,
+        or does not expose these bytes; WaitTimeoutError if nothing came for the engine's timeout; whatever `check`
+        raises, which is called now and then. After an error `into` holds anything.
+        """
+        ...
+
+    def hang_up(self, rank: int) -> None:
+        """End the connections to and from `rank`, which is dead: reads of it raise at once."""
+        ...
+
+    def close(self) -> None:
+        """End connections and threads; reads that go on raise. Idempotent, and called in forked children."""
+        ...
+
+
+def set_for_reader(connection: socket.socket) -> None:
+    """Have a connection that waits for an answer fail within about two seconds of the other host's death.
+
+    A receive waits `LOOK_S` at most. Never for the end that sends bulk: the kernel's user timeout also ends connections
+    to a reader that is merely stopped.
+    """
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _TOLD_DEAD_AFTER.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    limit = _TIMEVAL.pack(int(LOOK_S), int(LOOK_S % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def set_for_server(connection: socket.socket) -> None:
+    """Have a connection that answers reads end with the reader's host, but not because the reader takes its time."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in {**_TOLD_DEAD_AFTER, "TCP_USER_TIMEOUT": 0}.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close a connection that other threads may be waiting on; they wake."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def lost(me: int, rank: int, what: str, why: object) -> PeerLostError:
+    """The error of a read that found the other rank gone."""
+    return PeerLostError(f"rank {me}, reading {what} of rank {rank}: {why}", culprit=rank)
+
+
+def refused(me: int, rank: int, what: str, region: str, offset: int, nbytes: int) -> PeerLostError:
+    """The error of a read of bytes that the other rank does not expose."""
+    return lost(me, rank, what, f"it exposes no {nbytes} bytes at {offset} of {region!r} (any more)")
+
+
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 CPU tensor, which stays alive with them."""
+    refuse_odd(memory)
+    return memoryview(memory.numpy())
+
+
+def refuse_odd(memory: torch.Tensor) -> None:
+    """Raise ValueError unless `memory` is uint8 [n] and contiguous."""
+    if memory.dtype is not torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+        raise ValueError(f"an engine moves contiguous uint8 [n], not {memory.dtype} {list(memory.shape)}")

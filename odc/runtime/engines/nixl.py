@@ -1,0 +1,312 @@
+"""Reads by NIXL (UCX): InfiniBand, RoCE, EFA, device memory, and TCP where there is nothing better.
+
+NIXL itself admits anybody who has an agent's metadata, so metadata crosses admitted connections only, and its listener
+is never on. It does not tell of deaths either: a read watches the admitted connection to the same rank.
+
+Two defaults are changed, which on processors that train cost 3 to 10 times the speed: the progress thread would spin,
+and UCX's TCP segments are small. What the environment sets for UCX stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from odc.errors import UnsupportedError, WaitTimeoutError
+from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
+from odc.runtime.engines.server import DESCRIBE, LENGTH, REFUSED, RegionServer, request
+from odc.runtime.engines.sockets import Connections, ask, fill
+from odc.runtime.wait import Backoff, Deadline
+
+MODULES = ("nixl_cu13", "nixl_cu12")
+EXTRA = "pip install 'odc-fsdp[nixl]'"
+_PROGRESS_DELAY_US = 100  # the progress thread sleeps in poll until traffic wakes it; 0, the Python API's, spins
+_TCP_SETTINGS = {
+    "UCX_TCP_TX_SEG_SIZE": "128k",
+    "UCX_TCP_RX_SEG_SIZE": "128k",
+    "UCX_TCP_SNDBUF": "4m",
+    "UCX_TCP_RCVBUF": "4m",
+}
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
+_MOST_READS = 16  # of one rank at a time
+_DESCRIPTION = struct.Struct("!QQI4s")  # address, bytes, device, kind; NIXL's metadata follows
+_SIOCGIFADDR = 0x8915
+
+
+def installed() -> str | None:
+    """The module of the NIXL that is installed, or None."""
+    from importlib.util import find_spec
+
+    return next((name for name in MODULES if find_spec(name) is not None), None)
+
+
+def rdma_devices(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Names of this host's InfiniBand, RoCE and EFA devices."""
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def set_for_ucx(address: str) -> None:
+    """Set what UCX reads when it loads, where the environment does not: TCP's buffers and the devices it may open.
+
+    Without a list UCX listens on every interface. `address` is the one at which other hosts reach this one.
+    """
+    devices = [f"{name}:1" for name in rdma_devices()]
+    interface = interface_of(address)
+    for name, value in _TCP_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if interface is not None:
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([*devices, interface]))
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def _load(address: str) -> ModuleType:
+    import importlib
+
+    module = installed()
+    if module is None:
+        raise UnsupportedError(f"Settings(engine='nixl') needs NIXL, which is not installed: {EXTRA}")
+    set_for_ucx(address)
+    try:
+        return importlib.import_module(f"{module}._api")
+    except (ImportError, OSError) as error:
+        raise UnsupportedError(f"Settings(engine='nixl'): {module} does not load: {error}") from error
+
+
+_making = threading.Lock()
+
+
+def _agent(api: Any, name: str) -> Any:
+    """An agent whose progress thread does not spin; the Python API has no parameter for that."""
+    plain = api.nixlBind.nixlAgentConfig
+
+    class Config(plain):  # type: ignore[misc]
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+    wanted = api.nixl_agent_config(
+        enable_prog_thread=True,
+        enable_listen_thread=False,
+        backends=["UCX"],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    with _making:
+        api.nixlBind.nixlAgentConfig = Config
+        try:
+            return api.nixl_agent(name, wanted)
+        finally:
+            api.nixlBind.nixlAgentConfig = plain
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A region of another rank: its agent, and where the region lies in its memory."""
+
+    agent: str
+    address: int
+    nbytes: int
+    device: int
+    kind: str
+
+
+class NixlEngine:
+    """An `Engine` by NIXL, for CPU and CUDA memory. Raises UnsupportedError where NIXL is not installed or loads not.
+
+    A destination within exposed memory needs no registration; any other is registered for the time of the read.
+    """
+
+    name = "nixl"
+
+    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str) -> None:
+        self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
+        self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
+        self._server = RegionServer(self._describe)
+        self._connections = Connections(me, dial, timeout_s, _MOST_READS)
+        self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._known: dict[tuple[int, str], _Remote] = {}
+        self._lock = threading.Lock()
+
+    def expose(self, region: str, memory: torch.Tensor) -> None:
+        refuse_odd(memory)
+        self._server.expose(region, memory)
+        self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+
+    def withdraw(self, region: str) -> None:
+        self._server.withdraw(region)
+        found = self._registered.pop(region, None)
+        if found is not None and os.getpid() == self._pid:
+            self._agent.deregister_memory(found[1])
+
+    def adopt(self, connection: socket.socket, rank: int) -> None:
+        self._server.adopt(connection, rank)
+
+    def _describe(self, region: str) -> bytes:
+        memory, registration = self._registered[region]
+        where = _DESCRIPTION.pack(memory.data_ptr(), memory.numel(), _device(memory), _kind(memory).encode())
+        return where + bytes(self._agent.get_partial_agent_metadata(registration, inc_conn_info=True))
+
+    def read(
+        self,
+        rank: int,
+        region: str,
+        offset: int,
+        into: torch.Tensor,
+        *,
+        what: str = "memory",
+        check: Check = no_check,
+    ) -> None:
+        refuse_odd(into)
+        connection = self._connections.lend(rank, what, check)
+        try:
+            remote = self._known.get((rank, region))
+            if remote is None:
+                remote = self._ask(connection, rank, region, what, check)
+            if offset + into.numel() > remote.nbytes:
+                raise refused(self.me, rank, what, region, offset, into.numel())
+            if into.numel():
+                with self._registration_of(into):
+                    self._transfer(connection, rank, remote, offset, into, what, check)
+        except OSError as error:
+            self._connections.discard(rank, connection)
+            raise lost(self.me, rank, what, error) from error
+        except BaseException:
+            self._connections.discard(rank, connection)
+            raise
+        self._connections.take_back(rank, connection)
+
+    def _ask(self, connection: socket.socket, rank: int, region: str, what: str, check: Check) -> _Remote:
+        """What the rank says of its region."""
+        ask(connection, request(DESCRIBE, region))
+        header = bytearray(LENGTH.size)
+        fill(connection, [memoryview(header)], self._connections, rank, what, check)
+        (length,) = LENGTH.unpack(header)
+        if length == REFUSED:
+            raise refused(self.me, rank, what, region, 0, 0)
+        if length < _DESCRIPTION.size:
+            raise UnsupportedError(
+                f"rank {self.me}, reading {what} of rank {rank}: it does not read by NIXL; install it there too "
+                f"({EXTRA}), or set Settings(engine='sockets') on every rank"
+            )
+        said = bytearray(length)
+        fill(connection, [memoryview(said)], self._connections, rank, what, check)
+        address, nbytes, device, kind = _DESCRIPTION.unpack_from(said)
+        with self._failing(rank, what), self._lock:
+            agent = self._agent.add_remote_agent(bytes(said[_DESCRIPTION.size :]))
+        name = agent.decode() if isinstance(agent, bytes) else str(agent)
+        remote = self._known[rank, region] = _Remote(name, address, nbytes, device, kind.decode())
+        return remote
+
+    def _transfer(
+        self,
+        connection: socket.socket,
+        rank: int,
+        remote: _Remote,
+        offset: int,
+        into: torch.Tensor,
+        what: str,
+        check: Check,
+    ) -> None:
+        agent, deadline, backoff = self._agent, Deadline(self._timeout_s), Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S)
+        with self._failing(rank, what):
+            source = [(remote.address + offset, into.numel(), remote.device)]
+            ours = agent.get_xfer_descs([_place(into)[:3]], _kind(into))
+            theirs = agent.get_xfer_descs(source, remote.kind)
+            handle = agent.initialize_xfer("READ", ours, theirs, remote.agent)
+        look = Deadline(LOOK_S)
+        try:
+            with self._failing(rank, what):
+                state = agent.transfer(handle)
+            while state == "PROC":
+                backoff.sleep()
+                if look.passed():
+                    look = Deadline(LOOK_S)
+                    refuse_dead(connection)
+                    check(f"reading {what} of rank {rank}")
+                    if deadline.passed():
+                        said = (
+                            f"rank {self.me}, reading {what} of rank {rank}: not all has come in {self._timeout_s:g} s"
+                        )
+                        raise WaitTimeoutError(said, culprit=rank)
+                with self._failing(rank, what):
+                    state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise lost(self.me, rank, what, f"NIXL says {state}")
+        finally:
+            with contextlib.suppress(Exception):  # of a transfer that failed: NIXL gives it up later
+                agent.release_xfer_handle(handle)
+
+    @contextlib.contextmanager
+    def _failing(self, rank: int, what: str) -> Iterator[None]:
+        """NIXL's own errors, which share no base, as the loss of `rank`."""
+        try:
+            yield
+        except Exception as error:
+            raise lost(self.me, rank, what, f"{type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _registration_of(self, into: torch.Tensor) -> Iterator[None]:
+        begin, end = into.data_ptr(), into.data_ptr() + into.numel()
+        for memory, _ in list(self._registered.values()):
+            if memory.data_ptr() <= begin and end <= memory.data_ptr() + memory.numel():
+                yield
+                return
+        registration = self._agent.register_memory([_place(into)], _kind(into))
+        try:
+            yield
+        finally:
+            self._agent.deregister_memory(registration)
+
+    def hang_up(self, rank: int) -> None:
+        """End whatever goes on with `rank`, which is dead."""
+        self._connections.hang_up(rank)
+        self._server.hang_up(rank)
+
+    def close(self) -> None:
+        self._connections.close()
+        self._server.close()
+        if os.getpid() == self._pid:
+            for region in list(self._registered):
+                self.withdraw(region)
+
+
+def refuse_dead(connection: socket.socket) -> None:
+    """Raise OSError if the other end of a connection on which nothing is expected has ended."""
+    try:
+        said = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return
+    raise ConnectionError("it closed the connection" if not said else "it said something that nobody asked for")
+
+
+def _place(memory: torch.Tensor) -> tuple[int, int, int, str]:
+    return memory.data_ptr(), memory.numel(), _device(memory), ""
+
+
+def _device(memory: torch.Tensor) -> int:
+    return memory.device.index or 0 if memory.device.type == "cuda" else 0
+
+
+def _kind(memory: torch.Tensor) -> str:
+    return "VRAM" if memory.device.type == "cuda" else "DRAM"
