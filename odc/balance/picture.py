@@ -31,7 +31,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     axes = figure.add_subplot()
     longest = plan.longest or 1.0
     height = 0.8 if ranks <= 64 else 1.0
-    _boxes(axes, [(0.0, rank, longest) for rank in range(ranks)], _IDLE, height)
+    _boxes(axes, [(0.0, rank, longest) for rank in range(ranks)], _IDLE, height, "idle")
     starts = plan.split_starts
     for number, (split, at) in enumerate(zip(plan.splits, starts, strict=True)):
         boxes = [(at, rank, cost) for rank, cost in zip(split.ranks, split.costs, strict=True)]
@@ -43,10 +43,15 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
         for m, cost in enumerate(costs):
             shades[m % 2].append((start, rank, cost))
             start += cost
-    for boxes, shade in zip(shades, _SHADES, strict=True):
-        _boxes(axes, boxes, shade, height)
+    for boxes, shade, label in zip(shades, _SHADES, ("microbatches", "every second one"), strict=True):
+        _boxes(axes, boxes, shade, height, label if boxes else None)
     axes.axvline(plan.bound, color="#c2410c", linewidth=1.2, label=f"lower bound (gap {plan.gap:.2%})")
-    axes.set(xlim=(0, longest * 1.01), ylim=(ranks - 0.5, -0.5), xlabel="predicted cost", ylabel="rank")
+    axes.set(
+        xlim=(0, longest * 1.01),
+        ylim=(ranks - 0.5, -0.5),
+        xlabel="predicted cost [units of the cost function]",
+        ylabel="rank",
+    )
     axes.set_title(
         f"{title}: predicted bubble {plan.bubble:.1%} per minibatch, {plan.bubble_per_microbatch:.1%} per microbatch",
         color=_INK,
@@ -56,7 +61,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     axes.locator_params(axis="y", integer=True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    figure.legend(loc="outside lower right", fontsize=9, frameon=False)
+    figure.legend(loc="outside lower right", ncols=5, fontsize=9, frameon=False)
     figure.savefig(os.fspath(path), format="png")
 
 

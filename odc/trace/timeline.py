@@ -36,7 +36,7 @@ _SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
 # Inches.
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.5, 0.62
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.68, 0.62
 _HEADER, _GAP = 0.68, 0.14
 _DPI = 150
 
@@ -113,7 +113,7 @@ def draw(
         if last:
             axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
         top -= rows + _GAP
-    _draw_legend(figure, prepared, height, dict(passes) or {COMPUTE: COLOURS[COMPUTE]})
+    _draw_legend(figure, prepared, height, dict(passes))
     figure.savefig(os.fspath(path), format="png")
 
 
@@ -227,17 +227,30 @@ def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, comput
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    colours = {**compute, **{category: colour for category, colour in COLOURS.items() if category != COMPUTE}}
-    handles: list[Any] = [Patch(facecolor=colour) for colour in colours.values()]
-    labels = list(colours)
+    handles: list[Any] = [Patch(facecolor=colour) for colour in compute.values()]
+    labels, notes = list(compute), ["a white line begins a microbatch"]
+    if not compute:
+        handles, labels = [_side_by_side(_SHADES)], [COMPUTE]
+        notes.insert(0, "the shade of compute alternates with every microbatch")
     if any(panel.split for panel in panels):
-        handles.insert(len(compute), tuple(Patch(facecolor=colour) for colour in PIECE_COLOURS[:3]))
-        labels.insert(len(compute), "pieces of split samples, a colour each")
+        handles.append(_side_by_side(PIECE_COLOURS[:3]))
+        labels.append("pieces of split samples, a colour each")
+    for category, colour in COLOURS.items():
+        if category != COMPUTE:
+            handles.append(Patch(facecolor=colour))
+            labels.append(category)
     figure.legend(
         handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
         handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
         handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
     if any(any(panel.background.values()) for panel in panels):
-        note = "thin strip: background threads (not counted)"
-        figure.text(1 - _RIGHT / _WIDTH, 1 - 0.27 / height, note, ha="right", va="center", fontsize=9, color=_SOFT_INK)
+        notes.append("the thin strip shows background threads, which are not counted")
+    figure.text(_LEFT / _WIDTH, 1 - 0.5 / height, "; ".join(notes), ha="left", va="center", fontsize=9, color=_SOFT_INK)
+
+
+def _side_by_side(colours: Sequence[str]) -> tuple[Any, ...]:
+    """One entry of the legend that shows several colours."""
+    from matplotlib.patches import Patch
+
+    return tuple(Patch(facecolor=colour) for colour in colours)
