@@ -167,19 +167,19 @@ def exchange() -> str:
 
 
 def simulator() -> str:
-    """docs/simulate.md: how fast the two simulators are."""
+    """bench/results/README.md: how fast the two simulators are."""
     rows = load("simulate")["rows"]
     return prose(
         "`simulate_events` takes "
         f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
         "numpy over all ranks, agrees with it to rounding, and is what runs unless `--owner-skew` is above 1: one step "
         f"of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
-        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning (`bench/results/simulate.md`)."
+        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning ([simulate.md](simulate.md))."
     )
 
 
 def trust() -> str:
-    """docs/simulate.md: simulated against emulated."""
+    """bench/results/README.md: simulated against emulated."""
     beside = load("simulated_vs_emulated")
     ratios = [row["simulated/emulated"] for row in beside["rows"]]
     ranks = sorted({row["ranks"] for row in beside["rows"]})
@@ -199,7 +199,7 @@ def trust() -> str:
             + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
         )
     emulated = (
-        "In [emulated runs](../bench/results/README.md#eight-emulated-ranks) on 8 ranks the bound that no plan can "
+        "In [emulated runs](#eight-emulated-ranks) on 8 ranks the bound that no plan can "
         "beat is, for `odc`, "
         f"{' and '.join(said)}."
     )

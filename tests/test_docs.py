@@ -21,12 +21,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS, RO
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
-    """Rows of the first table under a heading, by their first cell without back-ticks."""
+    """Rows of the first table under a heading, by each name (without back-ticks) of their first cell."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"\n{heading}\n")[1]
     rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert rows, f"{page}: no table under {heading}"
     cells = [[cell.strip() for cell in row.strip("| \n").split("|")] for row in rows[0].splitlines()[2:]]
-    return {row[0].strip("`"): row[1:] for row in cells}
+    return {name.strip("` "): row[1:] for row in cells for name in row[0].split(",")}
 
 
 def public_methods(cls: type) -> set[str]:
@@ -48,11 +48,11 @@ def test_every_public_method_of_fsdp2_is_listed() -> None:
 
 def test_what_fsdp2_methods_become_is_what_the_code_does() -> None:
     methods = table("fsdp.md", "## Methods of `FSDPModule`")
-    for name, (_, what, *_) in methods.items():
+    for name, (_, what) in methods.items():
         refused = inspect.isfunction(vars(OdcModule).get(name)) and "Refused" in (vars(OdcModule)[name].__doc__ or "")
         no_effect = "No-op" in (getattr(vars(OdcModule).get(name), "__doc__", None) or "")
-        assert (what == "refused") == refused, name
-        assert (what == "no effect") == no_effect, name
+        assert what.startswith("refused") == refused, name
+        assert what.startswith("no effect") == no_effect, name
 
 
 def test_new_methods_are_listed() -> None:
@@ -69,8 +69,7 @@ def test_every_error_has_its_section() -> None:
 
 
 def test_every_word_of_the_board_is_listed() -> None:
-    listed = {word.strip() for row in table("protocol.md", "## Words on the board") for word in row.split(",")}
-    assert listed == {word.name for word in Word}
+    assert table("protocol.md", "## Words on the board").keys() == {word.name for word in Word}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
