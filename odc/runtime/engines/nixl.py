@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from odc.errors import UnsupportedError
-from odc.runtime.engines.connections import Answers, Connections
+from odc.runtime.engines.connections import Answers, Connections, late
 from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
 from odc.runtime.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.runtime.wait import Backoff, Deadline
@@ -102,7 +102,7 @@ def _agent(api: Any, name: str) -> Any:
     """An agent whose progress thread does not spin; the Python API has no parameter for that."""
     plain = api.nixlBind.nixlAgentConfig
 
-    class Config(plain):  # type: ignore[misc]
+    class Config(plain):  # type: ignore[misc,valid-type]
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
 
