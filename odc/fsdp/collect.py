@@ -6,6 +6,7 @@ every rank, also where its own chunk is empty; otherwise a norm over DTensors wo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from odc.errors import AbandonedMinibatchError
 from odc.fsdp import refusals
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
-from odc.runtime import Endpoint, HeapLayout, UnitSpec
+from odc.runtime import Endpoint, HeapLayout, UnitSpec, parts
 
 
 class Collector:
@@ -45,6 +46,7 @@ class Collector:
             refusals.refuse_half_evaluated(protocol)
         protocol.complete()
         if abandoned is None:
+            member.gather_sums(self._used_units(used))
             self._write_gradients(used)
         else:
             self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
@@ -52,6 +54,10 @@ class Collector:
             member.layout.heap.lanes.settle()  # this rank's reads of its replicas' accumulators
         protocol.read_all()
         return abandoned
+
+    def _used_units(self, used: Sequence[bool]) -> list[bool]:
+        bases = self._member.layout.param_base
+        return [any(used[base:end]) for base, end in itertools.pairwise(bases)]
 
     def _write_gradients(self, used: Sequence[bool]) -> None:
         layout = self._member.layout
@@ -69,24 +75,21 @@ class Collector:
 
 def push_counts(layout: HeapLayout) -> torch.Tensor:
     """int64 [parameters]: cumulative pushes of each parameter by all members, as they wrote them into this heap."""
-    return layout.mine.all_pushes().sum(0)
+    counts = layout.mine.all_pushes().sum(0)
+    for member in layout.grid.remote:
+        counts += layout.remote(member).pushes
+    return counts
 
 
 def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tensor:
     """This rank's shard of the gradient of `unit`, 1-D [unit.numel] in the accumulator's dtype, divided by `divide_by`.
 
-    Sums per-source accumulators and those of replicas in rank order: every rank of a replica group computes the same
-    bits.
+    Sums in the order of `parts`: every rank of a replica group computes the same bits.
     """
-    total: torch.Tensor | None = None
-    for member in layout.grid.replica_group:
-        for source in range(layout.sources):
-            part = layout.peer(member).accumulator(unit, source)
-            if total is None:
-                total = part.clone()
-            else:
-                total.add_(part)
-    assert total is not None  # a replica group holds at least this rank
+    first, *others = parts(layout, unit)
+    total = first.clone()
+    for part in others:
+        total.add_(part)
     return total.div_(divide_by)
 
 

@@ -31,7 +31,7 @@ from odc.fsdp.root_layout import (
     unit_of,
 )
 from odc.fsdp.sender import Sender
-from odc.runtime import Member, RootState
+from odc.runtime import JobStore, Member, RootState, locate
 from odc.trace import recorder
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
@@ -46,8 +46,9 @@ class Root:
         if any(compat.is_manual(below) for below in compat.states_below(self.state)):
             raise OdcError("set_manual_backward_finalization() must be called on the root")
         call = registered(module)
-        self.grid = grid = grid_of(groups, call.rank)
         self.settings = settings = agreed_settings(module, call)
+        store = compat.default_store()
+        self.grid = grid = locate(JobStore(store, settings.timeout_s, call.rank), grid_of(groups, call.rank))
         self.rank = call.rank
         for group in groups:
             group.odc_params = list(params_of(group))
@@ -55,7 +56,7 @@ class Root:
         self.identity = identity = identity_of(call.sequence, grid)
         # Nothing that the daemon or `_shut_down` holds may hold this object: a deleted model gives its heap back.
         self.member = member = Member(
-            compat.default_store(),
+            store,
             identity,
             grid,
             units,

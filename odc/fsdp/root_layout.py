@@ -139,6 +139,10 @@ def open_heap(
             raise UnsupportedError(f"unit {name!r} is on {compat.device_of(group)}, the first unit on {device}")
     if device.type == "cpu":
         return host
+    if grid.remote:
+        raise UnsupportedError(
+            f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts; on CUDA odc works within one"
+        )
     process_group = compat.process_group_of(groups[0])
     if process_group is None:
         raise UnsupportedError(

@@ -7,8 +7,11 @@ from odc.runtime.arena import Arena
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.layout import HeapLayout, RankGrid
+from odc.runtime.grid import RankGrid
+from odc.runtime.hosts import locate
+from odc.runtime.layout import HeapLayout
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
+from odc.runtime.node import parts
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
@@ -54,6 +57,8 @@ __all__ = [
     "daemon",
     "flatten",
     "last_in_chain",
+    "locate",
+    "parts",
     "reading_token",
     "stop_daemon",
 ]

@@ -20,7 +20,7 @@ import torch
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap
 from odc.runtime.connect import Rendezvous
-from odc.runtime.layout import RankGrid
+from odc.runtime.grid import RankGrid
 from odc.runtime.member import Member
 from odc.runtime.protocol import ArenaWords
 from odc.runtime.store import JobStore, KeyValueStore, announce_process

@@ -22,11 +22,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
+from odc.errors import LayoutMismatchError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.memory import Attachment
-from odc.runtime.layout import RankGrid
+from odc.runtime.grid import RankGrid
 from odc.runtime.listener import Answer, ask
-from odc.runtime.store import JobStore, failure, process_of
+from odc.runtime.store import JobStore, failure, host_identity, process_of
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
@@ -127,6 +127,7 @@ class Rendezvous:
         # Enough to name the first unit in which two ranks differ.
         short = [[unit.name, hashlib.sha256(unit.fingerprint().encode()).hexdigest()[:8]] for unit in units]
         self._own = {"address": address, "token": token, "digest": digest, "units": short, "settings": settings}
+        self._own["host"] = host_identity()
         self._lines = lines = [unit.lines() for unit in units]
         # Read only by a rank whose layout differs. Packed, because a model of many experts has many lines, and a store
         # takes no value of any size.
@@ -174,7 +175,7 @@ class Rendezvous:
                 raise told from error
             raise
         self._attached.add(member)
-        if self._attached.issuperset(peer for peer in self.grid.shard_group if peer != self.grid.me):
+        if self._attached.issuperset(peer for peer in self.grid.local_shard_group if peer != self.grid.me):
             with contextlib.suppress(OdcError):  # only a rank that shuts down looks at it
                 self.settle()
         return found
@@ -188,6 +189,20 @@ class Rendezvous:
         self._await_key(self._key(member), member, "come up", late)
         said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
         return said
+
+    def agreed(self, member: int) -> dict[str, Any]:
+        """As `announced`; LayoutMismatchError if the member's heap is laid out otherwise than this rank's."""
+        said = self.announced(member)
+        if said["digest"] != self._own["digest"]:
+            raise LayoutMismatchError(self._difference(said, self.grid.ranks[member], self._identity))
+        return said
+
+    def _refuse_other_host(self, said: dict[str, Any], rank: int) -> None:
+        if said.get("host") != self._own["host"]:
+            raise UnsupportedError(
+                f"rank {self.grid.rank} and rank {rank} are on different hosts, or in containers that do not share "
+                f"their network and PID namespaces; heap {self._identity} is shared within one host only"
+            )
 
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
@@ -209,9 +224,8 @@ class Rendezvous:
 
     def _connect(self, member: int) -> Attachment:
         rank, me = self.grid.ranks[member], self.grid.rank
-        said = self.announced(member)
-        if said["digest"] != self._own["digest"]:
-            raise LayoutMismatchError(self._difference(said, rank, self._identity))
+        said = self.agreed(member)
+        self._refuse_other_host(said, rank)
         request = {"op": "attach", "root": self._identity, "token": said["token"]}
         answer = ask_member(said["address"], request, self.timeout_s, f"rank {me}", rank, self.check)
         if "error" in answer.reply:

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc.memory import ProcessHandle
+from odc.runtime.links import HostLink
 from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
+from odc.runtime.network import HostNetwork
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departures
+from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."
 _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix and the user
@@ -40,6 +43,8 @@ class Daemon:
         self._selector = selectors.DefaultSelector()
         self._unwatch: dict[str, list[Callable[[], None]]] = {}  # by service: gives the handles of its peers back
         self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
+        self._network: HostNetwork | None = None
+        self._making = threading.Lock()
         self._stopping = False
         self.departures = Departures()
         self._selector.register(self.doorbell, selectors.EVENT_READ, self._on_doorbell)
@@ -83,6 +88,21 @@ class Daemon:
         if pid != self.pid:
             self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
 
+    def network(self, store: Any, settings: Settings) -> HostNetwork:
+        """What this process has of the network, made on first use, for a job over several hosts."""
+        with self._making:
+            if self._network is None:
+                network = self._network = HostNetwork(store, self.rank, settings)
+                self._do(lambda: self._listen(network))
+            return self._network
+
+    def _listen(self, network: HostNetwork) -> None:
+        self._selector.register(network.reception.fileno(), selectors.EVENT_READ, network.reception.answer)
+
+    def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
+        """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
+        self._do(lambda: self._attend(service, link, read))
+
     def notify(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
             os.eventfd_write(self.doorbell, 1)
@@ -109,8 +129,11 @@ class Daemon:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, _ in self._selector.select(_POLL_S if self._polled else None):
+                visited = self._network is not None and self._network.reception.busy
+                for key, _ in self._selector.select(_POLL_S if self._polled or visited else None):
                     key.data()
+                if visited and self._network is not None:
+                    self._network.reception.answer()  # hangs up on silent visitors
                 for handle in [handle for handle in self._polled if not handle.alive()]:
                     self._polled[handle]()
         except BaseException as error:  # whatever it was, peers must learn of it: nobody adds their pushes any more
@@ -125,6 +148,8 @@ class Daemon:
                 unwatch()
             self._selector.close()
             self._listener.close()
+            if self._network is not None:
+                self._network.close()
             # A late notification must not write to a recycled file descriptor.
             doorbell, self.doorbell = self.doorbell, -1
             os.close(doorbell)
@@ -142,6 +167,22 @@ class Daemon:
                 busy |= service.drain()
             while self._tasks:
                 self._tasks.popleft()()
+
+    def _attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
+        fileno = link.fileno()
+
+        def unwatch() -> None:
+            self._selector.unregister(fileno)
+
+        def readable() -> None:
+            watched = self._unwatch.get(service.identity, [])
+            if unwatch in watched and not read():
+                watched.remove(unwatch)
+                unwatch()
+
+        if service.identity in self._services and fileno >= 0:
+            self._unwatch.setdefault(service.identity, []).append(unwatch)
+            self._selector.register(fileno, selectors.EVENT_READ, readable)
 
     def _watch(self, service: Service, member: int, handle: ProcessHandle) -> None:
         def unwatch() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from odc.runtime.node import NodeCache
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import Word
@@ -14,10 +15,11 @@ from odc.runtime.words import Word
 class PublishedShards:
     """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well."""
 
-    def __init__(self, protocol: MemberProtocol) -> None:
+    def __init__(self, protocol: MemberProtocol, cache: NodeCache | None = None) -> None:
         self._protocol, self._layout = protocol, protocol.layout
         self.count = protocol.grid.shards  # shards of each parameter
         self._owners = protocol.grid.shard_group_from_next()
+        self._cache = cache  # where some owners are on other hosts
         self._sources = [(owner % self.count, self._layout.peer(owner)) for owner in self._owners]
 
     @torch.no_grad()
@@ -35,6 +37,8 @@ class PublishedShards:
         for unit, used in zip(layout.units, dirty, strict=True):
             for source in range(layout.sources if used else 0):
                 mine.accumulator(unit, source).zero_()
+            for sums in layout.node_sums(unit) if used else ():
+                sums.zero_()
         layout.heap.lanes.settle()
         self._protocol.end_publishing()
 
@@ -46,6 +50,8 @@ class PublishedShards:
         """
         protocol = self._protocol
         protocol.await_published(self._owners, lane)
+        if self._cache is not None:
+            self._cache.fill(unit, lane)
         sources = [(shard, peer.published_bytes(unit, protocol.epoch)) for shard, peer in self._sources]
         offsets = [spec.published_offset for spec in unit.params]
         self._layout.mover.gather(destinations, offsets, self.count, sources)

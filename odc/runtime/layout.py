@@ -11,73 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
+from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
-from odc.runtime.peers.local import REASON_BYTES, LocalPeer
+from odc.runtime.peers.board import REASON_BYTES
+from odc.runtime.peers.local import LocalPeer
+from odc.runtime.peers.remote import RemotePeer, mirror_requests, node_requests, padded, sums_bytes
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
-_DATA = frozenset({"published", "accumulator", "staging"})  # regions on the heap's device; the others are words
+_DATA = frozenset(
+    {"published", "accumulator", "staging", "cache", "sums", "arrived"}
+)  # regions on the heap's device; the others are words
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The ranks of one root's mesh, by replica and by shard: global ranks of the members, and `shards` to a replica.
-
-    Memory is addressed by *member*: replica * shards + shard, the order of the mesh; `me` is this rank's. Messages name
-    global ranks, never members.
-    """
-
-    ranks: tuple[int, ...]
-    shards: int
-    me: int
-
-    def __post_init__(self) -> None:
-        if self.shards < 1 or len(self.ranks) % self.shards or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"{len(self.ranks)} ranks {self.ranks} do not form groups of {self.shards} shards")
-        if not 0 <= self.me < len(self.ranks):
-            raise ValueError(f"member {self.me} is not one of {len(self.ranks)}")
-
-    @property
-    def rank(self) -> int:
-        """This rank's global rank."""
-        return self.ranks[self.me]
-
-    @property
-    def members(self) -> range:
-        return range(len(self.ranks))
-
-    @property
-    def shard(self) -> int:
-        """This rank's shard index, 0 to shards - 1."""
-        return self.me % self.shards
-
-    @property
-    def shard_group(self) -> tuple[int, ...]:
-        """Members of this rank's replica by shard index: the owners it fetches from and pushes to."""
-        start = self.me - self.shard
-        return tuple(range(start, start + self.shards))
-
-    @property
-    def replica_group(self) -> tuple[int, ...]:
-        """Members that own the same shard as this rank, in rank order; this rank alone without hybrid sharding."""
-        return tuple(range(self.shard, len(self.ranks), self.shards))
-
-    def others(self) -> tuple[int, ...]:
-        """Every other member, starting with the next one, so that ranks do not all visit the same peer first."""
-        n = len(self.ranks)
-        return tuple((self.me + step) % n for step in range(1, n))
-
-    def shard_group_from_next(self) -> tuple[int, ...]:
-        """The shard group, starting with the next shard and ending with this rank's own."""
-        group, at = self.shard_group, self.shard
-        return tuple(group[(at + step) % self.shards] for step in range(1, self.shards + 1))
-
-    def distance(self, source: int, owner: int) -> int:
-        """Steps from shard `source` forward to shard `owner` in a shard group; names the staging ring between them."""
-        return (owner - source) % self.shards
 
 
 @dataclass(frozen=True)
@@ -105,6 +52,9 @@ class HeapLayout:
         param_base: for each unit the number of parameters in the units before it.
         buffers: published versions side by side, 1 or 2.
         sources: accumulators of each unit on each member.
+        sum_sources: the same of a host's sums for a member of another host.
+        sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
+        pushed_board: this rank's board, over hosts only.
     """
 
     def __init__(
@@ -118,13 +68,34 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
+        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=settings.kernels)
+        self.sum_sources = min(self.sources, len(grid.local_shard_group))
+        self.sums_at = [0]
+        for unit in self.units:
+            self.sums_at.append(self.sums_at[-1] + padded(unit, self.sum_sources))
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
-        parts = [settings.fingerprint(), f"{grid.ranks}/{grid.shards}", fingerprint]
+        mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
+        parts = [settings.fingerprint(), mesh, fingerprint]
         heap.seal("|".join(parts + [unit.fingerprint() for unit in self.units]))
         for unit in self.units:
             RobustMutex.initialize(heap.address(grid.me, "mutexes") + unit.index * MUTEX_BYTES)
-        self._peers = [LocalPeer(heap, member, self.buffers, self.param_base[-1]) for member in grid.members]
+        self._peers = [self._make_peer(member) for member in grid.members]
+        if grid.remote:
+            self._initialize_node()
+
+    def _make_peer(self, member: int) -> LocalPeer | RemotePeer:
+        parameters = self.param_base[-1]
+        if member in self.grid.remote:
+            return RemotePeer(self.heap, self.grid, member, parameters, self.sums_at[:-1], self.sum_sources)
+        return LocalPeer(self.heap, member, self.buffers, parameters)
+
+    def _initialize_node(self) -> None:
+        self.pushed_board = self.mine.push_board()
+        if self.grid.shards_span_hosts:
+            address, size = self.heap.address(self.grid.me, "node/mutexes"), self.heap.layout.size("node/mutexes")
+            for at in range(0, size, MUTEX_BYTES):
+                RobustMutex.initialize(address + at)
 
     def _requests(self) -> list[tuple[str, int]]:
         members = len(self.grid.ranks)
@@ -141,19 +112,64 @@ class HeapLayout:
             requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
             requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
         if self.settings.accumulate == "server":
-            for distance in range(1, self.grid.shards):
+            for distance in range(1, len(self.grid.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
         if self.settings.queue_bytes:
             requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
-        return requests
+        return requests + self._requests_over_hosts()
 
-    def peer(self, member: int) -> LocalPeer:
+    def _requests_over_hosts(self) -> list[tuple[str, int]]:
+        grid = self.grid
+        if not grid.remote:
+            return []
+        requests = mirror_requests(grid, self.param_base[-1])
+        if grid.shards_span_hosts:
+            requests += node_requests(grid, self.units, self.sum_sources)
+        arrived = max(64, sums_bytes(self.units, self.sum_sources))
+        return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """Members on other hosts whose memory holds a part of this rank's gradients, in the order of their parts: its
+        partners, with their hosts' sums, or its replicas, with their accumulators.
+        """
+        grid = self.grid
+        if grid.shards_span_hosts:
+            return grid.partners
+        return tuple(member for member in grid.replica_group if member in grid.remote)
+
+    def peer(self, member: int) -> LocalPeer | RemotePeer:
         return self._peers[member]
+
+    def local(self, member: int) -> LocalPeer:
+        """A member on this host."""
+        peer = self._peers[member]
+        assert isinstance(peer, LocalPeer), f"member {member} is on another host"
+        return peer
+
+    def remote(self, member: int) -> RemotePeer:
+        """A member on another host."""
+        peer = self._peers[member]
+        assert isinstance(peer, RemotePeer), f"member {member} is on this host"
+        return peer
 
     @property
     def mine(self) -> LocalPeer:
-        return self._peers[self.grid.me]
+        return self.local(self.grid.me)
+
+    def node_sums(self, unit: UnitSpec) -> list[torch.Tensor]:
+        """This host's sums of `unit` that lie in this rank's heap, one for each other host where shards span hosts."""
+        if not self.grid.shards_span_hosts:
+            return []
+        rows, itemsize = self.grid.host_count - 1, unit.accumulator_dtype.itemsize
+        at, count = self.sums_at[unit.index] // itemsize, self.sum_sources * unit.numel
+        me, dtype = self.grid.me, unit.accumulator_dtype
+        return [self.heap.tensor(me, f"sums/{row}", dtype, offset=at, numel=count) for row in range(rows)]
+
+    def arrived(self, number: int) -> torch.Tensor:
+        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `sums_at` says."""
+        return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
         """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
@@ -163,7 +179,8 @@ class HeapLayout:
         """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
         for peer in self._peers:
             peer.attach()
-        self.heap.base_addresses()
+        if not self.grid.remote:
+            self.heap.base_addresses()
 
     def close(self) -> None:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""
@@ -172,9 +189,11 @@ class HeapLayout:
         self.heap.close()
 
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose: published, accumulator, staging, queue, words."""
+        """Bytes by purpose: published, accumulator, staging, queue, words; over hosts also cache and sums."""
         account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
+        if self.grid.remote:
+            account |= {"cache": 0, "sums": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]
-            account[{"headers": "words"}.get(kind, kind if kind in account else "words")] += nbytes
+            account[{"headers": "words", "arrived": "sums"}.get(kind, kind if kind in account else "words")] += nbytes
         return account

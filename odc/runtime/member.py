@@ -17,9 +17,13 @@ from odc.memory import ProcessHandle, SymmetricHeap, Words
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.runtime.connect import Rendezvous, ask_member
 from odc.runtime.daemon import daemon
+from odc.runtime.engines import Engine
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.layout import HeapLayout, RankGrid
-from odc.runtime.peers.local import REASON_BYTES
+from odc.runtime.grid import RankGrid
+from odc.runtime.layout import HeapLayout
+from odc.runtime.linking import HostMeeting
+from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
+from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
@@ -33,13 +37,16 @@ from odc.settings import Settings
 class Endpoint:
     """What one member does over a heap that is laid out: protocol, published shards, pushes, queue.
 
-    `notify` wakes the daemon of a member. `queue` is None unless the settings have `queue_bytes`.
+    `notify` wakes the daemon of a member. `queue` is None unless the settings have `queue_bytes`. `engine` reads from
+    other hosts, where all members expose their heap under its identity.
     """
 
-    def __init__(self, layout: HeapLayout, notify: Callable[[int], None]) -> None:
+    def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
-        self.shards = PublishedShards(self.protocol)
+        self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
+        spread = self._heaps is not None and self.grid.shards_span_hosts
+        self.shards = PublishedShards(self.protocol, NodeCache(self.protocol, self._heaps) if spread else None)
         self.pusher = Pusher(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
 
@@ -58,7 +65,13 @@ class Endpoint:
         if outcome is Outcome.ABANDONED:
             self.pusher.post_all()
             self.protocol.explain(reason)
+        self.protocol.await_links()
         self.protocol.close(outcome)
+
+    def gather_sums(self, used: Sequence[bool]) -> None:
+        """Bring what other hosts hold of this rank's gradients here, of the units that are `used`; after `complete`."""
+        if self._heaps is not None:
+            gather_sums(self.layout, self._heaps, used)
 
 
 class Member(Endpoint):
@@ -80,9 +93,16 @@ class Member(Endpoint):
     ) -> None:
         self.identity, self._pid = identity, os.getpid()
         self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s)
-        super().__init__(HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint), rendezvous.notify)
-        self._service = service = Service(identity, self.layout)
+        layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
         self._daemon = server = daemon(grid.rank)
+        network = server.network(store, settings) if grid.remote else None
+        super().__init__(layout, rendezvous.notify, None if network is None else network.engine)
+        self._service = service = Service(identity, self.layout)
+        self._hosts: HostMeeting | None = None
+        if network is not None:
+            attend = functools.partial(server.attend, service)
+            self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
+            self.protocol.links = self._hosts.links
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
@@ -94,6 +114,8 @@ class Member(Endpoint):
         self.rendezvous.announce(
             self._daemon.address, self._service.token, layout.heap.digest, layout.units, settings, calls
         )
+        if self._hosts is not None:
+            self._hosts.visit(self.rendezvous)
 
     @property
     def forked(self) -> bool:
@@ -111,7 +133,7 @@ class Member(Endpoint):
             return None
         self.protocol.leave(note)
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        departure = Departure(self._service, self.rendezvous, dismiss)
+        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts)
         self._daemon.departures.add(departure)
         return departure.wait
 

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -50,6 +51,26 @@ class RingWords:
         self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
 
 
+class OtherHosts(Protocol):
+    """What the protocol needs of the links to other hosts, beside the words that this rank's board pushes there."""
+
+    def up(self, partner: int) -> bool:
+        """Whether everything that this rank says from now on reaches `partner`."""
+
+    def tell_counts(self, counts: torch.Tensor) -> None:
+        """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
+
+
+class NoOtherHosts:
+    """The links of a rank whose peers are all on its host."""
+
+    def up(self, partner: int) -> bool:
+        return True
+
+    def tell_counts(self, counts: torch.Tensor) -> None:
+        return
+
+
 class MemberProtocol:
     """One member's side of the protocol.
 
@@ -64,6 +85,7 @@ class MemberProtocol:
         self.epoch = 0  # this rank's newest
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
         self._counting = threading.Lock()
+        self.links: OtherHosts = NoOtherHosts()
 
     def touch(self, doing: str) -> None:
         """PROGRESS, for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
@@ -76,8 +98,12 @@ class MemberProtocol:
         """Wait until no member uses this rank's newest epoch any more: not its shards, nor its accumulators."""
         if self.epoch:
             self.await_done(self.epoch)
-            replicas = [member for member in self.grid.replica_group if member != self.grid.me]
-            self._await_word(Word.READ, replicas, self.epoch, "to read the accumulators of")
+            readers = [member for member in self._summed_with() if member != self.grid.me]
+            self._await_word(Word.READ, readers, self.epoch, "to read the accumulators of")
+
+    def _summed_with(self) -> tuple[int, ...]:
+        """Members that read this rank's accumulators or its host's sums, and it theirs; itself included."""
+        return self.grid.replica_group + (self.grid.partners if self.grid.shards_span_hosts else ())
 
     def begin_publishing(self) -> int:
         """PUBLISHING; returns the epoch. Shards may be written after it."""
@@ -113,7 +139,7 @@ class MemberProtocol:
             self.waiter.until(lambda: credit() > 0, owner, what, lane="push")
 
     def ring(self, owner: int, source: int) -> RingWords:
-        return RingWords(self.layout.peer(owner), source)
+        return RingWords(self.layout.local(owner), source)
 
     # the queue of microbatches -----------------------------------------------------------------------------------
 
@@ -157,7 +183,7 @@ class MemberProtocol:
 
     def claim(self) -> int:
         """CLAIMED: the number of the next microbatch, which may be over the queue's end."""
-        return self.layout.peer(HOME).claims.add(ClaimWord.CLAIMED, 1)
+        return self.layout.local(HOME).claims.add(ClaimWord.CLAIMED, 1)
 
     def note_claimed(self) -> None:
         """MINE: this rank has copied one microbatch more."""
@@ -176,7 +202,15 @@ class MemberProtocol:
         for member in self.grid.members:
             # An owner that has not opened this epoch may still read the counts of the last one.
             self.await_published((member,))
-            self.layout.peer(member).pushes(self.grid.me).copy_(counts)
+            if member in self.grid.local:
+                self.layout.local(member).pushes(self.grid.me).copy_(counts)
+        self.links.tell_counts(counts)
+
+    def await_links(self) -> None:
+        """Wait until this rank is linked to every other host, so that they learn of its DONE whenever it ends."""
+        for partner in self.grid.partners:
+            what = f"rank {self.grid.ranks[partner]} to link its host to this one"
+            self.waiter.until(functools.partial(self.links.up, partner), partner, what)
 
     def explain(self, reason: str) -> None:
         """Say why this rank abandons the current epoch. Before `close`."""
@@ -195,7 +229,7 @@ class MemberProtocol:
 
     def await_accumulated(self) -> None:
         """Wait until this rank's daemon has added every block that was posted to it."""
-        for source in self.grid.shard_group:
+        for source in self.grid.local_shard_group:
             ring = self.ring(self.grid.me, source)
 
             def added(ring: RingWords = ring) -> bool:
@@ -216,8 +250,8 @@ class MemberProtocol:
     def complete(self) -> None:
         """COMPLETE: this rank's accumulators hold every push. Then wait for those of all replicas."""
         self.board.store(Word.COMPLETE, self.epoch)
-        if len(self.grid.replica_group) > 1:
-            self._await_word(Word.COMPLETE, self.grid.replica_group, self.epoch, "to complete the accumulators of")
+        if len(others := self._summed_with()) > 1:
+            self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""
@@ -329,7 +363,7 @@ def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
 
     The first reason on a board stays. Never raises, never waits, never attaches. May be called from any thread.
     """
-    for member in layout.grid.members:
+    for member in layout.grid.local:  # other hosts are told by this rank's board
         with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same
             peer = layout.peer(member)
             if member == layout.grid.me or peer.attached:

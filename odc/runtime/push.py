@@ -59,8 +59,8 @@ class Outbox:
     """The pusher's end of the ring to one owner, another member than this one; used by one thread at a time."""
 
     def __init__(self, protocol: MemberProtocol, owner: int) -> None:
-        layout, grid, peer = protocol.layout, protocol.grid, protocol.layout.peer(owner)
-        distance = grid.distance(grid.shard, owner % grid.shards)
+        layout, grid, peer = protocol.layout, protocol.grid, protocol.layout.local(owner)
+        distance = grid.distance(grid.me, owner)
         self.owner, self.ring = owner, layout.ring
         self._put, self._lanes = layout.mover.put, layout.heap.lanes
         self._data = peer.staging_address(distance)
@@ -112,7 +112,7 @@ class Inbox:
 
     def __init__(self, layout: HeapLayout, source: int) -> None:
         grid, mine = layout.grid, layout.mine
-        distance = grid.distance(source % grid.shards, grid.shard)
+        distance = grid.distance(source, grid.me)
         self.source, self._units, self._slots = source, layout.units, layout.ring.slots
         data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
@@ -176,9 +176,11 @@ class Pusher:
     def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send what belongs to one owner (member index); returns the bytes that left this rank."""
         grid = self._protocol.grid
-        self._protocol.await_published((owner,), "push")
+        remote = owner in grid.remote
+        # This host's sum for an owner on another host lies in its column's heap.
+        self._protocol.await_published((grid.column(owner) if remote else owner,), "push")
         pieces = pieces_for(unit, gradients, owner % grid.shards)
-        if owner == grid.me or self._layout.settings.accumulate != "server":
+        if owner == grid.me or remote or self._layout.settings.accumulate != "server":
             added = list(pieces)
             self._adder.add(owner, unit, added)
             return sum(piece.values.nbytes for piece in added) if owner != grid.me else 0

@@ -92,7 +92,7 @@ class Queue:
             self.drained = epoch
             return None
         member, offset, nbytes = self._order[number]
-        source = self._layout.peer(member).offers()  # held: the memory stays mapped while it is copied
+        source = self._layout.local(member).offers()  # held: the memory stays mapped while it is copied
         raw = torch.empty(nbytes, dtype=torch.uint8)
         ctypes.memmove(raw.data_ptr(), source.data_ptr() + offset, nbytes)
         self._protocol.note_claimed()
@@ -128,7 +128,7 @@ class Queue:
         """Every microbatch, costliest first; equal ones by member, then in the order they were offered."""
         rows: list[tuple[float, int, int, int]] = []
         for member in self._protocol.grid.members:
-            words = self._layout.peer(member).offers().view(torch.int64)
+            words = self._layout.local(member).offers().view(torch.int64)
             table = words[1 : 1 + _ROW * int(words[0])].view(-1, _ROW)
             costs = table[:, 0].contiguous().view(torch.float64).tolist()
             rows += [(-cost, member, *row) for cost, row in zip(costs, table[:, 1:].tolist(), strict=True)]
@@ -154,6 +154,6 @@ def progress(layout: HeapLayout) -> dict[str, int | None] | None:
         "offered": int(layout.mine.offers().view(torch.int64)[0]),
         "claimed": words.load(ClaimWord.MINE),
         # Claims after the last microbatch count on. Home is mapped by then: its offer was waited for.
-        "handed_out": min(layout.peer(HOME).claims.load(ClaimWord.CLAIMED), total) if total >= 0 else None,
+        "handed_out": min(layout.local(HOME).claims.load(ClaimWord.CLAIMED), total) if total >= 0 else None,
         "total": total if total >= 0 else None,
     }

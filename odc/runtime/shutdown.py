@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from odc.errors import OdcError, WaitTimeoutError
 from odc.runtime.connect import Rendezvous
+from odc.runtime.linking import HostMeeting
 from odc.runtime.service import Service
 from odc.runtime.wait import Backoff, Deadline
 from odc.runtime.words import Word
@@ -27,15 +28,20 @@ _JOIN_S = 3.0
 class Departure:
     """One root that was shut down.
 
-    `dismiss` stops the daemon from serving the root, and then calls what it is given.
+    `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
+    hosts, if there are any.
     """
 
     def __init__(
-        self, service: Service, rendezvous: Rendezvous, dismiss: Callable[[Callable[[], None]], object]
+        self,
+        service: Service,
+        rendezvous: Rendezvous,
+        dismiss: Callable[[Callable[[], None]], object],
+        hosts: HostMeeting | None = None,
     ) -> None:
-        self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
+        self._service, self._rendezvous, self._dismiss, self._hosts = service, rendezvous, dismiss, hosts
         self._layout = service.layout
-        self._members = list(rendezvous.grid.others())
+        self._members = [member for member in rendezvous.grid.others() if member in rendezvous.grid.local]
         self._settled = False
         self._deadline = Deadline(rendezvous.timeout_s)
         self._late: WaitTimeoutError | None = None
@@ -52,7 +58,7 @@ class Departure:
                 self._rendezvous.settle()
                 self._settled = True
             self._members = self._rendezvous.unsettled(self._members)
-            if not self._members:
+            if not self._members and not (self._hosts is not None and self._hosts.needed()):
                 self._rendezvous.forget()
                 return True
         except OdcError:  # nobody can attach without the store, and it has gone with its host or does not answer
@@ -60,16 +66,17 @@ class Departure:
         return self._expired()
 
     def _expired(self) -> bool:
-        peers = [self._layout.peer(member) for member in self._members]
+        peers = [self._layout.peer(member) for member in (*self._members, *self._layout.grid.remote)]
         if not self._deadline.passed(sum(peer.board.load(Word.PROGRESS) for peer in peers if peer.attached)):
             return False
         timeout_s, ranks = self._rendezvous.timeout_s, self._rendezvous.grid.ranks
-        late = ", ".join(f"rank {ranks[member]}" for member in self._members)
+        members = self._members or list(self._layout.grid.remote)
+        late = ", ".join(f"rank {ranks[member]}" for member in members)
         self._late = WaitTimeoutError(
             f"rank {self._service.rank}, leaving heap {self._service.identity}: {late} has neither attached to all its "
             f"peers nor left for {timeout_s:g} s, and will miss this rank's shards; raise Settings.timeout_s if it is "
             "only slow",
-            culprit=ranks[self._members[0]],
+            culprit=ranks[members[0]],
         )
         return True
 
@@ -78,6 +85,8 @@ class Departure:
         self._dismiss(self._close)
 
     def _close(self) -> None:
+        if self._hosts is not None:
+            self._hosts.close()
         self._rendezvous.close()
         self._layout.close()
         self.over.set()

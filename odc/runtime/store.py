@@ -206,8 +206,8 @@ def _host() -> str:
 
 
 def announce_process(store: JobStore, rank: int) -> None:
-    """Store which process `rank` is. Raises as a JobStore does."""
-    store.set(_key(rank), json.dumps([os.getpid(), _namespace()]))
+    """Store which process `rank` is, and on which host. Raises as a JobStore does."""
+    store.set(_key(rank), json.dumps([os.getpid(), _namespace(), host_identity()]))
 
 
 def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
@@ -218,7 +218,7 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     known = store.processes.get(rank)
     if known is not None or not store.check([_key(rank)]):
         return known
-    pid, namespace = json.loads(store.get(_key(rank)))
+    pid, namespace, *_ = json.loads(store.get(_key(rank)))
     if namespace != _namespace():
         return None
     handle = ProcessHandle(int(pid))
@@ -226,6 +226,14 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     if kept is not handle:  # another thread was quicker
         handle.close()
     return kept
+
+
+def host_of(store: JobStore, rank: int) -> str | None:
+    """The `host_identity` of `rank`; None if it has not said. Raises as a JobStore does."""
+    if not store.check([_key(rank)]):
+        return None
+    _, _, host = json.loads(store.get(_key(rank)))
+    return str(host)
 
 
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
@@ -245,6 +253,16 @@ def failure(store: JobStore) -> tuple[int, str] | None:
 
 def _key(rank: int) -> str:
     return f"odc/process/{rank}"
+
+
+def host_identity() -> str:
+    """Two processes with the same text can map each other's memory and watch each other: they share the boot, the
+    network namespace (for the listeners) and the PID namespace. Containers that share none of these are hosts.
+    """
+    try:
+        return _namespace() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return _namespace()
 
 
 def _namespace() -> str:

@@ -87,6 +87,7 @@ class Waiter:
     ) -> None:
         self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
         self._board = layout.mine.board
+        self._pushed = layout.pushed_board if layout.grid.remote else None
 
     def check(self, doing: str) -> None:
         """Raise `PeerLostError` if a rank aborted the job."""
@@ -124,6 +125,8 @@ class Waiter:
                 self._raise_abort(self._grid.me, f"waiting for {what}")
             if backoff.yielding:
                 continue
+            if self._pushed is not None:
+                self._pushed.refresh()
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
             # LEFT is written after the member's last other word, so a second look decides.

@@ -72,3 +72,38 @@ def test_no_two_sources_share_a_staging_ring(shards: int, data: st.DataObject) -
 def test_refuses_what_is_no_mesh(ranks: tuple[int, ...], shards: int, me: int) -> None:
     with pytest.raises(ValueError, match=r"member|groups"):
         RankGrid(ranks, shards, me)
+
+
+@st.composite
+def spread_grids(draw: st.DrawFn) -> RankGrid:
+    """One replica over several hosts, whose members need not follow each other."""
+    hosts, each = draw(st.integers(2, 4)), draw(st.integers(1, 4))
+    order = draw(st.permutations([host for host in range(hosts) for _ in range(each)]))
+    names = {host: number for number, host in enumerate(dict.fromkeys(order))}
+    members = hosts * each
+    me = draw(st.integers(0, members - 1))
+    return RankGrid(tuple(range(100, 100 + members)), members, me, tuple(names[host] for host in order))
+
+
+@given(spread_grids())
+def test_each_remote_member_has_one_column_here_and_one_row_in_it(grid: RankGrid) -> None:
+    assert sorted((*grid.local, *grid.remote)) == list(grid.members)
+    assert grid.me in grid.local
+    places = {(grid.column(member), grid.row(grid.host(member))) for member in grid.remote}
+    assert len(places) == len(grid.remote)
+    assert {column for column, _ in places} == set(grid.local)
+    assert {row for _, row in places} == set(range(grid.host_count - 1))
+    for partner in grid.partners:
+        assert grid.column(partner) == grid.me
+        theirs = RankGrid(grid.ranks, grid.shards, partner, grid.hosts)
+        assert grid.me in theirs.partners
+        assert theirs.column(grid.me) == partner
+        assert theirs.row(grid.here) == grid.row(grid.here, seen_from=theirs.here)
+    assert grid.local_shard_group == grid.local
+    assert grid.shards_span_hosts
+
+
+def test_hosts_are_refused_that_a_mirror_cannot_be_laid_out_for() -> None:
+    for hosts in ((0, 0, 1), (0, 2, 2, 0), (0, 0, 0, 1), (1, 0, 1, 0)):
+        with pytest.raises(ValueError, match="hosts"):
+            RankGrid((0, 1, 2, 3), 4, 0, hosts)

@@ -1,19 +1,36 @@
-"""A member whose heap is mapped into this process: its words, its shards and its staging slots.
-
-A peer on another host would answer the same questions from a mirror of its words and from a transport.
-"""
+"""A member whose heap is mapped into this process: its words, its shards and its staging slots."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.runtime.peers.board import TellingPeer
 from odc.runtime.units import UnitSpec
 
-REASON_BYTES = 1024
+
+class PushedWords(Words):
+    """This rank's board in a job over several hosts: what is stored is told to the other hosts.
+
+    `told` gets the index and the value of every word after it was stored; `refresh` is called now and then by a thread
+    that waits, for what need not be told at once.
+    """
+
+    __slots__ = ("refresh", "told")
+
+    def __init__(self, address: int, count: int, keepalive: object) -> None:
+        super().__init__(address, count, keepalive)
+        self.told: Callable[[int, int], None] = lambda index, value: None
+        self.refresh: Callable[[], None] = lambda: None
+
+    def store(self, i: int, value: int) -> None:
+        super().store(i, value)
+        self.told(int(i), value)
 
 
-class LocalPeer:
+class LocalPeer(TellingPeer):
     """One member, this rank's own included. The first question about another member attaches to it, which may wait.
 
     Questions may be asked from any thread; they raise as `SymmetricHeap.tensor` does. Tensors are views, not copies.
@@ -27,6 +44,7 @@ class LocalPeer:
         self._shards: dict[tuple[int, int], torch.Tensor] = {}
         self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
+        self._pushed: PushedWords | None = None
 
     @property
     def attached(self) -> bool:
@@ -41,12 +59,19 @@ class LocalPeer:
         self._shards.clear()
         self._accumulators.clear()
         self._mutexes.clear()
+        self._pushed = None
 
     # words -------------------------------------------------------------------------------------------------------
 
     @property
     def board(self) -> Words:
-        return self._heap.words(self.member, "board")
+        return self._pushed or self._heap.words(self.member, "board")
+
+    def push_board(self) -> PushedWords:
+        """Have this rank's own board tell what is stored in it, from now on."""
+        words = self._heap.words(self.member, "board")
+        self._pushed = PushedWords(self._heap.address(self.member, "board"), len(words), words)
+        return self._pushed
 
     @property
     def sent(self) -> Words:
@@ -73,26 +98,8 @@ class LocalPeer:
         every = self._heap.tensor(self.member, "pushes", torch.int64, numel=members * count)
         return every.view(members, count)
 
-    @property
-    def reason(self) -> str:
-        """Why the job was aborted, or what the member noted as it shut down; empty if it said nothing."""
-        return _read(self._heap.tensor(self.member, "reason", torch.uint8))
-
-    def set_reason(self, text: str) -> None:
-        """Write `reason`, before ABORT or LEFT; of a long text the first bytes are kept."""
-        _write(self._heap.tensor(self.member, "reason", torch.uint8), text)
-
-    def abandonment(self, epoch: int) -> str:
-        """Why the member abandoned `epoch`, of its newest two."""
-        return _read(self._abandonment(epoch))
-
-    def set_abandonment(self, epoch: int, text: str) -> None:
-        """Write `abandonment`, before the epoch's outcome; of a long text the first bytes are kept."""
-        _write(self._abandonment(epoch), text)
-
-    def _abandonment(self, epoch: int) -> torch.Tensor:
-        at = epoch % 2 * REASON_BYTES
-        return self._heap.tensor(self.member, "abandoned", torch.uint8, offset=at, numel=REASON_BYTES)
+    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+        return self._heap.tensor(self.member, name, torch.uint8, offset=offset, numel=numel)
 
     # shards ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +143,7 @@ class LocalPeer:
     # staging and queue -------------------------------------------------------------------------------------------
 
     def staging_address(self, distance: int) -> int:
-        """Where the staging ring of the source `distance` shards before the member begins; valid until `close`."""
+        """Where the staging ring of the source `distance` places before the member begins; valid until `close`."""
         return self._heap.address(self.member, f"staging/{distance}")
 
     def staging(self, distance: int) -> torch.Tensor:
@@ -150,12 +157,3 @@ class LocalPeer:
     def offers(self) -> torch.Tensor:
         """uint8 [queue_bytes, rounded up to 64]: the microbatches that the member offers, and their table."""
         return self._heap.tensor(self.member, "queue", torch.uint8)
-
-
-def _write(region: torch.Tensor, text: str) -> None:
-    raw = text.encode("utf-8", "replace")[: region.numel() - 1]
-    region[: len(raw) + 1].copy_(torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8))
-
-
-def _read(region: torch.Tensor) -> str:
-    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")

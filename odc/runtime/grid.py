@@ -1,0 +1,158 @@
+"""Who takes part in one root: the ranks of its mesh by replica and by shard, and the hosts that they run on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from odc.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of one root's mesh, by replica and by shard: global ranks of the members, and `shards` to a replica.
+
+    Memory is addressed by *member*: replica * shards + shard, the order of the mesh; `me` is this rank's. Messages name
+    global ranks, never members.
+
+    `hosts` numbers the host of each member, from 0 in the order of the members; () where all share this rank's. Every
+    host has equally many, and a member's `index` is its place among those of its host.
+    """
+
+    ranks: tuple[int, ...]
+    shards: int
+    me: int
+    hosts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shards < 1 or len(self.ranks) % self.shards or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"{len(self.ranks)} ranks {self.ranks} do not form groups of {self.shards} shards")
+        if not 0 <= self.me < len(self.ranks):
+            raise ValueError(f"member {self.me} is not one of {len(self.ranks)}")
+        if self.hosts:
+            counts = Counter(self.hosts)
+            if len(self.hosts) != len(self.ranks) or list(counts) != list(range(len(counts))):
+                raise ValueError(f"hosts {self.hosts} of {len(self.ranks)} members are not numbered as they occur")
+            if len(set(counts.values())) != 1:
+                raise ValueError(f"hosts {self.hosts} do not have equally many members")
+
+    @property
+    def rank(self) -> int:
+        """This rank's global rank."""
+        return self.ranks[self.me]
+
+    @property
+    def members(self) -> range:
+        return range(len(self.ranks))
+
+    @property
+    def shard(self) -> int:
+        """This rank's shard index, 0 to shards - 1."""
+        return self.me % self.shards
+
+    @property
+    def shard_group(self) -> tuple[int, ...]:
+        """Members of this rank's replica by shard index: the owners it fetches from and pushes to."""
+        start = self.me - self.shard
+        return tuple(range(start, start + self.shards))
+
+    @property
+    def replica_group(self) -> tuple[int, ...]:
+        """Members that own the same shard as this rank, in rank order; this rank alone without hybrid sharding."""
+        return tuple(range(self.shard, len(self.ranks), self.shards))
+
+    def others(self) -> tuple[int, ...]:
+        """Every other member, starting with the next one, so that ranks do not all visit the same peer first."""
+        n = len(self.ranks)
+        return tuple((self.me + step) % n for step in range(1, n))
+
+    def shard_group_from_next(self) -> tuple[int, ...]:
+        """The shard group, starting with the next shard and ending with this rank's own."""
+        group, at = self.shard_group, self.shard
+        return tuple(group[(at + step) % self.shards] for step in range(1, self.shards + 1))
+
+    # hosts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def host_count(self) -> int:
+        return len(set(self.hosts)) if self.hosts else 1
+
+    def host(self, member: int) -> int:
+        return self.hosts[member] if self.hosts else 0
+
+    @property
+    def here(self) -> int:
+        """This rank's host."""
+        return self.host(self.me)
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        """Members on this rank's host, itself included, by index."""
+        return self.on(self.here)
+
+    @cached_property
+    def remote(self) -> tuple[int, ...]:
+        """Members on other hosts."""
+        return tuple(member for member in self.members if self.host(member) != self.here)
+
+    def on(self, host: int) -> tuple[int, ...]:
+        """Members on `host`, by index."""
+        return tuple(member for member in self.members if self.host(member) == host)
+
+    def index(self, member: int) -> int:
+        """The member's place among those of its host."""
+        return self.on(self.host(member)).index(member)
+
+    def column(self, member: int) -> int:
+        """The member on this rank's host with the same index: what this host knows of `member` lies in its heap."""
+        return self.local[self.index(member)]
+
+    def partner(self, host: int) -> int:
+        """The member on `host` with this rank's index."""
+        return self.on(host)[self.index(self.me)]
+
+    @cached_property
+    def partners(self) -> tuple[int, ...]:
+        """The member on each other host with this rank's index, by host."""
+        return tuple(self.partner(host) for host in range(self.host_count) if host != self.here)
+
+    def row(self, host: int, seen_from: int | None = None) -> int:
+        """The place of `host` among the other hosts, as seen from this one or from another."""
+        mine = self.here if seen_from is None else seen_from
+        if host == mine:
+            raise ValueError(f"host {host} keeps no mirror of itself")
+        return host if host < mine else host - 1
+
+    @cached_property
+    def local_shard_group(self) -> tuple[int, ...]:
+        """Members of the shard group on this rank's host, by shard index."""
+        return tuple(member for member in self.shard_group if self.host(member) == self.here)
+
+    @property
+    def shards_span_hosts(self) -> bool:
+        """Whether some shards of this rank's replica are on other hosts."""
+        return len(self.local_shard_group) < self.shards
+
+    def distance(self, source: int, owner: int) -> int:
+        """Steps from member `source` forward to member `owner` in the shard group of their host; names the staging
+        ring between them.
+        """
+        group = self.local_shard_group
+        return (group.index(owner) - group.index(source)) % len(group)
+
+
+def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> None:
+    """Raise `UnsupportedError` for what does not work over several hosts."""
+    if grid.host_count == 1:
+        return
+    where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
+    if grid.shards_span_hosts and len(grid.replica_group) > 1:
+        raise UnsupportedError(
+            f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "
+            "each replica on one host"
+        )
+    if queue_bytes:
+        raise UnsupportedError(f"{where} Settings(queue_bytes=...) works within one host only")
+    if kernels != "torch":
+        raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")

@@ -1,0 +1,239 @@
+"""The links of one root: a TCP connection to the member with this rank's index on every other host.
+
+This rank pushes its words there as it stores them, each once a host, with the texts and counts that explain them before
+them in the same stream. What arrives goes into the mirror in this rank's heap, where every rank of this host looks. The
+daemon reads; whoever stores a word writes, which never waits for long: the kernel's buffer takes more than an epoch's
+words. A link that breaks ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from odc.memory import close_after_fork
+from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
+from odc.runtime.layout import HeapLayout
+from odc.runtime.peers.board import REASON_BYTES
+from odc.runtime.words import BOARD_WORDS, Outcome, Word, decode_outcome
+
+_KEEPALIVE_S, _KEEPALIVES = 1, 1
+_UNACKNOWLEDGED_MS = 1500
+_SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
+_REFRESH_S = 0.25  # between two looks of others at PROGRESS and WAITING of this rank
+_SEEN_BY_ALL = frozenset(
+    {
+        Word.PUBLISHED,
+        Word.DONE,
+        Word.OUTCOME_EVEN,
+        Word.OUTCOME_ODD,
+        Word.COMPLETE,
+        Word.READ,
+        Word.ABORT,
+        Word.LEFT,
+        Word.OFFERED,
+        Word.PUBLISHING,
+    }
+)
+_NOW_AND_THEN = (Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
+_LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
+_DEAD = (ConnectionResetError, BrokenPipeError)
+
+
+class HostLink:
+    """One connection, to `member`. The daemon receives; who sends sees to it that it is one at a time."""
+
+    def __init__(self, member: int, connection: socket.socket) -> None:
+        self.member, self._connection = member, connection
+        _keep_alive(connection)
+        close_after_fork(self)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, *frames: Frame) -> None:
+        """Send frames together; raises OSError where the link is broken."""
+        self._connection.sendall(b"".join(frame.encode() for frame in frames))
+
+    def receive(self) -> bytes | None:
+        """What has arrived; None if nothing has, empty at the end. Raises OSError where the link is broken."""
+        try:
+            return self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+
+    def hang_up(self) -> None:
+        """Close it; what was sent before still arrives."""
+        with contextlib.suppress(OSError):  # the other end was quicker
+            self._connection.shutdown(socket.SHUT_WR)
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Have a host that has vanished noticed within two to three seconds; one that is stopped still answers."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+    seconds = int(_SEND_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+
+class Links:
+    """All links of one root, over hosts.
+
+    `abort(reason, culprit)` ends the job on this host, and over this rank's board on the others. All methods may be
+    called from any thread.
+    """
+
+    def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
+        self._layout, self._grid, self._abort = layout, layout.grid, abort
+        self._links: dict[int, HostLink] = {}
+        # Reentrant: the garbage collector may end a root, which tells the others, while this thread tells something.
+        self._changing = threading.RLock()
+        self._closed = False
+        self._refreshed = 0.0
+        layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+
+    # to the other hosts ------------------------------------------------------------------------------------------
+
+    def up(self, partner: int) -> bool:
+        return partner in self._links
+
+    def add(self, partner: int, connection: socket.socket) -> HostLink | None:
+        """Use an admitted connection to `partner`: tell it how this rank fares. None if there is a link already."""
+        link = HostLink(partner, connection)
+        with self._changing:
+            if self._closed or partner in self._links:
+                link.close()
+                return None
+            self._links[partner] = link
+            self._send(link, *self._first_frames())
+        return link
+
+    def _first_frames(self) -> list[Frame]:
+        board, mine = self._layout.pushed_board, self._layout.mine
+        frames = [Frame(FrameKind.REASON, body=mine.reason.encode())]
+        epoch = board.load(Word.PUBLISHED)
+        for one in (max(0, epoch - 1), epoch):
+            frames.append(Frame(FrameKind.ABANDONMENT, value=one, body=mine.abandonment(one).encode()))
+        words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
+        return frames + [Frame(FrameKind.WORD, word, board.load(word)) for word in (*words, *_LAST)]
+
+    def told(self, index: int, value: int) -> None:
+        """This rank has stored a word."""
+        if index in _SEEN_BY_ALL:
+            self._tell(*self._explained(index, value))
+        elif index == Word.PROGRESS:
+            self.refresh()
+
+    def _explained(self, index: int, value: int) -> list[Frame]:
+        frames = [Frame(FrameKind.WORD, index, value)]
+        mine = self._layout.mine
+        if index in (Word.ABORT, Word.LEFT):
+            frames.insert(0, Frame(FrameKind.REASON, body=mine.reason.encode()))
+        elif index in (Word.OUTCOME_EVEN, Word.OUTCOME_ODD):
+            epoch = self._layout.pushed_board.load(Word.PUBLISHED)
+            if decode_outcome(value, epoch) is Outcome.ABANDONED:
+                frames.insert(0, Frame(FrameKind.ABANDONMENT, value=epoch, body=mine.abandonment(epoch).encode()))
+        return frames
+
+    def refresh(self) -> None:
+        """Tell what others look at only when they have waited for long, a few times a second."""
+        now = time.monotonic()
+        if now - self._refreshed >= _REFRESH_S:
+            self._refreshed = now
+            board = self._layout.pushed_board
+            self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
+
+    def tell_counts(self, counts: torch.Tensor) -> None:
+        self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(">i8").tobytes()))
+
+    def _tell(self, *frames: Frame) -> None:
+        with self._changing:
+            for link in list(self._links.values()):
+                self._send(link, *frames)
+
+    def _send(self, link: HostLink, *frames: Frame) -> None:
+        try:
+            link.send(*frames)
+        except OSError as error:
+            self._lost(link, error)
+
+    # from the other hosts ----------------------------------------------------------------------------------------
+
+    def reader(self, link: HostLink) -> Callable[[], bool]:
+        """A function for the daemon to call when `link` is readable; False once it never will be again."""
+        limits = {
+            FrameKind.WORD: 0,
+            FrameKind.REASON: REASON_BYTES,
+            FrameKind.ABANDONMENT: REASON_BYTES,
+            FrameKind.COUNTS: 8 * self._layout.param_base[-1],
+        }
+        frames = FrameReader(limits, BOARD_WORDS)
+
+        def read() -> bool:
+            try:
+                while (data := link.receive()) is not None:
+                    if not data:
+                        raise ConnectionResetError("end of the stream")
+                    for frame in frames.feed(data):
+                        self._take(link.member, frame)
+            except (OSError, MalformedFrameError) as error:
+                self._lost(link, error)
+                return False
+            return not self._closed
+
+        return read
+
+    def _take(self, member: int, frame: Frame) -> None:
+        peer = self._layout.remote(member)
+        if frame.kind is FrameKind.WORD:
+            peer.board.store(frame.index, frame.value)  # release: everything that came before it is in the mirror
+            if frame.index == Word.ABORT and frame.value:
+                self._abort(peer.reason, frame.value - 1)
+        elif frame.kind is FrameKind.REASON:
+            peer.set_reason(frame.body.decode("utf-8", "replace"))
+        elif frame.kind is FrameKind.ABANDONMENT:
+            peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
+        elif len(frame.body) != 8 * self._layout.param_base[-1]:
+            raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
+        elif frame.body:
+            counts = torch.frombuffer(bytearray(frame.body), dtype=torch.int64)
+            peer.pushes.copy_(torch.from_numpy(counts.numpy().byteswap()))
+
+    def _lost(self, link: HostLink, error: Exception) -> None:
+        """End the job, unless the other end had shut down in good order, or this rank closes its links."""
+        with self._changing:
+            ended = self._closed or self._links.get(link.member) is not link
+        if ended:
+            return
+        peer, grid = self._layout.remote(link.member), self._grid
+        board = peer.board
+        if board.load(Word.LEFT) or self._layout.pushed_board.load(Word.ABORT):
+            return
+        at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
+        if isinstance(error, _DEAD):
+            self._abort(f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank)
+            return
+        there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
+        what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
+        self._abort(f"the host of ranks {there} {what} {at}: {error}", peer.rank)
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        with self._changing:
+            self._closed = True
+            for link in self._links.values():
+                link.hang_up()

@@ -1,0 +1,153 @@
+"""The node cache and the node sums: a shard crosses the network once a host, a host's gradients once an owner.
+
+    cache     claim (under its lock) | read from the owner's heap | CACHED        others: wait: CACHED | copy
+    sums      every local rank adds (under the lock) to the sum in its column's heap    wait: all DONE | COMPLETE
+              the owner: wait: its partners' COMPLETE | read | add, in the order of the hosts | READ
+
+Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it saves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from odc.memory import Words
+from odc.runtime.engines import Engine
+from odc.runtime.layout import HeapLayout
+from odc.runtime.peers.remote import RemotePeer
+from odc.runtime.protocol import MemberProtocol
+from odc.runtime.units import UnitSpec
+
+_EPOCH, _CLAIMER = 0, 1  # words of a claim
+
+
+class RemoteHeaps:
+    """Reads from the heaps of members on other hosts, of one root, which every member exposes under its `identity`."""
+
+    def __init__(self, identity: str, engine: Engine, protocol: MemberProtocol) -> None:
+        self._identity, self._engine, self._protocol = identity, engine, protocol
+
+    def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+        """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
+        layout = self._protocol.layout
+        rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
+        self._engine.read(rank, self._identity, start, into, what=what, check=self._protocol.waiter.check)
+
+
+class NodeCache:
+    """Shards of members on other hosts, read once a host and epoch. Any thread may call `fill`."""
+
+    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
+        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
+        grid = protocol.grid
+        owners = [member for member in grid.shard_group if member in grid.remote]
+        # This rank's own partners first, so that the ranks of a host read from different owners.
+        self._owners = sorted(owners, key=lambda member: (grid.index(member) - grid.index(grid.me)) % len(grid.local))
+
+    def fill(self, unit: UnitSpec, lane: str = "main") -> None:
+        """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
+        epoch, peers = self._protocol.epoch, [self._layout.remote(owner) for owner in self._owners]
+        for peer in peers:
+            if self._claim(peer, unit, epoch):
+                self._read(peer, unit, epoch)
+        for peer in peers:
+            cached = peer.cached(unit)
+            if cached.load(0) < epoch:
+                self._await(peer, unit, epoch, cached, lane)
+
+    def _claim(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> bool:
+        """Whether this rank has to read the shard: it is the first of its host to ask for it in this epoch."""
+        claims = peer.claims(unit)
+        if claims.load(_EPOCH) >= epoch:
+            return False
+        with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
+            if claims.load(_EPOCH) >= epoch:
+                return False
+            claims.store(_CLAIMER, self._layout.grid.me)
+            claims.store(_EPOCH, epoch)
+            return True
+
+    def _read(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> None:
+        place = peer.published_bytes(unit)[: unit.published_bytes]
+        offset = self._layout.buffer_offset(unit, epoch)
+        self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
+        peer.cached(unit).store(0, epoch)  # release: the shard is there
+
+    def _await(self, peer: RemotePeer, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
+        claimer = peer.claims(unit).load(_CLAIMER)
+        rank = self._layout.grid.ranks[claimer]
+        what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this host"
+        self._protocol.waiter.until(functools.partial(_holds, cached, epoch), claimer, what, lane=lane)
+
+
+def _holds(cached: Words, epoch: int) -> bool:
+    return cached.load(0) >= epoch
+
+
+def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
+    """Read what other hosts hold of this rank's gradients, of the units that are `used`. They have been completed."""
+    grid = layout.grid
+    for number, member in enumerate(layout.contributors):
+        into = layout.arrived(number)
+        if grid.shards_span_hosts:
+            region = f"sums/{grid.row(grid.here, seen_from=grid.host(member))}"
+            for first, end in _runs(used):
+                start, stop = layout.sums_at[first], layout.sums_at[end]
+                if stop > start:
+                    heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
+            continue
+        for unit in (unit for unit in layout.units if used[unit.index] and unit.accumulator_bytes):
+            start, nbytes = layout.sums_at[unit.index], layout.sources * unit.accumulator_bytes
+            place = into[start : start + nbytes]
+            heaps.read(member, f"accumulator/{unit.index}", 0, place, f"the gradients of unit {unit.name!r}")
+
+
+def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
+    """(first, end) of each run of units that are used: one read each."""
+    runs: list[tuple[int, int]] = []
+    for index in (index for index, one in enumerate(used) if one):
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
+    """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
+
+    Per-source accumulators and those of replicas come in rank order, sums of hosts in the order of the hosts, whoever
+    adds them. Parts from other hosts are those that `gather_sums` has read.
+    """
+    grid = layout.grid
+    if not grid.remote:
+        members = grid.replica_group
+        return [layout.local(m).accumulator(unit, source) for m in members for source in range(layout.sources)]
+    arrived = {member: _arrived(layout, number, unit) for number, member in enumerate(layout.contributors)}
+    if not grid.shards_span_hosts:
+        mine = {m: layout.local(m) for m in grid.replica_group if m in grid.local}
+        return [
+            mine[m].accumulator(unit, source) if m in mine else arrived[m][source]
+            for m in grid.replica_group
+            for source in range(layout.sources)
+        ]
+    found: list[tuple[int, torch.Tensor]] = []
+    for host in range(grid.host_count):
+        shards = [m % grid.shards for m in grid.shard_group if grid.host(m) == host]
+        for slot in range(layout.sum_sources):
+            source = shards[slot] if layout.sources > 1 else host
+            if host == grid.here:
+                own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0)
+                found.append((source, own))
+            else:
+                found.append((source, arrived[grid.partner(host)][slot]))
+    return [part for _, part in sorted(found, key=lambda one: one[0])]
+
+
+def _arrived(layout: HeapLayout, number: int, unit: UnitSpec) -> list[torch.Tensor]:
+    start = layout.sums_at[unit.index]
+    raw = layout.arrived(number)[start : start + layout.sum_sources * unit.accumulator_bytes]
+    return list(raw.view(unit.accumulator_dtype).view(layout.sum_sources, unit.numel))

@@ -1,0 +1,159 @@
+"""A member on another host: a mirror of its words, the node cache of its shards, the node sums of its gradients.
+
+All of it lies on this host, in the heap of the member with the same index (its *column*), which every rank of this host
+maps. So waiting stays a look at local memory. The column's daemon writes the mirror; whoever is named in
+docs/protocol.md writes the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.runtime.grid import RankGrid
+from odc.runtime.peers.board import REASON_BYTES, TellingPeer
+from odc.runtime.units import UnitSpec
+from odc.runtime.words import BOARD_WORDS
+
+_LINE = 64
+
+
+def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
+    """Regions of every heap that hold the words of one member on each other host."""
+    rows = grid.host_count - 1
+    return [
+        ("mirror/board", rows * BOARD_WORDS * 8),
+        ("mirror/reason", rows * REASON_BYTES),
+        ("mirror/abandoned", rows * 2 * REASON_BYTES),
+        ("mirror/pushes", rows * max(1, parameters) * 8),
+    ]
+
+
+def node_requests(grid: RankGrid, units: tuple[UnitSpec, ...], sources: int) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span hosts."""
+    rows, count = grid.host_count - 1, max(1, len(units))
+    requests = [
+        ("node/claims", rows * count * 2 * 8),
+        ("node/cached", rows * count * 8),
+        ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
+    ]
+    for row in range(rows):
+        requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
+        requests.append((f"sums/{row}", max(_LINE, sums_bytes(units, sources))))
+    return requests
+
+
+def sums_bytes(units: tuple[UnitSpec, ...], sources: int) -> int:
+    """Bytes of the accumulators of all units, unit after unit; `sources` of each."""
+    return sum(padded(unit, sources) for unit in units)
+
+
+def padded(unit: UnitSpec, sources: int) -> int:
+    """Bytes of a unit's accumulators among those of all units."""
+    return -(-sources * unit.accumulator_bytes // _LINE) * _LINE
+
+
+class RemotePeer(TellingPeer):
+    """One member of another host, seen from this one. The first question attaches to its column, which may wait.
+
+    Raises as `SymmetricHeap.tensor` does. Tensors are views. `sums_at` has the bytes before each unit's accumulators,
+    and `sources` is how many a unit has.
+    """
+
+    def __init__(
+        self, heap: SymmetricHeap, grid: RankGrid, member: int, parameters: int, sums_at: list[int], sources: int
+    ) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self.column, self.row = grid.column(member), grid.row(grid.host(member))
+        self._heap, self._parameters, self._sums_at, self._sources = heap, parameters, sums_at, sources
+        self._units = len(sums_at)
+        self._slots = {shard: place for place, shard in enumerate(m % grid.shards for m in grid.local_shard_group)}
+        self._board: Words | None = None
+        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._mutexes: dict[int, RobustMutex] = {}
+
+    @property
+    def attached(self) -> bool:
+        return self._heap.attached(self.column)
+
+    def attach(self) -> None:
+        self._heap.words(self.column, "board")
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._board = None
+        self._views.clear()
+        self._mutexes.clear()
+
+    # the mirror --------------------------------------------------------------------------------------------------
+
+    @property
+    def board(self) -> Words:
+        board = self._board
+        if board is None:
+            board = self._board = self._words("mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
+        return board
+
+    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+        start = self.row * REASON_BYTES * (2 if name == "abandoned" else 1) + offset
+        return self._heap.tensor(self.column, f"mirror/{name}", torch.uint8, offset=start, numel=numel)
+
+    @property
+    def pushes(self) -> torch.Tensor:
+        """int64 [parameters]: cumulative pushes of each parameter by the member."""
+        start = self.row * self._parameters
+        return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
+
+    # the node cache ----------------------------------------------------------------------------------------------
+
+    def claims(self, unit: UnitSpec) -> Words:
+        """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
+        return self._words("node/claims", (self.row * self._units + unit.index) * 2, 2)
+
+    def cached(self, unit: UnitSpec) -> Words:
+        """One word: the newest epoch whose shard lies in the cache."""
+        return self._words("node/cached", self.row * self._units + unit.index, 1)
+
+    def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
+        """uint8 [unit.published_bytes or more]: the place of the member's shard in the cache; of the newest epoch."""
+        return self._view(f"cache/{self.row}/{unit.index}", torch.uint8, 0, None)
+
+    # the node sums -----------------------------------------------------------------------------------------------
+
+    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
+        """1-D [unit.numel]: where this host adds its gradients for the member; `source` is a shard index, with
+        per-source accumulators only.
+        """
+        slot = self._slots[source] if self._sources > 1 else 0
+        at = self._sums_at[unit.index] // unit.accumulator_dtype.itemsize + slot * unit.numel
+        return self._view(f"sums/{self.row}", unit.accumulator_dtype, at, unit.numel)
+
+    def mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards adds into `accumulator`."""
+        return self._mutex(unit, 0, f"this host's sum of unit {unit.name!r} for rank {self.rank}")
+
+    def claim_mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards `claims`."""
+        return self._mutex(unit, 1, f"the claim on the shard of unit {unit.name!r} of rank {self.rank}")
+
+    def _mutex(self, unit: UnitSpec, kind: int, what: str) -> RobustMutex:
+        at = (self.row * self._units + unit.index) * 2 + kind
+        mutex = self._mutexes.get(at)
+        if mutex is None:
+            address = self._heap.address(self.column, "node/mutexes") + at * MUTEX_BYTES
+            # The words keep the memory mapped.
+            mutex = RobustMutex(address, self._heap.words(self.column, "node/mutexes"), what)
+            self._mutexes[at] = mutex
+        return mutex
+
+    def _words(self, name: str, first: int, count: int) -> Words:
+        keepalive = self._heap.words(self.column, name)
+        return Words(self._heap.address(self.column, name) + 8 * first, count, keepalive)
+
+    def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> torch.Tensor:
+        # Made once: a view of shared memory costs more than to copy a small parameter.
+        key = name, offset, dtype.itemsize
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
+        return view
