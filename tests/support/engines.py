@@ -190,6 +190,9 @@ def read_until_aborted(rank: int, world: int, engine: str, name: str) -> None:
 def read_from_the_dying(rank: int, world: int, engine: str, name: str) -> tuple[str, int | None, float] | None:
     """Rank 1 leaves a child, as a data loader's worker; the test kills it while it is read from."""
     with meeting(rank, engine, name) as mine:
+        into = torch.empty(SIZE, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        dist.barrier()
         if rank == 1:
             child = os.fork()
             if child == 0:
@@ -197,8 +200,6 @@ def read_from_the_dying(rank: int, world: int, engine: str, name: str) -> tuple[
                 os._exit(0)
             tell(child)
             time.sleep(600)
-        into = torch.empty(SIZE, dtype=torch.uint8)
-        mine.read(1, "heap", 0, into)
         tell(None)
         with pytest.raises(PeerLostError) as caught:
             read_on(mine, into, "shards")

@@ -118,7 +118,7 @@ def refused(me: int, rank: int, what: str, region: str, offset: int, nbytes: int
 def bytes_of(memory: torch.Tensor) -> memoryview:
     """The bytes of a uint8 CPU tensor, which stays alive with them."""
     refuse_odd(memory)
-    return memoryview(memory.numpy())
+    return memoryview(memory.numpy())  # type: ignore[arg-type]  # an array has a buffer
 
 
 def refuse_odd(memory: torch.Tensor) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from odc.errors import UnsupportedError, WaitTimeoutError
+from odc.errors import UnsupportedError
+from odc.runtime.engines.connections import Answers, Connections, late
 from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
-from odc.runtime.engines.server import DESCRIBE, LENGTH, REFUSED, RegionServer, request
-from odc.runtime.engines.sockets import Connections, ask, fill
+from odc.runtime.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.runtime.wait import Backoff, Deadline
 
 MODULES = ("nixl_cu13", "nixl_cu12")
@@ -102,7 +102,7 @@ def _agent(api: Any, name: str) -> Any:
     """An agent whose progress thread does not spin; the Python API has no parameter for that."""
     plain = api.nixlBind.nixlAgentConfig
 
-    class Config(plain):  # type: ignore[misc]
+    class Config(plain):  # type: ignore[misc,valid-type]
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
 
@@ -178,30 +178,17 @@ class NixlEngine:
         check: Check = no_check,
     ) -> None:
         refuse_odd(into)
-        connection = self._connections.lend(rank, what, check)
-        try:
-            remote = self._known.get((rank, region))
-            if remote is None:
-                remote = self._ask(connection, rank, region, what, check)
+        with self._connections.lend(rank, what, check) as answers:
+            remote = self._known.get((rank, region)) or self._ask(answers, rank, region, what)
             if offset + into.numel() > remote.nbytes:
                 raise refused(self.me, rank, what, region, offset, into.numel())
             if into.numel():
                 with self._registration_of(into):
-                    self._transfer(connection, rank, remote, offset, into, what, check)
-        except OSError as error:
-            self._connections.discard(rank, connection)
-            raise lost(self.me, rank, what, error) from error
-        except BaseException:
-            self._connections.discard(rank, connection)
-            raise
-        self._connections.take_back(rank, connection)
+                    self._transfer(answers.connection, rank, remote, offset, into, what, check)
 
-    def _ask(self, connection: socket.socket, rank: int, region: str, what: str, check: Check) -> _Remote:
+    def _ask(self, answers: Answers, rank: int, region: str, what: str) -> _Remote:
         """What the rank says of its region."""
-        ask(connection, request(DESCRIBE, region))
-        header = bytearray(LENGTH.size)
-        fill(connection, [memoryview(header)], self._connections, rank, what, check)
-        (length,) = LENGTH.unpack(header)
+        length = answers.ask(request(DESCRIBE, region), memoryview(b""))
         if length == REFUSED:
             raise refused(self.me, rank, what, region, 0, 0)
         if length < _DESCRIPTION.size:
@@ -210,7 +197,7 @@ class NixlEngine:
                 f"({EXTRA}), or set Settings(engine='sockets') on every rank"
             )
         said = bytearray(length)
-        fill(connection, [memoryview(said)], self._connections, rank, what, check)
+        answers.receive(memoryview(said))
         address, nbytes, device, kind = _DESCRIPTION.unpack_from(said)
         with self._failing(rank, what), self._lock:
             agent = self._agent.add_remote_agent(bytes(said[_DESCRIPTION.size :]))
@@ -245,10 +232,7 @@ class NixlEngine:
                     refuse_dead(connection)
                     check(f"reading {what} of rank {rank}")
                     if deadline.passed():
-                        said = (
-                            f"rank {self.me}, reading {what} of rank {rank}: not all has come in {self._timeout_s:g} s"
-                        )
-                        raise WaitTimeoutError(said, culprit=rank)
+                        raise late(self.me, rank, what, self._timeout_s)
                 with self._failing(rank, what):
                     state = agent.check_xfer_state(handle)
             if state != "DONE":
