@@ -45,8 +45,10 @@ class Endpoint:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
         self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        spread = self._heaps is not None and self.grid.shards_span_hosts
-        self.shards = PublishedShards(self.protocol, NodeCache(self.protocol, self._heaps) if spread else None)
+        cache = None
+        if self._heaps is not None and self.grid.shards_span_hosts:
+            cache = NodeCache(self.protocol, self._heaps)
+        self.shards = PublishedShards(self.protocol, cache)
         self.pusher = Pusher(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
 

@@ -14,14 +14,17 @@ from collections.abc import Sequence
 
 import torch
 
+from odc.errors import PeerLostError
 from odc.memory import Words
 from odc.runtime.engines import Engine
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.remote import RemotePeer
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
+from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
+_LINK_S = 2.0  # that a link may take longer than a read to notice an end
 
 
 class RemoteHeaps:
@@ -32,9 +35,16 @@ class RemoteHeaps:
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
-        layout = self._protocol.layout
+        layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
-        self._engine.read(rank, self._identity, start, into, what=what, check=self._protocol.waiter.check)
+        try:
+            self._engine.read(rank, self._identity, start, into, what=what, check=check)
+        except PeerLostError:
+            deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
+            while not deadline.passed():  # the links know more: who died, or which host has vanished
+                check(f"reading {what} of rank {rank}")
+                backoff.sleep()
+            raise
 
 
 class NodeCache:

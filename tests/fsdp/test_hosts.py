@@ -75,9 +75,7 @@ def train(
             for i in range(most):
                 model.set_requires_gradient_sync(i == most - 1)
                 (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
-        found += [
-            p.grad.full_tensor() if p.grad is not None else torch.zeros(1) for p in model.parameters()
-        ]
+        found += [p.grad.full_tensor() if p.grad is not None else torch.zeros(1) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -90,7 +88,9 @@ def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: S
     theirs = train(torch_fully_shard, rank, world, counts, None)
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), f"rank {rank}: value {number} differs: {one.flatten()[:4]} {other.flatten()[:4]}"
+        assert torch.equal(one, other), (
+            f"rank {rank}: value {number} differs: {one.flatten()[:4]} {other.flatten()[:4]}"
+        )
     return len(ours)
 
 

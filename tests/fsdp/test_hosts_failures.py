@@ -1,0 +1,125 @@
+"""Ranks on two hosts, one of which dies, is cut off or is stopped: every rank learns what happened, and whom it hit."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
+from support.host_ranks import HostRanks, spawn_on_hosts
+from support.hosts import Hosts, need_hosts
+from support.models import tokens
+from support.rank_worker import tell
+from torch.utils.data import DataLoader, IterableDataset
+
+from odc import Settings
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    need_hosts()
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+class Endless(IterableDataset[int]):
+    """Data whose loader's worker, a forked child of the rank, outlives the rank for some seconds."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def train_on(rank: int, world: int, steps: int = 10_000, fork: bool = False) -> int:
+    """Train with unequal counts and an evaluation after each step."""
+    torch.manual_seed(0)
+    model, optimizer = job(rank, world, settings=Settings(timeout_s=600.0))
+    for step in range(steps):
+        with model.minibatch():
+            for i in range((rank + step) % 3):
+                backward(model, rank, step, i)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(tokens(rank, step, 7))
+        if step == 1:
+            loader = iter(DataLoader(Endless(), num_workers=1)) if fork else iter(())
+            next(loader, None)
+            tell("trains")
+    return steps
+
+
+def trained(job: HostRanks) -> None:
+    """Return once every rank has made two steps, and is in the midst of another."""
+    for outcome in job.outcomes:
+        while not outcome.told:
+            assert not outcome.failed, outcome.describe()
+            job.receive(0.05)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "fork"), [(3, False), (0, True), pytest.param(2, False, marks=pytest.mark.thorough)]
+)
+def test_a_killed_rank_is_named_on_every_host(two: Hosts, culprit: int, fork: bool) -> None:
+    with spawn_on_hosts(two, 2, train_on, 10_000, fork) as job:
+        trained(job)
+        died = job.kill(culprit)
+        outcomes = end(job, [])
+    assert_all_noticed(outcomes, culprit, died)
+    latest = max(outcome.at for outcome in outcomes if outcome.rank != culprit)
+    print(f"rank {culprit} was named by every rank within {latest - died:.3f} s")
+
+
+def test_a_host_that_vanishes_is_named_by_its_ranks() -> None:
+    need_hosts()
+    with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, train_on) as job:
+        trained(job)
+        cut = time.monotonic()
+        hosts.drop(1)
+        until_ended(job, range(WORLD))
+        outcomes = job.outcomes
+        for outcome in outcomes:
+            assert outcome.error == "PeerLostError", outcome.describe()
+            there = "2, 3" if outcome.rank < 2 else "0, 1"
+            assert f"ranks {there} cannot be reached" in outcome.message, outcome.message
+            assert outcome.at - cut < NOTICED_S
+        print(f"the cut was named by every rank within {max(one.at for one in outcomes) - cut:.3f} s")
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
+    with spawn_on_hosts(two, 2, train_on, 60) as job:
+        trained(job)
+        for rank in (2, 3):
+            job.signal(rank, signal.SIGSTOP)
+        time.sleep(5.0)
+        assert not any(outcome.failed for outcome in job.outcomes)
+        for rank in (2, 3):
+            job.signal(rank, signal.SIGCONT)
+        outcomes = end(job, [])
+    assert [outcome.value for outcome in outcomes] == [60] * WORLD, [outcome.describe() for outcome in outcomes]
+
+
+def raise_in(rank: int, world: int, culprit: int) -> None:
+    model, _ = job(rank, world, settings=Settings(timeout_s=600.0))
+    for step in range(1000):
+        with model.minibatch():
+            backward(model, rank, step)
+            if rank == culprit and step == 2:
+                raise ValueError("no such token")
+
+
+def test_an_error_on_another_host_is_told_with_its_reason(two: Hosts) -> None:
+    with spawn_on_hosts(two, 2, raise_in, 1) as job:
+        until_ended(job, range(WORLD))
+        outcomes = job.outcomes
+    assert outcomes[1].error == "ValueError"
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        assert outcome.error == "PeerLostError", outcome.describe()
+        assert "aborted by rank 1: ValueError in epoch 3: no such token" in outcome.message
