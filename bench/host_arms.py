@@ -1,0 +1,153 @@
+"""What ranks on several hosts do in `bench.hosts`: one minibatch of each arm, on units without compute or with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from odc import Settings, fully_shard
+
+TOKENS = 64
+_made: dict[tuple[str, str], Any] = {}  # of this process, by arm and work
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one arm does: `units` of `side` x `side` fp32 parameters, `microbatches` times. `kind` is "exchange", whose
+    units compute nothing, or "loop", whose units are linear layers.
+    """
+
+    kind: str
+    per_host: int
+    microbatches: int
+    units: int = 4
+    side: int = 1448
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.units * self.side**2 * 4
+
+
+class _Touch(torch.autograd.Function):
+    """Passes x on; the weight's gradient is ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], torch.ones(ctx.shape)
+
+
+class Touched(nn.Module):
+    """A unit that is gathered and has a gradient, and computes nothing."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(side, side))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Touch.apply(x, self.weight)
+        return y
+
+
+class Bare:
+    """The collectives that FSDP2 calls, with nothing around them."""
+
+    def __init__(self, work: Work) -> None:
+        world, numel = dist.get_world_size(), work.side**2
+        self._work, shard = work, -(-numel // world)
+        self._shard, self._whole, self._sum = torch.ones(shard), torch.ones(shard * world), torch.empty(shard)
+
+    def minibatch(self) -> None:
+        for _ in range(self._work.microbatches):
+            for _ in range(2 * self._work.units):
+                dist.all_gather_into_tensor(self._whole, self._shard)
+            for _ in range(self._work.units):
+                dist.reduce_scatter_tensor(self._sum, self._whole)
+
+
+class Sharded:
+    """A model under FSDP2 or odc."""
+
+    def __init__(self, work: Work, arm: str) -> None:
+        torch.manual_seed(0)
+        unit = Touched if work.kind == "exchange" else (lambda side: nn.Linear(side, side, bias=False))
+        self._model: Any = nn.Sequential(*(unit(work.side) for _ in range(work.units)))
+        self._work, self._arm = work, arm
+        world = dist.get_world_size()
+        hybrid = "hybrid" in arm
+        shape, names = ((world // work.per_host, work.per_host), ("replicate", "shard")) if hybrid else ((world,), None)
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+        shard: Callable[..., Any] = fsdp2
+        if self.on_demand:
+            shard, options["settings"] = (
+                fully_shard,
+                Settings(engine="nixl" if "nixl" in arm else "sockets", trace=False),
+            )
+        for layer in self._model:
+            shard(layer, **options)
+        shard(self._model, **options)
+        self._x = torch.ones(TOKENS if work.kind == "loop" else 1, work.side)
+
+    @property
+    def on_demand(self) -> bool:
+        return self._arm.startswith("odc")
+
+    def minibatch(self) -> None:
+        self._model.zero_grad()
+        scope: AbstractContextManager[Any] = self._model.minibatch() if self.on_demand else nullcontext()
+        with scope:
+            for m in range(self._work.microbatches):
+                last = m == self._work.microbatches - 1
+                if not self.on_demand:
+                    self._model.set_requires_gradient_sync(last or "every" in self._arm)
+                    self._model.set_is_last_backward(last)
+                self._model(self._x).sum().backward()
+
+    def check(self) -> None:
+        """The gradients are those of all microbatches, averaged over ranks."""
+        for parameter in self._model.parameters() if self._work.kind == "exchange" else ():
+            local = cast(Any, parameter.grad).to_local()
+            assert bool((local == self._work.microbatches).all()), f"{self._arm}: {local.flatten()[:4]}"
+
+
+def build(rank: int, world: int, arm: str, work: Work) -> None:
+    """Make an arm and run it once."""
+    arms = _made.setdefault((arm, work.kind), Bare(work) if arm == "gloo" else Sharded(work, arm))
+    arms.minibatch()
+    if isinstance(arms, Sharded):
+        arms.check()
+    dist.barrier()
+
+
+def measure(rank: int, world: int, arm: str, work: Work) -> tuple[float, float]:
+    """Seconds of a minibatch from barrier to barrier, and seconds that this rank's threads computed."""
+    made = _made[arm, work.kind]
+    dist.barrier()
+    computed, begin = time.process_time(), time.perf_counter()
+    made.minibatch()
+    dist.barrier()
+    return time.perf_counter() - begin, time.process_time() - computed
+
+
+def bytes_out(arm: str, work: Work, hosts: int) -> float:
+    """What leaves a host in a minibatch, as a multiple of the parameters' bytes; all is fp32."""
+    world, m = hosts * work.per_host, work.microbatches
+    if "hybrid" in arm:
+        return 2 * (hosts - 1) / hosts if arm.startswith("fsdp2") else hosts - 1.0
+    if arm.startswith("odc"):
+        return 2 * (hosts - 1) / hosts  # a shard once, a sum once
+    syncs = m if arm in ("gloo", "fsdp2-every") else 1
+    return (world - 1) / world * (2 * m + 2 * syncs)  # gloo reduces and scatters as it all-reduces
