@@ -17,6 +17,7 @@ from odc.memory import ProcessHandle, SymmetricHeap, Words
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.runtime.connect import Rendezvous, ask_member
 from odc.runtime.daemon import daemon
+from odc.runtime.device import DevicePusher
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.layout import HeapLayout, RankGrid
 from odc.runtime.peers.local import REASON_BYTES
@@ -40,7 +41,8 @@ class Endpoint:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
         self.shards = PublishedShards(self.protocol)
-        self.pusher = Pusher(self.protocol, notify)
+        on_device = layout.heap.lanes.asynchronous
+        self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
