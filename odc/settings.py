@@ -7,8 +7,8 @@ from typing import Literal
 
 Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
-Kernels = Literal["torch", "triton"]
-KERNELS: tuple[Kernels, ...] = ("torch", "triton")
+Kernels = Literal["auto", "torch", "triton"]
+KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
@@ -27,7 +27,10 @@ class Settings:
         timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward continues).
-        staging_block_bytes: largest block of one staged push, in bytes.
+        staging_block_bytes: largest block of one staged push, in bytes. None: 1 MiB on the CPU, where a block is added
+            while the next one is copied, and all that one push brings to an owner on a device.
+        copy_engine_bytes: on a device, pieces of peers' memory from this size on go by the copy engine, smaller ones
+            and this rank's own by a kernel.
         queue_bytes: bytes of each rank's heap for the microbatches it offers in one minibatch (`model.claim`); 0 means
             that there is no queue. Needs libatomic.
         second_buffer: also keep the previously published version, so that readers outside the job (`odc.handover`) have
@@ -39,8 +42,9 @@ class Settings:
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
         engine: what reads shards and sums from other hosts; "auto" chooses.
-        kernels: what moves data: torch's copies and adds, or the kernels of `odc.kernels`, which run on CPU memory only
-            in triton's interpreter (for tests; see docs/gpu.md).
+        kernels: what moves data: "torch"'s copies and adds, or the "triton" kernels of `odc.kernels`, which run on CPU
+            memory only in triton's interpreter (for tests; see docs/gpu.md). "auto": on a device the kernels where
+            triton is installed, else torch.
     """
 
     reproducible: bool = False
@@ -48,12 +52,13 @@ class Settings:
     timeout_s: float = 600.0
     prefetch: int = 1
     push_overlap: bool = True
-    staging_block_bytes: int = 1 << 20
+    staging_block_bytes: int | None = None
+    copy_engine_bytes: int = 1 << 20
     queue_bytes: int = 0
     second_buffer: bool = False
     stale_check: bool = True
     trace: bool = True
-    kernels: Kernels = "torch"
+    kernels: Kernels = "auto"
     address: str = ""
     secret_file: str = ""
     engine: EngineName = "auto"
@@ -72,9 +77,12 @@ class Settings:
             )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be a whole number of units, 0 or more, not {self.prefetch!r}")
-        if self.staging_block_bytes < 4096 or self.staging_block_bytes % 64:
+        block = self.staging_block_bytes
+        if block is not None and (block < 4096 or block % 64):
+            raise ValueError(f"staging_block_bytes must be at least 4096 and a multiple of 64, not {block!r}")
+        if not isinstance(self.copy_engine_bytes, int) or self.copy_engine_bytes < 1:
             raise ValueError(
-                f"staging_block_bytes must be at least 4096 and a multiple of 64, not {self.staging_block_bytes!r}"
+                f"copy_engine_bytes must be a whole number of bytes, 1 or more, not {self.copy_engine_bytes!r}"
             )
         if not isinstance(self.queue_bytes, int) or isinstance(self.queue_bytes, bool) or self.queue_bytes < 0:
             raise ValueError(f"queue_bytes must be a whole number of bytes, 0 or more, not {self.queue_bytes!r}")

@@ -19,6 +19,8 @@ from odc.bench import baselines
 from odc.bench.ranks import held, meet
 from odc.bench.rounds import Action, Prepare
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
+from odc.runtime.movers.choice import mover_for
+from odc.settings import Settings
 
 _TRIPS = 100
 _DEADLINE_S = 60.0
@@ -100,13 +102,14 @@ def _copies(
 
 def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way of a fetch, which depends on the size, and each way alone."""
-    from odc.runtime.movers import cuda as by_cuda
+    from odc.runtime.movers import driver
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     raw = [piece.view(torch.uint8) for piece in peers]
+    usual = mover_for(Settings(), torch.device("cuda"), own=1)  # shard 0 is a peer's
     ways: Ways = {
-        "get": lambda i: by_cuda.gather([mine[i]], [0], 1, [(0, raw[i])]),
-        f"get, {COPY_ENGINE}": lambda i: by_cuda.copy(mine[i].data_ptr(), peers[i].data_ptr(), size),
+        "get": lambda i: usual.gather([mine[i]], [0], 1, [(0, raw[i])]),
+        f"get, {COPY_ENGINE}": lambda i: driver.copy(mine[i].data_ptr(), peers[i].data_ptr(), size),
         f"get, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([mine[i]], [peers[i]]),
     }
     if triton_is_here():
@@ -119,11 +122,11 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
 
 def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way in which a push fills a staging slot, and kernels."""
-    from odc.runtime.movers import cuda as by_cuda
+    from odc.runtime.movers import driver
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     ways: Ways = {
-        "put": lambda i: by_cuda.put(peers[i].data_ptr(), mine[i].data_ptr(), size),
+        "put": lambda i: driver.copy(peers[i].data_ptr(), mine[i].data_ptr(), size),
         f"put, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([peers[i]], [mine[i]]),
     }
     if triton_is_here():

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from odc.bench import baselines
-from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL
+from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL, triton_is_here
 from odc.bench.ranks import held
 from odc.bench.rounds import Action
 from odc.bench.units import Shape, build, sharded_by
 from odc.fsdp import Root, root_of
 from odc.runtime import Adder, Gradient, Piece
-from odc.runtime.movers import cuda as by_cuda
+from odc.runtime.movers.choice import DataMover
+from odc.runtime.movers.cuda import CudaMover
 from odc.settings import Settings
 
 
@@ -117,26 +118,38 @@ def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
     other: Any = sharded_by("fsdp2", nbytes, torch.float32, "block", None, device)
     collective = baselines.collective(f"FSDP2 on {kind}", other.unshard, plain.nbytes, device, other.reshard)
     against = (limit.name, collective.name)
-    ways = {"unit gather": by_cuda.COPY_ENGINE_BYTES}
-    if device == "cuda" and root.layout.settings.kernels == "torch":
-        ways |= {f"unit gather, {COPY_ENGINE}": 1, f"unit gather, {TORCH_KERNEL}": 1 << 62}
     gathers = [
-        Action(name, _unsharded(module, from_size), plain.nbytes, against, after=module.reshard, queued=True)
-        for name, from_size in ways.items()
+        Action(name, _unsharded(root, module, mover), plain.nbytes, against, after=module.reshard, queued=True)
+        for name, mover in _gather_ways(root, device).items()
     ]
     return [*gathers, limit, collective]
 
 
-def _unsharded(module: Any, copy_engine_bytes: int) -> Callable[[], object]:
-    """`module.unshard()`, on CUDA with the copy engine for pieces from this size on."""
+def _gather_ways(root: Root, device: str) -> dict[str, DataMover]:
+    """The mover that the root has; on a device each way to gather besides."""
+    ways = {"unit gather": root.layout.mover}
+    if device == "cuda":
+        own, all_, none = root.grid.shard, 1, 1 << 62  # pieces from this size on by the copy engine
+        ways |= {
+            f"unit gather, {COPY_ENGINE}": CudaMover(own, all_),
+            f"unit gather, {TORCH_KERNEL}": CudaMover(own, none),
+        }
+        if triton_is_here():
+            from odc.runtime.movers.compiled import CompiledMover
+
+            ways[f"unit gather, {TRITON_KERNEL}"] = CompiledMover(own, none)
+    return ways
+
+
+def _unsharded(root: Root, module: Any, mover: DataMover) -> Callable[[], object]:
+    """`module.unshard()` by a mover of one's own."""
 
     def run() -> None:
-        usual = by_cuda.COPY_ENGINE_BYTES
-        by_cuda.COPY_ENGINE_BYTES = copy_engine_bytes
+        usual, root.layout.mover = root.layout.mover, mover
         try:
             module.unshard()
         finally:
-            by_cuda.COPY_ENGINE_BYTES = usual
+            root.layout.mover = usual
 
     return run
 

@@ -14,7 +14,7 @@ from typing import Any
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL
 from odc.bench.report import cell, table
 from odc.errors import ConfigError
-from odc.runtime.movers import cuda as by_cuda
+from odc.settings import Settings
 
 SCHEMA = "odc-bench-1"
 MIB = 1 << 20
@@ -86,10 +86,8 @@ def crossovers(rows: list[Row]) -> str:
         first = next((i for i in range(len(sizes)) if all(wins[i:])), None)
         said = f"from {text_of(sizes[first])} on" if first is not None else f"never, up to {text_of(sizes[-1])}"
         lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {said}.")
-    least = text_of(by_cuda.COPY_ENGINE_BYTES)
-    lines += (
-        [f"odc takes it from {least} on (odc.runtime.movers.cuda.COPY_ENGINE_BYTES, see docs/gpu.md)."] if lines else []
-    )
+    least = text_of(Settings().copy_engine_bytes)
+    lines += [f"odc takes it from {least} on, or as Settings(copy_engine_bytes=...) says."] if lines else []
     return "\n".join(lines)
 
 

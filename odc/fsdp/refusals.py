@@ -19,6 +19,7 @@ from odc.errors import (
     UnsupportedError,
 )
 from odc.runtime import Gradient, HeapLayout, MemberProtocol, Outcome, Queue, RootState, UnitSpec
+from odc.runtime.movers.choice import device_mover
 
 
 def refuse_early_begin(who: str, state: RootState) -> None:
@@ -120,30 +121,21 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return _memcmp()(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _any_differ(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether any two differ in a byte, on their device; waits for it once."""
-    found = [(a.view(_WORDS[a.itemsize]) != b.view(_WORDS[b.itemsize])).any() for a, b in pairs if a.numel()]
-    return bool(torch.stack(found).any()) if found else False
-
-
 @torch.no_grad()
 def refuse_stale(layout: HeapLayout, epoch: int, shards: Sequence[Sequence[torch.Tensor]]) -> None:
     """Raise `StaleParametersError`, naming the parameter, if one of this rank's shards is no longer what peers fetch.
 
     `shards` are padded, by unit and parameter, 1-D. It compares bytes, because tensor versions miss in-place optimizer
-    writes and `.data`. On a device it waits for the current stream once.
+    writes and `.data`. On a device it compares in place, one call a unit, and waits for the current stream once.
     """
     mine = layout.mine
     if layout.heap.lanes.asynchronous:
-        pairs = [
-            (mine.published(unit, i, epoch), shard.to(unit.params[i].dtype))
-            for unit, tensors in zip(layout.units, shards, strict=True)
-            for i, shard in enumerate(tensors)
-        ]
-        if not _any_differ(pairs):
+        found = torch.zeros(1, dtype=torch.int32, device=layout.heap.device)
+        for unit, tensors in zip(layout.units, shards, strict=True):
+            places = [mine.published(unit, i, epoch) for i in range(len(tensors))]
+            device_mover(layout.mover).differ(places, tensors, found)
+        layout.heap.lanes.settle()
+        if not int(found):
             return
     for unit, tensors in zip(layout.units, shards, strict=True):
         for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):

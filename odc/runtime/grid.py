@@ -154,5 +154,5 @@ def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> Non
         )
     if queue_bytes:
         raise UnsupportedError(f"{where} Settings(queue_bytes=...) works within one host only")
-    if kernels != "torch":
+    if kernels == "triton":
         raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")

@@ -21,6 +21,7 @@ from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
+_BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
 _DATA = frozenset(
     {"published", "accumulator", "staging", "cache", "sums", "arrived"}
 )  # regions on the heap's device; the others are words
@@ -61,11 +62,12 @@ class HeapLayout:
         self, heap: SymmetricHeap, grid: RankGrid, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
     ) -> None:
         self.heap, self.grid, self.units, self.settings = heap, grid, tuple(units), settings
-        self.mover = mover_for(settings, heap.device)
+        self.mover = mover_for(settings, heap.device, grid.shard)
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
-        self.ring = Ring.fit(self.units, settings.staging_block_bytes)
+        whole = heap.lanes.asynchronous  # a device copies a chunk at once, and every block costs it a wait
+        self.ring = Ring.fit(self.units, settings.staging_block_bytes or (_WHOLE if whole else _BLOCK_BYTES))
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
         refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=settings.kernels)

@@ -17,6 +17,7 @@ from odc.memory import ProcessHandle, SymmetricHeap, Words
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.runtime.connect import Rendezvous, ask_member
 from odc.runtime.daemon import daemon
+from odc.runtime.device import DevicePusher
 from odc.runtime.engines import Engine
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
@@ -49,7 +50,8 @@ class Endpoint:
         if self._heaps is not None and self.grid.shards_span_hosts:
             cache = NodeCache(self.protocol, self._heaps)
         self.shards = PublishedShards(self.protocol, cache)
-        self.pusher = Pusher(self.protocol, notify)
+        on_device = layout.heap.lanes.asynchronous
+        self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
 
     def done(self, outcome: Outcome, reason: str = "") -> None:

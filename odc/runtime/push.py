@@ -7,6 +7,7 @@ last is filled next: an owner that keeps up leaves its blocks in the cache. A bl
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Outbox:
         self.owner, self.ring = owner, layout.ring
         self._put, self._lanes = layout.mover.put, layout.heap.lanes
         self._data = peer.staging_address(distance)
+        self._ring_bytes: Callable[[], torch.Tensor] = functools.partial(peer.staging, distance)
+        self._slots: dict[int, torch.Tensor] = {}
         self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
@@ -85,6 +88,13 @@ class Outbox:
         """Copy `nbytes` from `address` into the slot to be posted next, at `at_byte`. `credit()` must be above 0."""
         self._put(self._data + self._free[-1] * self.ring.slot_bytes + at_byte, address, nbytes)
 
+    def slot(self) -> torch.Tensor:
+        """uint8: the slot to be posted next. `credit()` must be above 0."""
+        number, size = self._free[-1], self.ring.slot_bytes
+        if number not in self._slots:
+            self._slots[number] = self._ring_bytes()[number * size : (number + 1) * size]
+        return self._slots[number]
+
     def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `tell` makes it seen."""
         slot = self._free.pop()
@@ -102,6 +112,12 @@ class Outbox:
         if self._told == self.posted:
             return False
         self._lanes.settle()
+        return self.announce()
+
+    def announce(self) -> bool:
+        """As `tell`, of copies that have settled."""
+        if self._told == self.posted:
+            return False
         self._words.post(self.posted)  # release: data and header are visible before the head moves
         self._told = self.posted
         return True
@@ -165,7 +181,10 @@ class Pusher:
         Waits for each owner to begin the current epoch, and for free slots. Returns when the last block is posted (or
         added), not when it is accumulated.
         """
-        sent = sum(self.push_to(owner, unit, gradients) for owner in self._owners)
+        return self._pushed(unit, gradients, sum(self.push_to(owner, unit, gradients) for owner in self._owners))
+
+    def _pushed(self, unit: UnitSpec, gradients: Sequence[Gradient], sent: int) -> int:
+        """Count a push that is complete; returns `sent`, its bytes."""
         base = self._layout.param_base[unit.index]
         for gradient in gradients:
             self.counts[base + gradient.param] += 1
@@ -191,11 +210,14 @@ class Pusher:
         for box in self._outboxes.values():
             self._tell(box)
 
-    def _stage(self, unit: UnitSpec, owner: int, pieces: Iterator[Piece]) -> int:
+    def _outbox(self, owner: int) -> Outbox:
         box = self._outboxes.get(owner)
         if box is None:
             box = self._outboxes[owner] = Outbox(self._protocol, owner)
-        nbytes = 0
+        return box
+
+    def _stage(self, unit: UnitSpec, owner: int, pieces: Iterator[Piece]) -> int:
+        box, nbytes = self._outbox(owner), 0
         for run in _runs(pieces):
             nbytes += self._stage_run(box, unit, run)
         if self._batches:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from odc.runtime.accumulate import Adder
+from odc.runtime.device import DeviceDrain
 from odc.runtime.layout import HeapLayout
 from odc.runtime.protocol import abort
 from odc.runtime.push import Inbox
@@ -40,9 +41,13 @@ class Service:
         self._adder = Adder(layout)
         self._most = max(1, layout.ring.slots // 4)  # the rest of the ring is filled while a batch is added
 
+        self._drain_device = DeviceDrain(layout, self._inboxes, self._most) if layout.heap.lanes.asynchronous else None
+
     @torch.no_grad()
     def drain(self) -> bool:
         """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
+        if self._drain_device is not None:
+            return self._drain_device()
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)
@@ -50,8 +55,7 @@ class Service:
                 continue
             unit, blocks = batch
             begin = recorder().now()
-            with self.layout.heap.lanes.lane("server"):
-                self._adder.add(self.layout.grid.me, unit, blocks)
+            self._adder.add(self.layout.grid.me, unit, blocks)
             inbox.take(len(blocks))
             source = self.layout.grid.ranks[inbox.source]
             nbytes = sum(block.values.nbytes for block in blocks)

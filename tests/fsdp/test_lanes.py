@@ -28,7 +28,7 @@ def late() -> Iterator[list[LateCopies]]:
         return made[-1]
 
     before = shm.HostLanes, odc.runtime.layout.mover_for
-    shm.HostLanes, odc.runtime.layout.mover_for = lanes, lambda settings, device: DeferredMover(made[-1])  # type: ignore[misc,assignment]
+    shm.HostLanes, odc.runtime.layout.mover_for = lanes, lambda settings, device, own: DeferredMover(made[-1])  # type: ignore[misc,assignment]
     try:
         yield made
     finally:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.deferred import DeferredLanes, DeferredMover
+from support.deferred import DeferredLanes, late_heaps
 from support.members import BF16, F32, HeapGroup
 
-import odc.runtime.layout
-from odc.memory import shm
 from odc.runtime import Gradient, Outcome, Word
 from odc.settings import ACCUMULATE_MODES, Settings
 
@@ -18,15 +16,7 @@ LAYOUT = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> list[DeferredLanes]:
     """Every heap made from now on does its work late; gives the lanes of each, by member."""
-    made: list[DeferredLanes] = []
-
-    def lanes() -> DeferredLanes:
-        made.append(DeferredLanes())
-        return made[-1]
-
-    monkeypatch.setattr(shm, "HostLanes", lanes)
-    monkeypatch.setattr(odc.runtime.layout, "mover_for", lambda settings, device: DeferredMover(made[-1]))
-    return made
+    return late_heaps(monkeypatch)
 
 
 def gradients(unit, shards: int, value: float) -> list[Gradient]:

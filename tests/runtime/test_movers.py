@@ -79,5 +79,5 @@ def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_settings_refuse_other_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels must be one of torch, triton, not 'cuda'"):
+    with pytest.raises(ValueError, match="kernels must be one of auto, torch, triton, not 'cuda'"):
         Settings(kernels="cuda")  # type: ignore[arg-type]

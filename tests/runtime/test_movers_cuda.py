@@ -1,52 +1,158 @@
-"""How a unit is put together from pieces, on tensors of the CPU: copies by the driver are stood for by memmove."""
+"""How units are put together and sent in pieces, on tensors of the CPU: memmove stands for the driver."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.deferred import move_all
+from support.ranks import RankPool
 
-from odc.errors import OdcError
+from odc.errors import OdcError, UnsupportedError
 from odc.runtime.movers import cpu as cpu_mover
-from odc.runtime.movers import cuda as cuda_mover
+from odc.runtime.movers import driver
 from odc.runtime.movers.choice import mover_for
+from odc.runtime.movers.cuda import CudaMover
 from odc.settings import Settings
 
 SHARDS = 3
-pieces = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16])), min_size=1, max_size=6
-)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+pieces = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([F32, BF16])), min_size=1, max_size=6)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-@given(pieces, st.sampled_from([1, 64, 1 << 30]))
-def test_a_unit_is_the_same_whatever_copies_its_pieces(sizes: list[tuple[int, torch.dtype]], boundary: int) -> None:
+class Copied:
+    """In place of the copy engine; keeps the sizes of what it was asked for."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.calls = 0
+
+    def __call__(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+        self.sizes += sizes.tolist()
+        self.calls += 1
+        assert targets.flags.c_contiguous and targets.dtype == sources.dtype == sizes.dtype == np.int64
+        move_all(targets, sources, sizes)
+
+
+def gathers(make: Callable[..., CudaMover], sizes: list[tuple[int, torch.dtype]], boundary: int) -> None:
+    """Twice, to other addresses: the second time by what was kept of the first."""
     offsets, end = [], 0
     for numel, dtype in sizes:
         offsets.append(end)
         end += -(-numel * dtype.itemsize // 16) * 16
-    memory = [torch.randint(0, 255, (max(end, 16),), dtype=torch.uint8) for _ in range(SHARDS)]
-    found, expected = ([torch.zeros(SHARDS * numel, dtype=dtype) for numel, dtype in sizes] for _ in range(2))
-    copied: list[int] = []
-
-    def copy(target: int, source: int, nbytes: int) -> None:
-        copied.append(nbytes)
-        ctypes.memmove(target, source, nbytes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_mover, "COPY_ENGINE_BYTES", boundary)
-        patch.setattr(cuda_mover, "copy", copy)
-        cuda_mover.gather(found, offsets, SHARDS, [(2, memory[2]), (0, memory[0]), (1, memory[1])])
-    cpu_mover.gather(expected, offsets, SHARDS, list(enumerate(memory)))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-    assert all(nbytes >= boundary for nbytes in copied)
+    copied = Copied()
+    mover = make(1, boundary, copied)
     large = [numel * dtype.itemsize for numel, dtype in sizes if numel * dtype.itemsize >= boundary]
-    assert len(copied) == SHARDS * len(large)
+    for _ in range(2):
+        memory = [torch.randint(0, 255, (max(end, 16),), dtype=torch.uint8) for _ in range(SHARDS)]
+        found, expected = ([torch.zeros(SHARDS * numel, dtype=dtype) for numel, dtype in sizes] for _ in range(2))
+        copied.sizes.clear()
+        mover.gather(found, offsets, SHARDS, [(2, memory[2]), (0, memory[0]), (1, memory[1])])
+        cpu_mover.gather(expected, offsets, SHARDS, list(enumerate(memory)))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        assert sorted(copied.sizes) == sorted(large * (SHARDS - 1)), "of peers, and of no small piece"
+
+
+@given(pieces, st.sampled_from([1, 64, 1 << 30]))
+def test_a_unit_is_the_same_whatever_copies_its_pieces(sizes: list[tuple[int, torch.dtype]], boundary: int) -> None:
+    gathers(CudaMover, sizes, boundary)
+
+
+def stages(make: Callable[..., CudaMover], boundary: int) -> None:
+    """A unit's gradients to the slots of two of four owners and more; one is short of whole shards, one is empty."""
+    shards, numels, offsets, room = 4, [40, 3, 5], [0, 40, 43], 48
+    copied = Copied()
+    mover = make(3, boundary, copied)
+    for owners in ([0, 1, 2], [1, 2]):
+        for dtype in (F32, BF16):
+            values = [torch.randn(n).to(dtype) for n in (160, 11, 2)]
+            slots = torch.full((shards, room * dtype.itemsize), 7, dtype=torch.uint8)
+            copied.calls = 0
+            mover.stage(values, numels, offsets, [(owner, slots[owner]) for owner in owners])
+            for owner in range(shards):
+                expected = torch.zeros(room, dtype=dtype)
+                for value, numel, offset in zip(values, numels, offsets, strict=True):
+                    part = value[owner * numel : (owner + 1) * numel]
+                    expected[offset : offset + part.numel()] = part
+                found = slots[owner].view(dtype)
+                if owner in owners:
+                    assert torch.equal(found, expected), f"owner {owner} of {owners}, {dtype}"
+                else:
+                    assert bool((slots[owner] == 7).all()), "a slot of nobody's was written"
+            assert copied.calls <= 1
+
+
+@pytest.mark.parametrize("boundary", [1, 64, 1 << 30])
+def test_every_owner_gets_its_part_and_zeros_beyond(boundary: int) -> None:
+    stages(CudaMover, boundary)
+
+
+def kernels_do_the_same(rank: int, world: int) -> None:
+    from odc.runtime.movers.compiled import CompiledMover
+
+    for boundary in (1, 64, 1 << 30):
+        gathers(CompiledMover, [(40, BF16), (3, F32), (0, F32), (30, F32), (1, BF16)], boundary)
+        stages(CompiledMover, boundary)
+    mover = CompiledMover(0, 64, Copied())
+    totals, expected = (torch.arange(60.0).view(3, 20) for _ in range(2))
+    values = [torch.arange(30).to(BF16), torch.arange(11).to(BF16)]
+    accumulators = [(shard, totals[shard]) for shard in (1, 2, 0)]
+    mover.accumulate_all(values, [10, 4], [0, 12], accumulators)
+    for shard in range(3):
+        for value, numel, offset in zip(values, [10, 4], [0, 12], strict=True):
+            part = value[shard * numel : (shard + 1) * numel]
+            expected[shard, offset : offset + part.numel()] += part
+    assert torch.equal(totals, expected)
+
+
+@needs_triton
+def test_kernels_move_the_same(interpreted: Callable[[int], RankPool]) -> None:
+    interpreted(1).run(kernels_do_the_same)
+
+
+def test_all_sources_are_added_and_every_change_is_seen() -> None:
+    mover = CudaMover(0, 1)
+    totals = [torch.zeros(4), torch.ones(2)]
+    mover.add_all(totals, [[torch.ones(4), torch.full((4,), 2, dtype=BF16), torch.ones(4)], [torch.ones(2)]])
+    assert [total.tolist() for total in totals] == [[4.0] * 4, [2.0] * 2]
+    places, shards = [torch.arange(5.0).to(BF16), torch.arange(3.0)], [torch.arange(5.0), torch.arange(3.0)]
+    found = torch.zeros(1, dtype=torch.int32)
+    mover.differ(places, shards, found)
+    assert not found
+    shards[0][4] = -shards[0][4]
+    mover.differ(places, shards, found)
+    assert found
+
+
+def test_a_comparison_takes_a_few_mib_however_large_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All casts beside each other were a quarter of the weights."""
+    from odc.runtime.movers import cuda as module
+
+    monkeypatch.setattr(module, "_COMPARED", 8)
+    taken: list[int] = []
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and func is not torch.ops.aten.slice.Tensor:
+                taken.append(made.numel())
+            return made
+
+    found = torch.zeros(1, dtype=torch.int32)
+    with Watched():
+        CudaMover(0, 1).differ([torch.zeros(1000, dtype=BF16)], [torch.zeros(1000)], found)
+    assert 0 < max(taken[2:]) <= 8 * 2, "bytes of eight elements at most"
 
 
 def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
@@ -55,9 +161,10 @@ def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
     storage = torch.zeros(8)
     parameter = torch.nn.Parameter(storage.view(2, 4))
     x = torch.ones(4, requires_grad=True)
+    mover = CudaMover(0, 1 << 30)
 
     def fill() -> None:
-        cuda_mover.gather([storage], [0], 2, list(enumerate(memory)))
+        mover.gather([storage], [0], 2, list(enumerate(memory)))
 
     fill()
     loss = (parameter @ x).sum()
@@ -68,26 +175,99 @@ def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
     assert x.grad is not None and x.grad.tolist() == [4.0] * 4
 
 
-def test_the_device_decides_what_moves_data() -> None:
-    assert mover_for(Settings(), torch.device("cpu")) is cpu_mover
-    assert mover_for(Settings(), torch.device("cuda", 1)) is cuda_mover
+def test_the_device_and_the_settings_decide_what_moves_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 1)
+    for kernels in ("auto", "torch"):
+        assert mover_for(Settings(kernels=kernels), torch.device("cpu")) is cpu_mover  # type: ignore[arg-type]
+    assert type(mover_for(Settings(kernels="torch"), cuda)) is CudaMover
+    monkeypatch.setattr("odc.runtime.movers.choice._triton_is_here", lambda: False)
+    assert type(mover_for(Settings(), cuda)) is CudaMover, "torch moves what no kernel can"
+
+
+@needs_triton
+def test_kernels_are_the_default_on_a_device() -> None:
+    mover = mover_for(Settings(copy_engine_bytes=77), torch.device("cuda", 0), own=3)
+    assert type(mover).__name__ == "CompiledMover" and mover.atomic  # type: ignore[attr-defined]
+    assert (mover._own, mover._least) == (3, 77)  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_a_copy_is_an_error_and_no_crash() -> None:
     with pytest.raises(OSError, match=r"libcuda\.so\.1"):
-        cuda_mover.copy(0, 0, 1)
+        driver.copy(0, 0, 1)
+
+
+class StandIn:
+    """The driver's two functions and torch's stream: what was asked for, and what is answered."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, codes: list[int], stream: int = 5, batches: bool = True) -> None:
+        self.copied: list[tuple[int, ...]] = []
+        self.batched: list[list[tuple[int, ...]]] = []
+        self.queried, self._codes = 0, codes
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream, query=self._query))
+        patch.setattr(driver, "_copy_function", lambda: self._copy)
+        patch.setattr(driver, "_batch_function", lambda: self._batch if batches else None)
+        patch.setattr(driver, "_refused", [])
+
+    def _query(self) -> None:
+        self.queried += 1
+
+    def _copy(self, *args: int) -> int:
+        self.copied.append(args)
+        return self._codes.pop(0) if self._codes else 0
+
+    def _batch(self, targets: int, sources: int, sizes: int, count: int, *rest: int) -> int:
+        attributes, first, kinds, failed, stream = rest
+        said = ctypes.cast(attributes, ctypes.POINTER(driver._Attributes)).contents
+        assert (said.order, said.flags, kinds, stream) == (1, 1, 1, 5) and failed
+        assert ctypes.c_size_t.from_address(first).value == 0
+        columns = [(ctypes.c_uint64 * count).from_address(each) for each in (targets, sources, sizes)]
+        self.batched.append(list(zip(*columns, strict=True)))
+        return self._codes.pop(0) if self._codes else 0
 
 
 @pytest.mark.parametrize(("codes", "queries", "refused"), [([0], 0, ""), ([201, 0], 1, ""), ([201, 201], 1, "201")])
 def test_a_thread_without_a_context_gets_one(
     codes: list[int], queries: int, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queried: list[int] = []
-    stream = SimpleNamespace(cuda_stream=5, query=lambda: queried.append(1))
-    answers = iter(codes)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(cuda_mover, "_copy_function", lambda: lambda *_: next(answers))
+    stand_in = StandIn(monkeypatch, codes)
     with pytest.raises(OdcError, match=f"CUDA error {refused}") if refused else nullcontext():
-        cuda_mover.copy(1, 2, 3)
-    assert len(queried) == queries and not list(answers)
+        driver.copy(1, 2, 3)
+    assert stand_in.queried == queries and not codes
+
+
+THREE = [(10, 1, 5), (20, 2, 6), (30, 3, 7)]  # target, source, bytes
+
+
+def asks_for(*copies: tuple[int, int, int]) -> None:
+    driver.copy_all(*(np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)))
+
+
+@pytest.mark.parametrize("codes", [[], [201, 0]])
+def test_many_copies_are_one_call(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, list(codes))
+    asks_for(*THREE)
+    assert stand_in.batched[-1] == THREE and len(stand_in.batched) == (len(codes) or 1) and not stand_in.copied
+    asks_for(THREE[0])
+    assert [copy[:3] for copy in stand_in.copied] == THREE[:1], "one copy needs no batch"
+
+
+@pytest.mark.parametrize(
+    "options", [{"batches": False}, {"codes": [801]}, {"stream": 0}], ids=["old driver", "refused", "default stream"]
+)
+def test_without_batches_copies_are_asked_for_one_by_one(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = StandIn(monkeypatch, **{"codes": [], **options})
+    for _ in range(2):
+        stand_in.copied.clear()
+        asks_for(*THREE)
+        assert [copy[:3] for copy in stand_in.copied] == THREE
+    assert len(stand_in.batched) == (1 if options.get("codes") == [] or "codes" in options else 0)
+
+
+def test_settings_refuse_sizes_of_nothing() -> None:
+    with pytest.raises(ValueError, match="copy_engine_bytes must be"):
+        Settings(copy_engine_bytes=0)
+    with pytest.raises(UnsupportedError) if importlib.util.find_spec("triton") is None else nullcontext():
+        mover_for(Settings(kernels="triton"), torch.device("cuda", 0))

@@ -12,9 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import pytest
 import torch
 
-from odc.runtime.movers import cpu as cpu_mover
+from odc.memory import shm
+from odc.runtime import layout
+from odc.runtime.movers.cuda import CudaMover
 
 
 class DeferredLanes:
@@ -25,6 +29,7 @@ class DeferredLanes:
     def __init__(self) -> None:
         self._queues: dict[object, list[Callable[[], None]]] = {}
         self._here = threading.local()
+        self._running = threading.RLock()  # threads that share a lane do not run its work twice, nor at once
         self.settled = 0
 
     def _queue(self) -> list[Callable[[], None]]:
@@ -49,11 +54,15 @@ class DeferredLanes:
 
     def follow(self, mark: object) -> None:
         queue, count = mark  # type: ignore[misc]
-        self.ask(lambda: _run(queue, count))
+        self.ask(lambda: self._run(queue, count))
 
     def settle(self) -> None:
         self.settled += 1
-        _run(self._queue(), None)
+        self._run(self._queue(), None)
+
+    def _run(self, queue: list[Callable[[], None]], count: int | None) -> None:
+        with self._running:
+            _run(queue, count)
 
 
 def _run(queue: list[Callable[[], None]], count: int | None) -> None:
@@ -73,33 +82,57 @@ class LateCopies(DeferredLanes):
     def follow(self, mark: object) -> None:
         if getattr(self._here, "name", None) is None:
             queue, count = mark  # type: ignore[misc]
-            _run(queue, count)
+            self._run(queue, count)
         else:
             super().follow(mark)
 
 
+def move_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    """In place of the copy engine."""
+    for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, nbytes)
+
+
 class DeferredMover:
-    """`cpu_mover`, later. Sources are read when the work is done, as a device reads them."""
+    """`CudaMover` over host memory, later. Sources are read when the work is done, as a device reads them.
 
-    def __init__(self, lanes: DeferredLanes) -> None:
-        self._lanes = lanes
+    With `atomic` its direct adds need no lock: the lanes run one piece of work at a time.
+    """
 
-    def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        self._lanes.ask(lambda: cpu_mover.publish(places, shards))
+    def __init__(self, lanes: DeferredLanes, atomic: bool = False) -> None:
+        self._lanes, self._mover, self.atomic = lanes, CudaMover(0, 256, move_all), atomic
 
-    def gather(
-        self,
-        outs: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        shards: int,
-        sources: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        self._lanes.ask(lambda: cpu_mover.gather(outs, offsets, shards, sources))
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        work = getattr(self._mover, name)
+        return lambda *args: self._lanes.ask(lambda: work(*args))
 
     def put(self, address: int, source: int, nbytes: int) -> None:
         self._lanes.ask(lambda: ctypes.memmove(address, source, nbytes))  # type: ignore[arg-type,return-value]
 
-    def add(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self._lanes.ask(lambda: cpu_mover.add(places, values))
+    def accumulate_all(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        accumulators: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        def add() -> None:
+            for shard, total in accumulators:
+                for value, numel, offset in zip(values, numels, offsets, strict=True):
+                    part = value[shard * numel : (shard + 1) * numel]
+                    total[offset : offset + part.numel()] += part
 
-    accumulate = add
+        self._lanes.ask(add)
+
+
+def late_heaps(patch: pytest.MonkeyPatch, *, atomic: bool = False) -> list[DeferredLanes]:
+    """Make every heap of this process from now on do its work late; gives the lanes of each, in the order made."""
+    made: list[DeferredLanes] = []
+
+    def lanes() -> DeferredLanes:
+        made.append(DeferredLanes())
+        return made[-1]
+
+    patch.setattr(shm, "HostLanes", lanes)
+    patch.setattr(layout, "mover_for", lambda settings, device, own: DeferredMover(made[-1], atomic))
+    return made

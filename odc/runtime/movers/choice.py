@@ -1,18 +1,18 @@
-"""The choice among the movers, modules of the same five functions: torch and memmove, torch and CUDA's driver, Triton.
+"""The choice among the movers: torch and memmove, torch and CUDA's driver, kernels.
 
 The callers decide when data may move; order, waiting and visibility are their concern.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Protocol, cast
 
 import torch
 
 from odc.errors import UnsupportedError
-from odc.runtime.movers import cpu, cuda
+from odc.runtime.movers import cpu
 from odc.settings import Settings
 
 _CPU = torch.device("cpu")
@@ -53,19 +53,75 @@ class DataMover(Protocol):
         """Add to a peer's accumulators, converting; the caller holds their lock."""
 
 
-def mover_for(settings: Settings, device: torch.device = _CPU) -> DataMover:
-    """The mover that `settings.kernels` asks for, for memory on `device`.
+class DeviceMover(DataMover, Protocol):
+    """What moves data on a device besides: whole units, from and to all owners at once.
+
+    `atomic` says whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock.
+    """
+
+    atomic: bool
+
+    def stage(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        slots: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Copy every owner's part of gradients of one dtype to its slot; zeros where they are short of whole shards.
+
+        Args:
+            values: gradients, 1-D, shard after shard.
+            numels: elements of a shard of each.
+            offsets: of each in a slot, in elements.
+            slots: (shard, its owner's slot, uint8).
+        """
+
+    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Add to each place all of its values, converting; places do not overlap, and nobody else adds meanwhile."""
+
+    def accumulate_all(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        accumulators: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """As `stage`, added to every owner's accumulator, 1-D; only where it is atomic."""
+
+    def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """Make `found`, int32 [1], not 0 if a shard, converted, is not what its published place holds, bit for bit.
+
+        Takes a few MiB of memory at most, however large the shards are.
+        """
+
+
+def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> DataMover:
+    """The mover that `settings.kernels` asks for, for memory on `device`: on CUDA a `DeviceMover`. `own`: shard index.
 
     Raises UnsupportedError if triton is not installed, or could neither compile (no GPU) nor interpret here.
     """
-    if settings.kernels == "torch":
-        return cuda if device.type == "cuda" else cpu
+    on_device = device.type == "cuda"
+    if settings.kernels == "torch" or (settings.kernels == "auto" and not (on_device and _triton_is_here())):
+        if not on_device:
+            return cpu
+        from odc.runtime.movers.cuda import CudaMover
+
+        return CudaMover(own, settings.copy_engine_bytes)
     try:
-        from odc.runtime.movers import triton
+        from odc.runtime.movers import compiled, triton
     except ModuleNotFoundError as error:
         raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
+    if on_device:
+        return compiled.CompiledMover(own, settings.copy_engine_bytes)
     triton.refuse_unusable(device)
-    if device.type == "cuda":  # a staging slot is plain bytes: the copy engine's work
-        names = ("publish", "gather", "add", "accumulate")
-        return cast(DataMover, SimpleNamespace(put=cuda.put, **{name: getattr(triton, name) for name in names}))
     return triton
+
+
+def device_mover(mover: DataMover) -> DeviceMover:
+    """The mover of a heap on a device, by its whole type."""
+    return cast(DeviceMover, mover)
+
+
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None

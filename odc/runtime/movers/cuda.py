@@ -1,62 +1,126 @@
-"""Data moved on a CUDA device by torch and the driver's copies. Nothing here waits for the device.
+"""Data moved on a CUDA device by its copy engine and by torch. Nothing here waits for the device.
 
-Pieces from `COPY_ENGINE_BYTES` on go by the copy engine, which takes no multiprocessor from compute; all small ones
-together by one kernel of torch's, because a copy each would drown in launches. docs/gpu.md says how to set the bound.
+Of peers' memory, pieces from `Settings.copy_engine_bytes` on go by the copy engine, which takes no multiprocessor from
+compute; all others together by one kernel of torch's, because a copy each would drown in launches.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from odc.errors import OdcError
-from odc.runtime.movers import cpu
+from odc.runtime.movers import cpu, driver
 
-COPY_ENGINE_BYTES = 32 << 20  # of one piece: its copy takes several times as long as its launch; read at each fetch
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
+_COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
-
-@cache
-def _copy_function() -> ctypes._FuncPointer:
-    """cuMemcpyAsync: of any device's addresses that this process has mapped."""
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
+Sources = Sequence[tuple[int, torch.Tensor]]
+CopyAll = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
-def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes between device addresses, in the current stream; OdcError with CUDA's number if the driver refuses."""
-    function, stream = _copy_function(), torch.cuda.current_stream()
-    code = function(target, source, nbytes, stream.cuda_stream)
-    if code == _NO_CONTEXT:
-        stream.query()  # any call of CUDA's runtime gives a thread its context, the driver's own calls do not
-        code = function(target, source, nbytes, stream.cuda_stream)
-    if code:
-        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
+class GatherCopies:
+    """Which pieces of a unit's gather go by the copy engine, and where they lie at an owner and in the parameters."""
+
+    def __init__(self, offsets: Sequence[int], nbytes: Sequence[int], shards: int, least: int) -> None:
+        pieces = [whole // shards for whole in nbytes]
+        self.large = [i for i, size in enumerate(pieces) if size >= least]
+        self.small = [i for i, size in enumerate(pieces) if 0 < size < least]
+        self._offsets = np.array([offsets[i] for i in self.large], dtype=np.int64)
+        self._sizes = np.array([pieces[i] for i in self.large], dtype=np.int64)
+
+    def run(self, addresses: Sequence[int], peers: Sources, copy_all: CopyAll) -> None:
+        """Ask for all of them, from `peers` to the parameters at `addresses`."""
+        starts = np.array([addresses[i] for i in self.large], dtype=np.int64)
+        shards = np.array([[shard] for shard, _ in peers], dtype=np.int64)
+        bases = np.array([[memory.data_ptr()] for _, memory in peers], dtype=np.int64)
+        targets, sources = starts + shards * self._sizes, bases + self._offsets
+        copy_all(targets.ravel(), sources.ravel(), np.tile(self._sizes, len(peers)))
 
 
-put, publish, add, accumulate = copy, cpu.publish, cpu.add, cpu.add
+class CudaMover:
+    """A `DeviceMover` without kernels of odc's own.
 
+    `own` is this rank's shard index: no copy engine is needed for its memory, and none is as fast there as a kernel.
+    """
 
-def gather(
-    outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sequence[tuple[int, torch.Tensor]]
-) -> None:
-    """See `DataMover.gather`; all small pieces by one call."""
-    places: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for shard, memory in sources:
-        for out, offset in zip(outs, offsets, strict=True):
-            nbytes = out.nbytes // shards
-            if nbytes >= COPY_ENGINE_BYTES:
-                copy(out.data_ptr() + shard * nbytes, memory.data_ptr() + offset, nbytes)
-            elif nbytes:
-                numel = out.numel() // shards
-                # `.data` has a version of its own: what autograd saved in forward may be filled again for backward.
-                places.append(out.data[shard * numel : (shard + 1) * numel])
-                values.append(memory[offset : offset + nbytes].view(out.dtype))
-    if places:
-        torch._foreach_copy_(places, values)
+    atomic = False
+
+    def __init__(self, own: int, copy_engine_bytes: int, copy_all: CopyAll = driver.copy_all) -> None:
+        self._own, self._least, self._copy_all = own, copy_engine_bytes, copy_all
+        self._copies: dict[tuple[tuple[int, ...], tuple[int, ...], int], GatherCopies] = {}
+
+    publish = staticmethod(cpu.publish)
+    put = staticmethod(driver.copy)
+    add = staticmethod(cpu.add)
+    accumulate = staticmethod(cpu.add)
+
+    def gather(self, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sources) -> None:
+        """See `DataMover.gather`."""
+        key = tuple(offsets), tuple([out.nbytes for out in outs]), shards
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = GatherCopies(*key, self._least)
+        peers = [source for source in sources if source[0] != self._own] if copies.large else []
+        if peers:
+            copies.run([out.data_ptr() for out in outs], peers, self._copy_all)
+        self._gather_rest(copies, outs, offsets, shards, sources, bool(peers))
+
+    def _gather_rest(
+        self,
+        copies: GatherCopies,
+        outs: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        shards: int,
+        sources: Sources,
+        large_came: bool,
+    ) -> None:
+        """This rank's own shard and, from peers, what is small; with `large_came` the engine has the rest."""
+        places: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for shard, memory in sources:
+            for i in range(len(outs)) if not large_came or shard == self._own else copies.small:
+                nbytes, numel = outs[i].nbytes // shards, outs[i].numel() // shards
+                if nbytes:
+                    # `.data` has a version of its own: what autograd saved in forward may be filled again for backward.
+                    places.append(outs[i].data[shard * numel : (shard + 1) * numel])
+                    values.append(memory[offsets[i] : offsets[i] + nbytes].view(outs[i].dtype))
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def stage(
+        self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], slots: Sources
+    ) -> None:
+        """See `DeviceMover.stage`."""
+        targets, sources, sizes = [], [], []
+        for shard, slot in slots:
+            for value, numel, offset in zip(values, numels, offsets, strict=True):
+                begin, width = shard * numel, value.itemsize
+                n = max(0, min(numel, value.numel() - begin))
+                if n:
+                    targets.append(slot.data_ptr() + offset * width)
+                    sources.append(value.data_ptr() + begin * width)
+                    sizes.append(n * width)
+                if n < numel:
+                    slot[(offset + n) * width : (offset + numel) * width].zero_()
+        self._copy_all(*(np.array(each, dtype=np.int64) for each in (targets, sources, sizes)))
+
+    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See `DeviceMover.add_all`."""
+        for turn in range(max(map(len, values), default=0)):
+            pairs = [(place, each[turn]) for place, each in zip(places, values, strict=True) if turn < len(each)]
+            torch._foreach_add_([place for place, _ in pairs], [value for _, value in pairs])
+
+    def accumulate_all(
+        self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], accumulators: Sources
+    ) -> None:
+        """See `DeviceMover.accumulate_all`; torch adds nothing atomically."""
+        raise NotImplementedError("torch adds nothing atomically")
+
+    def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """See `DeviceMover.differ`; a few MiB at a time."""
+        for place, shard in zip(places, shards, strict=True):
+            for start in range(0, place.numel(), _COMPARED):
+                part = slice(start, start + _COMPARED)
+                published, now = place[part].view(torch.uint8), shard[part].to(place.dtype).view(torch.uint8)
+                found.bitwise_or_((published != now).any())

@@ -1,0 +1,91 @@
+"""Copies by CUDA's driver, between any device addresses that this process has mapped. Nothing here waits.
+
+The copy engine does them, which takes no multiprocessor from compute. Many copies are one call where the driver has
+`cuMemcpyBatchAsync` (CUDA 12.8 and newer); elsewhere they are asked for one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import torch
+
+from odc.errors import OdcError
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
+_STREAM_ORDER, _OVERLAP_COMPUTE = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_u64, _size = ctypes.c_uint64, ctypes.c_size_t
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the locations matter for managed memory only."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("target_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@cache
+def _copy_function() -> ctypes._FuncPointer:
+    """`cuMemcpyAsync`."""
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = [_u64, _u64, _size, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def _batch_function() -> ctypes._FuncPointer | None:
+    """`cuMemcpyBatchAsync` as of CUDA 12.8, which later drivers keep under this name; None where there is none."""
+    function = getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
+    if function is not None:
+        pointer = ctypes.c_void_p
+        function.argtypes = [pointer, pointer, pointer, _size, pointer, pointer, _size, pointer, pointer]
+        function.restype = ctypes.c_int
+    return function
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes in the current stream; OdcError with CUDA's number if the driver refuses."""
+    function, stream = _copy_function(), torch.cuda.current_stream()
+    code = function(target, source, nbytes, stream.cuda_stream)
+    if code == _NO_CONTEXT:
+        stream.query()  # any call of CUDA's runtime gives a thread its context, the driver's own calls do not
+        code = function(target, source, nbytes, stream.cuda_stream)
+    if code:
+        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
+
+
+def copy_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]` for every i, in any order, in the current stream.
+
+    All int64, 1-D, contiguous, of one length; no size is 0. Raises OdcError if the driver refuses.
+    """
+    if len(sizes) and not (len(sizes) > 1 and _in_one_call(targets, sources, sizes)):
+        for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            copy(target, source, nbytes)
+
+
+_refused: list[int] = []  # by the driver: a batch, which is not tried again
+
+
+def _in_one_call(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> bool:
+    """Whether the driver took the whole batch. What it copied of one that it refused is copied again."""
+    function, stream = _batch_function(), torch.cuda.current_stream()
+    if function is None or _refused or not stream.cuda_stream:  # the default stream takes no batches
+        return False
+    attributes, first, failed = _Attributes(order=_STREAM_ORDER, flags=_OVERLAP_COMPUTE), _size(0), _size(0)
+    arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+    rest = ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed), stream.cuda_stream
+    code = function(*arrays, len(sizes), *rest)
+    if code == _NO_CONTEXT:
+        stream.query()
+        code = function(*arrays, len(sizes), *rest)
+    if code:
+        _refused.append(code)
+    return not code
