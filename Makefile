@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Environments over .venv for libraries whose versions do not go together: their extras, and what they must hold.
 EXTRAS_integrations := transformers,verl
-EXTRAS_trl := trl
+EXTRAS_trl := trl,lora,parquet
 EXTRAS_evaluation := lm-eval,lmms-eval
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 # Tests start many processes: what one has compiled of odc, the others load, whatever the shell says.
@@ -54,12 +54,13 @@ test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
-	    tests/integrations/test_examples.py \
-	    --installed accelerate,peft,transformers,trl $(ARGS)
+	    tests/integrations/test_examples.py tests/integrations/test_train.py \
+	    --installed accelerate,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_accelerate.py \
-	    --ignore tests/integrations/test_examples.py --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
+	    --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

@@ -36,7 +36,9 @@ Report = Annotated[bool, Option("--report", help="Write OUTPUT/report.html as we
 
 
 @options_from(
-    "odc.experiments.config:JobConfig", without=("arm", "save_every", "resume", "export"), optional=("model", "data")
+    "odc.experiments.config:JobConfig",
+    without=("arm", "save_every", "resume", "export", "merge", "valid", "valid_every"),
+    optional=("model", "data"),
 )
 def compare(
     given: dict[str, Any],

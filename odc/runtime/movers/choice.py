@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
-from odc.errors import UnsupportedError
+from odc.errors import UnsupportedError, install
 from odc.runtime.movers import cpu
 from odc.settings import Settings
 
@@ -111,7 +111,7 @@ def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> 
     try:
         from odc.runtime.movers import compiled, triton
     except ModuleNotFoundError as error:
-        raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
+        raise UnsupportedError(f"Settings(kernels='triton') needs triton: {install('kernels')}") from error
     if on_device:
         return compiled.CompiledMover(own, settings.copy_engine_bytes)
     triton.refuse_unusable(device)
