@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "eval": frozenset({"runtime"}),
     "fsdp": frozenset({"memory", "runtime", "trace"}),
     "handover": frozenset({"fsdp", "memory", "runtime"}),
-    "split": frozenset({"balance", "dispatch", "runtime", "trace"}),
+    "split": frozenset({"balance", "fsdp", "runtime", "trace"}),
     "bench": WORK,
     "doctor": frozenset({"fsdp", "memory", "runtime"}),
     "experiments": WORK,

@@ -219,6 +219,7 @@ class Minibatch:
     def _give_up(self, reason: str) -> None:
         if self.given_up is None:
             self.given_up = reason
+        self._protocol.give_up()
         if self._member.queue is not None:
             self._member.queue.give_up()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
+from odc.runtime.arena import Arena
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.layout import HeapLayout, RankGrid
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
-from odc.runtime.protocol import MemberProtocol
+from odc.runtime.protocol import AbsentMember, MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
 from odc.runtime.service import Service, reading_token
@@ -18,7 +19,9 @@ from odc.runtime.wait import Backoff, Deadline, Waiter, last_in_chain
 from odc.runtime.words import Outcome, RootState, Word
 
 __all__ = [
+    "AbsentMember",
     "Adder",
+    "Arena",
     "Backoff",
     "Claimed",
     "Daemon",

@@ -76,10 +76,16 @@ def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) 
 
 
 class Waiter:
-    """Waits for words of a root's members, from any thread; `abort` is given a reason and the culprit's global rank."""
+    """Waits for words of a root's members, from any thread.
 
-    def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
-        self._layout, self._grid, self._abort = layout, layout.grid, abort
+    `abort` is given a reason and the culprit's global rank; `note` is given the global rank that is waited for, and
+    None when the wait is over.
+    """
+
+    def __init__(
+        self, layout: HeapLayout, abort: Callable[[str, int], None], note: Callable[[int | None], None]
+    ) -> None:
+        self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
         self._board = layout.mine.board
 
     def check(self, doing: str) -> None:
@@ -98,12 +104,11 @@ class Waiter:
         if ready():
             return
         begin = recorder().now()
-        self._board.store(Word.WAITING, 1 + self._grid.ranks[member])
-        self._board.store(Word.WAITING_EPOCH, self._epoch())
+        self._note(self._grid.ranks[member])
         try:
             self._poll(ready, member, what)
         finally:
-            self._board.store(Word.WAITING, 0)
+            self._note(None)
             if recorder().now() - begin > _SPAN_NS:
                 recorder().add(WAIT, begin, peer=self._grid.ranks[member], lane=lane)
 

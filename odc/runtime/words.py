@@ -1,4 +1,4 @@
-"""The status board: 64-bit words that `protocol` and `wait` alone store (docs/protocol.md, "Words on the board")."""
+"""The 64-bit words of the protocol, which `protocol` alone stores (docs/protocol.md, "Words on the board")."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Word(IntEnum):
     OFFERED = 14  # newest epoch for which the rank's microbatches are in the queue
     PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
+    GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
 
 
 BOARD_WORDS = 24  # room for a third cache line
@@ -36,6 +37,15 @@ class ClaimWord(IntEnum):
     CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it
     MINE = 1  # microbatches that this member has claimed, for `odc status`
     TOTAL = 2  # 0, or 1 + microbatches that all members have offered, for `odc status`
+
+
+class EntryWord(IntEnum):
+    """Index of a word of a channel's entry in an arena (see `odc.runtime.arena`); the owner writes them."""
+
+    STEP = 0  # the step whose entry can be read
+    OFFSET = 1  # where in the owner's arena it begins
+    NBYTES = 2
+    SIGNATURE = 3  # what the owner and its readers must agree on; 0 if nothing
 
 
 class RootState(IntEnum):

@@ -1,4 +1,4 @@
-"""Every private name of torch that `odc.split` uses: flash attention that returns its log-sum-exp, and two helpers."""
+"""Every private name of torch that `odc.split` uses, checked at import: flash attention with its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -7,24 +7,55 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.distributed import distributed_c10d
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 Block = tuple[Tensor, Tensor, tuple[Any, ...]]
 
 _aten = torch.ops.aten
+# Of each operator its arguments, in order, up to the last that is used here, and how many results it has.
+_OF_ATTENTION = ("query", "key", "value", "dropout_p", "is_causal")
+_OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp")
+_LENGTHS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k")
+_OPERATORS: dict[str, tuple[tuple[str, ...], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (_OF_ATTENTION, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ((*_OF_BACKWARD, "dropout_p", "is_causal"), 3),
+    "_scaled_dot_product_flash_attention": ((*_OF_ATTENTION, "return_debug_mask"), 9),
+    "_scaled_dot_product_flash_attention_backward": (
+        (*_OF_BACKWARD, *_LENGTHS, "dropout_p", "is_causal", "philox_seed", "philox_offset"),
+        3,
+    ),
+}
+
+
+def _fail(missing: str) -> ImportError:
+    return ImportError(
+        f"torch {torch.__version__} lacks {missing}, which odc.split builds on. Install a torch that odc supports or a "
+        "newer odc."
+    )
+
+
+def _check() -> None:
+    for name, (arguments, results) in _OPERATORS.items():
+        operator = getattr(getattr(_aten, name, None), "default", None)
+        given = [argument.name for argument in operator._schema.arguments] if operator is not None else []
+        if tuple(given[: len(arguments)]) != arguments or "scale" not in given:
+            raise _fail(f"aten.{name}({', '.join(arguments)}, scale)")
+        if len(operator._schema.returns) != results:
+            raise _fail(f"the {results} results of aten.{name}")
+
+
+try:
+    from torch._compile import _disable_dynamo
+except ImportError as error:
+    raise _fail(str(error)) from error
+
+_check()
 
 
 def without_dynamo(function: Callable[Given, Found]) -> Callable[Given, Found]:
     """The function, at which a compiled model breaks its graph."""
     return _disable_dynamo(function)
-
-
-def default_store() -> Any:
-    """The key-value store of the default process group."""
-    return distributed_c10d._get_default_store()
 
 
 def has_flash(query: Tensor) -> bool:

@@ -89,10 +89,14 @@ class Merged(NamedTuple):
 
 
 def attend_blocks(query: Tensor, parts: Parts, blocks: list[Block], scale: float) -> Merged:
-    """Attention of [1, heads, tokens, width] queries; every query is in the rows of at least one block."""
+    """Attention of [1, heads, tokens, width] queries to keys that are taken from `parts` block by block.
+
+    `blocks` as `Cut.blocks` orders them: causal ones first, in which every query occurs once.
+    """
     exact = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros_like(query, dtype=exact, memory_format=torch.contiguous_format)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=exact, device=query.device)
+    _, heads, tokens, width = query.shape
+    out = query.new_empty((1, tokens, heads, width), dtype=exact).transpose(1, 2)  # as models lay it out next
+    lse = query.new_empty((1, heads, tokens), dtype=exact)
     rests = []
     for rows, owner, keys, sees in blocks:
         q, kv = query[:, :, rows], parts[owner][:, :, keys]
@@ -102,35 +106,37 @@ def attend_blocks(query: Tensor, parts: Parts, blocks: list[Block], scale: float
         if sees is Sees.LATER:
             part, weight = part.flip(2), weight.flip(2)
         rests.append(rest)
-        before = lse[:, :, rows]
-        both = torch.logaddexp(before, weight)
-        out[:, :, rows].mul_((before - both).exp()[..., None]).addcmul_(
-            part.to(exact), (weight - both).exp()[..., None]
-        )
-        lse[:, :, rows] = both
+        if sees is Sees.EARLIER:
+            out[:, :, rows], lse[:, :, rows] = part, weight
+        else:
+            before = lse[:, :, rows]
+            out[:, :, rows].lerp_(part.to(exact), (weight - before).sigmoid_()[..., None])
+            torch.logaddexp(before, weight, out=before)
     return Merged(out.to(query.dtype), lse, rests)
 
 
 def attend_blocks_backward(
-    grad: Tensor, query: Tensor, parts: Parts, blocks: list[Block], merged: Merged, scale: float
-) -> tuple[Tensor, Parts]:
-    """Gradients of the queries, in their dtype, and of every place's keys and values, at least fp32."""
+    grad: Tensor, query: Tensor, parts: Parts, blocks: list[Block], merged: Merged, scale: float, dq: Tensor
+) -> Parts:
+    """Gradients of the keys and values in these blocks, by place, at least fp32; the queries' are added to `dq`.
+
+    `merged.rests` are of these blocks, `merged.out` and `merged.lse` of attention to all.
+    """
     exact = merged.lse.dtype
-    dq = torch.zeros_like(query, dtype=exact)
-    dkv = {owner: torch.zeros_like(kv, dtype=exact) for owner, kv in parts.items()}
+    dkv = {owner: torch.zeros_like(parts[owner], dtype=exact) for owner in {block.owner for block in blocks}}
     for (rows, owner, keys, sees), rest in zip(blocks, merged.rests, strict=True):
         mine = [tensor[:, :, rows] for tensor in (grad, query, merged.out, merged.lse)]
         kv = parts[owner][:, :, keys]
         if sees is Sees.LATER:
             mine, kv = [tensor.flip(2) for tensor in mine], kv.flip(2)
-        g, q, out, lse = (tensor.contiguous() for tensor in mine)
-        found = _backward(g, q, kv[:1], kv[1:], out, lse, rest, sees is not Sees.ALL, scale)
+        g, q, out, lse = mine
+        found = _backward(g, q, kv[:1], kv[1:], out, lse.contiguous(), rest, sees is not Sees.ALL, scale)
         if sees is Sees.LATER:
             found = (found[0].flip(2), found[1].flip(2), found[2].flip(2))
         dq[:, :, rows] += found[0]
         dkv[owner][:1, :, keys] += found[1]
         dkv[owner][1:, :, keys] += found[2]
-    return dq.to(query.dtype), dkv
+    return dkv
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> _torch_private.Block:

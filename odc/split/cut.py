@@ -89,6 +89,8 @@ class Cut:
     def blocks(self, place: int, window: int | None) -> list[Block]:
         """Attention of a piece's queries to all keys they see, as blocks; rows and keys count from its own 0.
 
+        Causal blocks come first, in which every query occurs once, then others of this place, then those of others.
+
         Args:
             window: tokens that a token sees, itself included; None sees all before it.
         """
@@ -116,7 +118,7 @@ def _blocks(slices: tuple[tuple[tuple[int, int], ...], ...], place: int, window:
                         found += _against(range(first, last), at, owner, range(begin, min(end, last)), key, window)
                     key += end - begin
         row += stop - start
-    return found
+    return sorted(found, key=lambda block: (block.sees is not Sees.EARLIER, block.owner != place))
 
 
 def _against(queries: range, row: int, owner: int, keys: range, key: int, window: int | None) -> list[Block]:

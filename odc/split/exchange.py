@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from odc.dispatch.exchange.arena import Arena
 from odc.errors import PlanError
-from odc.runtime.store import KeyValueStore
+from odc.runtime import AbsentMember, Arena, KeyValueStore
+from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
 
 
@@ -64,6 +64,32 @@ class PieceExchange:
         self._kv = Arena(store, ranks, rank, self.rooms.kv_bytes * held, kv, timeout_s, f"{name}.kv")
         self._grads = Arena(store, ranks, rank, self.rooms.grad_bytes * 2, grads, timeout_s, f"{name}.dkv")
         self._rank, self._ranks = rank, list(ranks)
+        self._minibatch: PieceMinibatch | None = None
+
+    def join(self, minibatch: PieceMinibatch | None) -> None:
+        """Exchange for pieces of this minibatch from now on; None where none can be given up."""
+        before, self._minibatch = self._minibatch, minibatch
+        if minibatch is None or (before is not None and before.epoch == minibatch.epoch):
+            return
+        for arena in (self._kv, self._grads):
+            if before is not None:
+                arena.forget()  # all ranks were done with that minibatch before this one began
+            arena.absent_if(lambda member: minibatch.absent(self._ranks[member]))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the minibatch will be abandoned: nothing is put any more, and nobody is waited for."""
+        return self._minibatch is not None and self._minibatch.lost
+
+    def leave(self, reason: str) -> None:
+        """This rank runs no more pieces of this minibatch, though it should: all ranks give the minibatch up.
+
+        Where that cannot be done, it ends the exchange for everybody.
+        """
+        if self._minibatch is None:
+            self.refuse(reason)
+        else:
+            self._minibatch.abandon(reason)
 
     def put_kv(self, number: int, layer: int, again: bool, kv: Tensor, readers: list[int], mark: int) -> None:
         """Let `readers` (members) have the keys and values of this rank's piece of split sample `number`."""
@@ -72,27 +98,34 @@ class PieceExchange:
 
     def kv_of(
         self, number: int, layer: int, again: bool, owner: int, like: Tensor, shape: list[int], mark: int
-    ) -> Tensor:
+    ) -> Tensor | None:
         """A view of the keys and values of `owner` (a member), of `shape` and the dtype of `like`; waits for them.
 
-        On another device than the CPU it is a copy there.
+        On another device than the CPU it is a copy there. None in a minibatch that is lost.
         """
         channel, step = self._at(number, layer, again)
-        return self._get(self._kv, channel, step, owner, like, torch.Size(shape).numel(), mark).view(shape)
+        found = self._get(self._kv, channel, step, owner, like, torch.Size(shape).numel(), mark)
+        return None if found is None else found.view(shape)
 
     def done_kv(self, number: int, layer: int, again: bool, owner: int) -> None:
         """This rank needs them no more."""
-        self._kv.done(*self._at(number, layer, again), owner)
+        if not self.lost:
+            self._kv.done(*self._at(number, layer, again), owner)
 
     def put_grads(self, number: int, layer: int, grads: list[Tensor], readers: list[int], mark: int) -> None:
         """Let `readers` have the gradients of their keys and values, one after the other."""
         channel, step = self._grads_at(number, layer)
         self._put(self._grads, channel, step, grads, self.rooms.grad_bytes, readers, mark)
 
-    def grads_of(self, number: int, layer: int, giver: int, like: Tensor, first: int, count: int, mark: int) -> Tensor:
-        """`count` numbers from the `first` of what `giver` put, flat, in the dtype of `like`; waits for them."""
+    def grads_of(
+        self, number: int, layer: int, giver: int, like: Tensor, first: int, count: int, mark: int
+    ) -> Tensor | None:
+        """`count` numbers from the `first` of what `giver` put, flat, in the dtype of `like`; waits for them.
+
+        None in a minibatch that is lost.
+        """
         flat = self._get(self._grads, *self._grads_at(number, layer), giver, like, first + count, mark)
-        return flat[first : first + count]
+        return None if flat is None else flat[first : first + count]
 
     def done_grads(self, number: int, layer: int, giver: int) -> None:
         """This rank has added them."""
@@ -105,6 +138,9 @@ class PieceExchange:
 
     def close(self) -> None:
         """Wait until peers have read what lies here, then leave. Idempotent."""
+        if self._minibatch is not None and not self._minibatch.open:
+            self._kv.forget()
+            self._grads.forget()
         try:
             self._kv.close()
         finally:
@@ -123,7 +159,7 @@ class PieceExchange:
     def _put(
         self, arena: Arena, channel: str, step: int, tensors: list[Tensor], room: int, readers: list[int], mark: int
     ) -> None:
-        if not readers:
+        if not readers or self.lost:
             return
         with recorder().span(WAIT, unit=channel):
             share, at = arena.put(channel, step, room, readers), 0
@@ -133,9 +169,18 @@ class PieceExchange:
             at += nbytes
         arena.show(channel, mark)
 
-    def _get(self, arena: Arena, channel: str, step: int, owner: int, like: Tensor, count: int, mark: int) -> Tensor:
-        with recorder().span(WAIT, unit=channel, peer=self._ranks[owner]):
-            found = arena.get(channel, step, owner)
+    def _get(
+        self, arena: Arena, channel: str, step: int, owner: int, like: Tensor, count: int, mark: int
+    ) -> Tensor | None:
+        if self.lost:
+            return None
+        try:
+            with recorder().span(WAIT, unit=channel, peer=self._ranks[owner]):
+                found = arena.get(channel, step, owner)
+        except AbsentMember:
+            assert self._minibatch is not None, "only of a minibatch is a member absent"
+            self._minibatch.lose(self._ranks[owner], f"{channel} of step {step}")
+            return None
         if found.signature != mark:
             reason = (
                 f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "

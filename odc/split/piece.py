@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +14,18 @@ from odc.errors import OdcError, UnsupportedError
 from odc.split.attention import Merged, Parts, PieceHandle, attend_blocks, attend_blocks_backward
 from odc.split.cut import Cut, targets_of
 from odc.split.exchange import PieceExchange, mark_of
+
+
+class _Seen(dict[int, Tensor]):
+    """Keys and values by place; those of another place are waited for when they are first asked for."""
+
+    def __init__(self, place: int, own: Tensor, of: Callable[[int], Tensor]) -> None:
+        super().__init__({place: own})
+        self._of = of
+
+    def __missing__(self, owner: int) -> Tensor:
+        found = self[owner] = self._of(owner)
+        return found
 
 
 class PieceInputs(NamedTuple):
@@ -112,31 +125,40 @@ class SamplePiece:
         if not (self.kept and again):
             readers = [self.members[place] for place in self.cut.readers(self.place)]
             self.exchange.put_kv(self.number, layer, again, kv, readers, mark)
-        parts: Parts = {}
-        for owner in self.cut.owners(self.place):
+
+        def of(owner: int) -> Tensor:
             member, shape = self.members[owner], [2, kv.shape[1], self.cut.sizes[owner], kv.shape[3]]
             found = self.exchange.kv_of(self.number, layer, again, member, kv, shape, mark)
+            if found is None:  # the minibatch is lost
+                return kv.new_zeros([*shape[:2], self.cut.seen[owner][self.place], shape[3]])
             found = found[:, :, : self.cut.seen[owner][self.place]]
-            parts[owner] = found if self.kept else found.clone()
             if not self.kept:
+                found = found.clone()
                 self.exchange.done_kv(self.number, layer, again, member)
-        return {**parts, self.place: kv}
+            return found
 
-    def settle(self, layer: int, grads: Parts, kv: Tensor) -> Tensor:
-        """Lay out gradients for their owners, and add those of the other places to this piece's, in order of place.
+        return _Seen(self.place, kv, of)
 
-        Gradients travel in the dtype of `kv`, this piece's keys and values, and are added in their own.
-        """
-        total, mark = grads[self.place], self._mark(layer, kv)
-        owners = self.cut.owners(self.place)
-        receivers = [self.members[owner] for owner in owners]
-        self.exchange.put_grads(self.number, layer, [grads[owner].to(kv.dtype) for owner in owners], receivers, mark)
+    def give(self, layer: int, grads: Parts, kv: Tensor) -> None:
+        """Lay out gradients of others' keys and values for them; they travel in the dtype of `kv`, this piece's."""
+        laid_out = []
+        for owner in self.cut.owners(self.place):
+            missing = [2, kv.shape[1], self.cut.seen[owner][self.place], kv.shape[3]]  # where a window ends before it
+            laid_out.append(grads[owner].to(kv.dtype) if owner in grads else kv.new_zeros(missing))
+        receivers = [self.members[owner] for owner in self.cut.owners(self.place)]
+        self.exchange.put_grads(self.number, layer, laid_out, receivers, self._mark(layer, kv))
         self._let_go(layer)
+
+    def settle(self, layer: int, total: Tensor, kv: Tensor) -> Tensor:
+        """Add to the gradients of this piece's keys and values what the other places have for them, in their order."""
+        mark = self._mark(layer, kv)
         row = 2 * kv.shape[1] * kv.shape[3]
         for giver in self.cut.readers(self.place):
             before = sum(self.cut.seen[owner][giver] for owner in self.cut.owners(giver) if owner < self.place)
             seen, member = self.cut.seen[self.place][giver], self.members[giver]
             found = self.exchange.grads_of(self.number, layer, member, kv, row * before, row * seen, mark)
+            if found is None:
+                break
             total[:, :, :seen] += found.view(2, kv.shape[1], seen, kv.shape[3])
             self.exchange.done_grads(self.number, layer, member)
         return total
@@ -171,7 +193,7 @@ class SplitAttention(torch.autograd.Function):
         parts = piece.gather(layer, kv)
         blocks = piece.cut.blocks(piece.place, window)
         merged = attend_blocks(query, parts, blocks, scale)
-        owners = [] if piece.kept else [owner for owner in parts if owner != piece.place]
+        owners = [] if piece.kept else piece.cut.owners(piece.place)
         ctx.how = piece, layer, blocks, scale, merged.rests, owners
         ctx.save_for_backward(query, kv, merged.out, merged.lse, *(parts[owner] for owner in owners))
         return merged.out
@@ -185,6 +207,11 @@ class SplitAttention(torch.autograd.Function):
             parts = piece.gather(layer, kv)
         else:
             parts = {**dict(zip(owners, others, strict=True)), piece.place: kv}
-        dq, dkv = attend_blocks_backward(grad, query, parts, blocks, Merged(out, lse, rests), scale)
-        total = piece.settle(layer, dkv, kv).to(kv.dtype)
-        return dq, total[:1], total[1:], None, None, None, None
+        dq, own = torch.zeros_like(query, dtype=lse.dtype), sum(block.owner == piece.place for block in blocks)
+        for at in (slice(own, None), slice(own)):  # what others wait for first
+            merged = Merged(out, lse, rests[at])
+            dkv = attend_blocks_backward(grad, query, parts, blocks[at], merged, scale, dq)
+            if at.start:
+                piece.give(layer, dkv, kv)
+        total = piece.settle(layer, dkv[piece.place], kv).to(kv.dtype)
+        return dq.to(query.dtype), total[:1], total[1:], None, None, None, None

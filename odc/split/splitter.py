@@ -17,12 +17,16 @@ from torch import nn
 
 from odc.balance.plan import Plan
 from odc.errors import OdcError, PlanError, UnsupportedError
-from odc.runtime.store import KeyValueStore
-from odc.split import _torch_private, models
+from odc.fsdp import default_store
+from odc.runtime import KeyValueStore
+from odc.split import models
 from odc.split.cut import Cut
 from odc.split.exchange import PieceExchange, Rooms
+from odc.split.minibatch import PieceMinibatch, open_minibatch
 from odc.split.piece import SamplePiece
 from odc.split.rehearsal import rehearse
+
+_A_MINIBATCH = 1_000_000  # split samples, at most
 
 
 class Splitter:
@@ -77,7 +81,7 @@ class Splitter:
         self._host = self._ranks[self._first : self._first + size]
         self._store = store
         self._exchange: PieceExchange | None = None
-        self._number = self._made = 0
+        self._number = self._epoch = self._made = 0
 
     def prepare(self) -> Rooms:
         """Check the model on a random sample and make the arenas; the first plan with pieces does so by itself.
@@ -96,43 +100,60 @@ class Splitter:
             rooms = Rooms(self._layers, row * self._piece_tokens, row * self._longest, self._keep)
             self._made += 1
             name = f"{self._name}.{self._made}"  # no exchange is named like one that was closed
-            store = self._store if self._store is not None else _torch_private.default_store()
+            store = self._store if self._store is not None else default_store()
             self._exchange = PieceExchange(store, self._host, self._rank, rooms, self._timeout_s, name)
         return self._exchange.rooms
 
     def pieces(self, plan: Plan) -> Iterator[SamplePiece]:
         """This rank's pieces, in the plan's order; run each forward and backward before taking the next.
 
-        All ranks call it for every plan and take all their pieces, before their whole samples.
+        All ranks call it for every plan and take all their pieces, before their whole samples. A rank that leaves the
+        loop early, or takes the next piece before it has run one backward, gives the minibatch up as
+        `model.abandon_minibatch` does; on the others the loop ends early then.
 
         Raises:
             PlanError: the plan does not fit the ranks or the arenas; on all ranks, before any piece runs.
-            OdcError: the piece before was not run backward.
+            OdcError: the piece before was not run backward, and no minibatch is open that can be given up.
         """
         if not plan.splits:
             return
         self._refuse(plan)
+        minibatch = open_minibatch(self._model)
         self.prepare()
-        assert self._exchange is not None
-        first, self._number = self._number + 1, self._number + len(plan.splits)
-        for number, split in enumerate(plan.splits, first):
-            if self._me not in split.ranks:
-                continue
-            members = [rank - self._first for rank in split.ranks]
-            place = split.ranks.index(self._me)
-            piece = SamplePiece(split, number, place, members, self._exchange, self._layers, self._extra)
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.join(minibatch)
+        numbered = enumerate(plan.splits, self._count(minibatch, len(plan.splits)))
+        mine = [(number, split) for number, split in numbered if self._me in split.ranks]
+        for left, (number, split) in zip(reversed(range(len(mine))), mine, strict=True):
+            if exchange.lost:
+                return
+            members, place = [rank - self._first for rank in split.ranks], split.ranks.index(self._me)
+            piece = SamplePiece(split, number, place, members, exchange, self._layers, self._extra)
             try:
                 yield piece
             except GeneratorExit:
                 if not piece.finished:
-                    self._exchange.refuse(f"rank {self._rank} left its piece of sample {split.sample} unfinished")
+                    exchange.leave(f"rank {self._rank} left its piece of sample {split.sample} unfinished")
+                elif left:
+                    exchange.leave(f"rank {self._rank} left the loop over its pieces before the last {left}")
                 raise
-            if not piece.finished:
-                raise OdcError(
+            if not piece.finished and not exchange.lost:
+                reason = (
                     f"rank {self._rank}: the piece of sample {split.sample} was not run forward and backward through "
                     f"all {self._layers} layers, and peers wait for its gradients; call backward() also where no token "
                     "has a label"
                 )
+                exchange.leave(reason)
+                if minibatch is None:
+                    raise OdcError(reason)
+
+    def _count(self, minibatch: PieceMinibatch | None, splits: int) -> int:
+        """Number of a plan's first split sample, alike on all ranks: also on one that was not there for the last."""
+        if minibatch is not None and minibatch.epoch != self._epoch:
+            self._epoch, self._number = minibatch.epoch, minibatch.epoch * _A_MINIBATCH
+        first, self._number = self._number + 1, self._number + splits
+        return first
 
     def close(self) -> None:
         """Wait until peers have read what lies here, then free the arenas. Idempotent; a new plan makes new ones."""

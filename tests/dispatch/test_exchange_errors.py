@@ -14,7 +14,7 @@ from support.ranks import spawn_ranks
 from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
-from odc.dispatch.exchange import BACK, OnDemandExchange
+from odc.dispatch.exchange import BACK
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
@@ -210,17 +210,6 @@ def loads(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
 def test_a_loader_plans_ahead_and_tells_all_ranks_of_bad_data(ranks: Any, kind: str) -> None:
     ranks(2).run(loads, kind)
-
-
-def test_a_channel_that_was_not_declared_is_named(ranks: Any) -> None:
-    ranks(2).run(undeclared)
-
-
-def undeclared(rank: int, world: int) -> None:
-    with exchange_of("on_demand", rank, world, ["data"]) as exchange:
-        assert isinstance(exchange, OnDemandExchange)
-        with pytest.raises(OdcError, match="no channel 'other'; declared are data"):
-            exchange.move(1, "other", swapped(rank), {"rows": torch.zeros(3, 2)})
 
 
 def dies(rank: int, world: int) -> None:

@@ -35,7 +35,8 @@ def largest_error(cut: Cut, window: int | None, dtype: torch.dtype = torch.float
         parts[place] = kv[:, :, at]
         blocks = cut.blocks(place, window)
         merged = attention.attend_blocks(q[:, :, at], parts, blocks, SCALE)
-        mine, dkv = attention.attend_blocks_backward(grad[:, :, at], q[:, :, at], parts, blocks, merged, SCALE)
+        mine = torch.zeros_like(q[:, :, at])
+        dkv = attention.attend_blocks_backward(grad[:, :, at], q[:, :, at], parts, blocks, merged, SCALE, mine)
         errors += [(merged.out - whole[:, :, at]).abs().max(), (mine - dq[:, :, at]).abs().max()]
         for owner, found in dkv.items():
             total[:, :, cut.positions(owner)[: found.shape[2]]] += found

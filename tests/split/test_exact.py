@@ -97,16 +97,15 @@ def test_bf16_is_as_near_as_unsplit(ranks: Any) -> None:
 def shifted_within_pieces(rank: int, world: int, name: str, fault: str) -> None:
     """The comparison can fail: what a wrong split would do shows by far."""
     from odc.split import SamplePiece
-    from odc.split.attention import Parts
 
     model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
     splitter = Splitter(model, LONGEST, timeout_s=120.0, name=name)
     splitter.prepare()
 
     class Wrong(SamplePiece):
-        def settle(self, layer: int, grads: Parts, kv: torch.Tensor) -> torch.Tensor:
-            mine = grads[self.place].clone()
-            total = super().settle(layer, grads, kv)
+        def settle(self, layer: int, own: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            mine = own.clone()
+            total = super().settle(layer, own, kv)
             return mine if fault == "gradients of peers left out" else total
 
     total = 0.0

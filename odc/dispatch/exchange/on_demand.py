@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from odc.dispatch.exchange.arena import Arena
 from odc.dispatch.exchange.meeting import require_same_plan
 from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
-from odc.runtime import KeyValueStore
+from odc.runtime import Arena, KeyValueStore
 from odc.trace import FETCH, recorder
 
 _HEAD = 8  # bytes for each destination: where its rows begin

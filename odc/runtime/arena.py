@@ -1,14 +1,8 @@
 """A declared piece of every rank's heap in which ragged data lies until all who need it have copied it.
 
-The heap's size is fixed before, so an overflow raises and names the size that would have done. In a small arena fast
-ranks wait for slow ones.
-
-    owner    wait: the channel's last entry is read | find room | write | (offset, bytes, signature) | STEP (release)
-    reader   wait: STEP >= its step | copy its rows | READ[channel, reader] on the owner = step (release)
-
-STEP of a channel moves on only after every reader of the step before has stored READ, so a reader that sees its step
-finds the entry as it was written; and it stores READ after its last copy. READ words have one writer each. A reader
-with nothing to read neither waits nor is waited for.
+Its size is fixed when it is made, so an overflow raises an error that names the size needed. In a small arena fast
+ranks wait for slow ones. A member with nothing to read neither waits nor is waited for. The words by which an owner and
+its readers agree are `odc.runtime.protocol.ArenaWords`.
 """
 
 from __future__ import annotations
@@ -17,18 +11,22 @@ import hashlib
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
-from odc.memory import ShmHeap, Words
-from odc.runtime import JobStore, KeyValueStore, Member, RankGrid, Rendezvous, Word, announce_process
+from odc.memory import ShmHeap
+from odc.runtime.connect import Rendezvous
+from odc.runtime.layout import RankGrid
+from odc.runtime.member import Member
+from odc.runtime.protocol import AbsentMember, ArenaWords
+from odc.runtime.store import JobStore, KeyValueStore, announce_process
+from odc.runtime.words import Word
 from odc.settings import Settings
 
-_STEP, _OFFSET, _NBYTES, _SIGNATURE, _ROW = range(5)
 _ALIGN = 64
 
 
@@ -75,13 +73,14 @@ class Arena:
         def open_heap(rendezvous: Rendezvous) -> ShmHeap:
             heap = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, timeout_s)
             heap.allocate("arena", max(_ALIGN, self.nbytes))
-            heap.allocate("arena/table", 8 * _ROW * len(channels))
-            heap.allocate("arena/read", 8 * len(channels) * len(ranks))
+            for region, size in ArenaWords.nbytes(len(channels), len(ranks)).items():
+                heap.allocate(region, size, words=True)
             return heap
 
         settings = Settings(accumulate="direct", timeout_s=timeout_s)
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
-        self.layout, self._protocol, self.waiter = member.layout, member.protocol, member.protocol.waiter
+        self._rendezvous = member.rendezvous
+        self._heap, self._protocol, self._words = member.layout.heap, member.protocol, ArenaWords(member.protocol)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
@@ -105,17 +104,13 @@ class Arena:
                 raise OdcError(f"{self._who()}: {channel} was put for step {before.step} already, not only for {step}")
             self._await_readers(number, before, channel)
         offset = self._reserve(_Slot(step, 0, nbytes, list(readers)), number, channel)
-        return self.layout.heap.tensor(self.grid.me, "arena", torch.uint8, offset=offset, numel=nbytes)
+        return self._heap.tensor(self.grid.me, "arena", torch.uint8, offset=offset, numel=nbytes)
 
     def show(self, channel: str, signature: int = 0) -> None:
         """Let readers have what was put: everything was written before."""
         number = self._number(channel)
-        slot, table, base = self._slots[number], self._table(self.grid.me), _ROW * number
-        table.store(base + _OFFSET, slot.offset)
-        table.store(base + _NBYTES, slot.nbytes)
-        table.store(base + _SIGNATURE, signature)
-        self._protocol.show_step(slot.step)
-        table.store(base + _STEP, slot.step)  # release: the bytes and the words above are visible before it
+        slot = self._slots[number]
+        self._words.show(number, slot.step, slot.offset, slot.nbytes, signature)
 
     def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
         """Find room and note who has it; waits for readers while there is none."""
@@ -138,41 +133,62 @@ class Arena:
             self._await_readers(*min(held, key=lambda one: one[0]), what)
 
     def _await_readers(self, number: int, slot: _Slot, what: str) -> None:
-        read, name = self._read(self.grid.me), list(self.channels)[number]
-        for member in slot.readers:
-            word, rank = number * len(self.grid.ranks) + member, self.grid.ranks[member]
-
-            def done(word: int = word) -> bool:
-                return read.load(word) >= slot.step
-
-            self.waiter.until(done, member, f"rank {rank} to read {name} of step {slot.step}, to make room for {what}")
+        name = list(self.channels)[number]
+        for reader in slot.readers:
+            doing = f"to read {name} of step {slot.step}, to make room for {what}"
+            self._words.await_copied(number, slot.step, reader, doing)
 
     def _unread(self, number: int, slot: _Slot) -> bool:
-        read, members = self._read(self.grid.me), len(self.grid.ranks)
-        return any(read.load(number * members + reader) < slot.step for reader in slot.readers)
+        return not all(self._words.copied(number, slot.step, reader) for reader in slot.readers)
 
     def get(self, channel: str, step: int, owner: int) -> ArenaEntry:
         """What `owner` has put for this step; waits for it. Copy it, then call `done`.
 
-        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it.
+        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it; see `absent_if` too.
         """
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
-        table, base = self._table(owner), _ROW * number
-        rank = self.grid.ranks[owner]
-        self.waiter.until(
-            lambda: table.load(base + _STEP) >= step, owner, f"rank {rank} to put {channel} of step {step}"
+        if not self._heap.attached(owner):
+            self._reach(owner)
+        found, offset, nbytes, signature = self._words.await_entry(
+            number, step, owner, f"to put {channel} of step {step}"
         )
-        if table.load(base + _STEP) != step:
+        if found != step:
+            rank = self.grid.ranks[owner]
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
-        offset, nbytes = table.load(base + _OFFSET), table.load(base + _NBYTES)
-        raw = self.layout.heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes)
-        return ArenaEntry(raw, table.load(base + _SIGNATURE))
+        return ArenaEntry(self._heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes), signature)
+
+    def _reach(self, owner: int) -> None:
+        """Attach to a member; waits until it has come up, or is absent."""
+        check = self._rendezvous.check
+
+        def present(doing: str) -> None:
+            check(doing)
+            if self._words.absent(owner):
+                raise AbsentMember
+
+        self._rendezvous.check = present
+        try:
+            self._heap.words(owner, ArenaWords.TABLE)
+        finally:
+            self._rendezvous.check = check
+
+    def absent_if(self, absent: Callable[[int], bool]) -> None:
+        """Wait no more for members of which `absent` holds: they neither put nor read. `get` raises AbsentMember then.
+
+        `absent` has no side effect; it is asked on the waiting thread.
+        """
+        self._words.absent = absent
+
+    def forget(self) -> None:
+        """What this rank has put need not be read any more; the caller knows that nobody does."""
+        with self._lock:
+            for slot in self._slots.values():
+                slot.readers = []
 
     def done(self, channel: str, step: int, owner: int) -> None:
         """This rank has copied what it needs of what `get` gave."""
-        word = self._number(channel) * len(self.grid.ranks) + self.grid.me
-        self._read(owner).store(word, step)  # release: the copies are over
+        self._words.done(self._number(channel), step, owner)
 
     def touch(self, doing: str) -> None:
         """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
@@ -204,12 +220,6 @@ class Arena:
         if channel not in self.channels:
             raise OdcError(f"{self._who()}: no channel {channel!r}; declared are {', '.join(self.channels)}")
         return self.channels[channel]
-
-    def _table(self, member: int) -> Words:
-        return self.layout.heap.words(member, "arena/table")
-
-    def _read(self, member: int) -> Words:
-        return self.layout.heap.words(member, "arena/read")
 
     def _who(self) -> str:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"

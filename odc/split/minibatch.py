@@ -1,0 +1,72 @@
+"""The open minibatch of a sharded model: how a rank gives it up because of a piece, and learns that others did.
+
+docs/protocol.md, "Pieces of split samples", says why nobody hangs.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from odc.errors import OdcError
+from odc.fsdp import OdcModule, Root, root_of
+from odc.runtime import RootState
+
+
+class PieceMinibatch:
+    """One open minibatch of a root, which ends by `with model.minibatch()` or by `finalize_backward()`."""
+
+    def __init__(self, root: Root) -> None:
+        self._machine, self._protocol = root.minibatch, root.member.protocol
+        self.epoch = root.minibatch.epoch
+        self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
+        root.layout.attach_all()  # every rank comes to this minibatch; afterwards looking at a board never waits
+
+    @property
+    def open(self) -> bool:
+        return self._machine.epoch == self.epoch and self._machine.state is RootState.OPEN
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank knows that the minibatch will be abandoned."""
+        return self._protocol.gives_up(self._protocol.grid.me)
+
+    def absent(self, rank: int) -> bool:
+        """Whether a global rank takes no further part in pieces of this minibatch."""
+        member = self._members.get(rank)
+        return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
+
+    def lose(self, rank: int, what: str) -> None:
+        """This rank waits in vain for another one, which is absent: go on without, and let others do so too.
+
+        Raises OdcError, naming the rank, if it abandons nothing.
+        """
+        if not self._protocol.gives_up(self._members[rank]):
+            me = self._protocol.grid.rank
+            raise OdcError(
+                f"rank {me} (epoch {self.epoch}): rank {rank} ended the minibatch without {what}; every rank must take "
+                "all its pieces of a plan, or call model.abandon_minibatch(reason)",
+                culprit=rank,
+            )
+        self._protocol.give_up()
+
+    def abandon(self, reason: str) -> None:
+        """Give the minibatch up, on all ranks; nothing where it has ended already. Outside of a backward."""
+        if self.open:
+            self._machine.recover()  # a backward that was cut short has a reason of its own
+            self._machine.abandon(reason)
+
+
+def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
+    """That of the sharded model `model`, or of the first sharded one in it; None where none is open in a block.
+
+    Opens the next one where `finalize_backward()` ends them. A minibatch that a marked backward ends cannot be given
+    up for the loop, which would have to know.
+    """
+    top = next((module for module in model.modules() if isinstance(module, OdcModule)), None)
+    if top is None:
+        return None
+    root = root_of(top)
+    if not root.minibatch.explicit and not root.minibatch.manual:
+        return None
+    root.minibatch.begin()
+    return PieceMinibatch(root)

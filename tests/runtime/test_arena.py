@@ -1,0 +1,85 @@
+"""The arena: who waits for whom, what it refuses, and that its entries are read whole."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from support.ranks import spawn_ranks
+
+from odc.errors import HeapMemoryError, OdcError, WaitTimeoutError
+from odc.fsdp import default_store
+from odc.runtime import Arena
+
+CHANNELS = ["rows", "more"]
+_made = 0
+
+
+def arena_of(rank: int, world: int, nbytes: int, timeout_s: float = 60.0) -> Arena:
+    global _made
+    _made += 1
+    return Arena(default_store(), range(world), rank, nbytes, CHANNELS, timeout_s, f"arena{_made}")
+
+
+def passes_entries_round(rank: int, world: int) -> None:
+    """Room for one entry of the two channels at a time, so that a put waits for the readers of both."""
+    arena, peer = arena_of(rank, world, 4096), 1 - rank
+    for step in range(1, 20):
+        for channel in CHANNELS:
+            arena.put(channel, step, 2048 + 64, [peer]).fill_(2 * step + rank)
+            arena.show(channel, signature=100 * step + rank)
+            entry = arena.get(channel, step, peer)
+            assert entry.signature == 100 * step + peer, f"{entry.signature}"
+            assert entry.raw.tolist() == [2 * step + peer] * 2112, f"{channel} of step {step}: {entry.raw}"
+            arena.done(channel, step, peer)
+    arena.close()
+
+
+def refuses_what_cannot_be(rank: int, world: int) -> None:
+    arena = arena_of(rank, world, 1 << 12)
+    with pytest.raises(
+        HeapMemoryError, match=r"rows of step 1 needs 4864 bytes, .* has 4096; declare arena_bytes=4864"
+    ):
+        arena.put("rows", 1, 4801, [1 - rank])
+    with pytest.raises(OdcError, match="no channel 'other'; declared are rows, more"):
+        arena.put("other", 1, 1, [1 - rank])
+    arena.put("rows", 2, 1, [])
+    arena.show("rows")
+    with pytest.raises(OdcError, match="rows was put for step 2 already, not only for 2"):
+        arena.put("rows", 2, 1, [])
+    default_store().set(f"{rank} has put step 2", "")
+    default_store().wait([f"{1 - rank} has put step 2"], timedelta(hours=1))
+    with pytest.raises(OdcError, match=rf"rank {1 - rank} has put rows of a step after 1: plans differ"):
+        arena.get("rows", 1, 1 - rank)
+    arena.close()
+
+
+@pytest.mark.parametrize("job", [passes_entries_round, refuses_what_cannot_be])
+def test_two_ranks(ranks: Any, job: Any) -> None:
+    ranks(2).run(job)
+
+
+def keeps_what_is_not_copied(rank: int, world: int) -> None:
+    """Rank 1 is there and looks on until rank 0 has given up."""
+    arena, store = arena_of(rank, world, 4096, timeout_s=5.0), default_store()
+    store.set(f"{rank} is there", "")
+    store.wait([f"{1 - rank} is there"], timedelta(hours=1))
+    if rank == 1:
+        store.wait(["rank 0 has given up"], timedelta(hours=1))
+        return
+    arena.put("rows", 1, 4096, [1])
+    arena.show("rows")
+    says = (
+        r"rank 1 to read rows of step 1, to make room for more of step 1 \(with arena_bytes=4160 this would not wait\)"
+    )
+    with pytest.raises(WaitTimeoutError, match=says) as late:
+        arena.put("more", 1, 1, [1])
+    assert late.value.culprit == 1, str(late.value)
+    store.set("rank 0 has given up", "")
+
+
+def test_a_put_that_finds_no_room_names_who_has_not_copied() -> None:
+    with spawn_ranks(2, keeps_what_is_not_copied) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
