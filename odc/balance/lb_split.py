@@ -30,7 +30,11 @@ _ALIKE = 1.005  # ends this near to the earliest count as equal to it
 _PROMISING = 1.1  # trades are tried where the end is at most this far from the earliest found
 _ALL_STEPS = 1_000_000  # of the searches for one microbatch fewer, over all ranks
 _TRADES = 256
-_EACH = 64  # so many sets of samples grow by one sample, further ones by an eighth
+# Of the drafts that are tried first: how many samples are split, as a multiple of those that cost more than the mean
+# of a rank, and the share of the mean that a piece may cost.
+_FIRST = ((1.0, 1.0), (3.0, 0.5), (1.5, 0.5), (3.0, 0.25), (2.0, 0.125), (1.5, 0.25), (3.0, 0.7), (1.0, 0.7))
+_FACTORS = (1.0, 1.5, 2.0, 3.0, 5.0, 1.25, 1.1, 0.9)  # tried next, with every share; then every number
+_WORK, _TRIES = 30_000, 12  # samples and ranks of all drafts together; at least so many drafts
 
 
 def floor_of(flops_per_s: float, bytes_per_s: float) -> int:
@@ -95,7 +99,7 @@ def lb_split(
 class _Draft:
     """Which samples are split, and where the groups of the others lie."""
 
-    splits: list[SplitSample]
+    splits: list[tuple[SplitSample, range]]  # a cut sample, and the ranks of its pieces
     parts: list[list[int]]  # of each rank, indices of groups
     loads: list[float]  # when each rank ends
 
@@ -105,7 +109,7 @@ class _Draft:
 
     @property
     def pieces(self) -> int:
-        return sum(len(split.ranks) for split in self.splits)
+        return sum(len(ranks) for _, ranks in self.splits)
 
 
 @dataclass
@@ -120,6 +124,12 @@ class _Search:
     wait: float
     one_slice: bool
     cuts: dict[tuple[int, int], SplitSample] = field(default_factory=dict)
+    fits: dict[int, list[int]] = field(default_factory=dict)  # of a sample: numbers of pieces that are within the caps
+
+    @cached_property
+    def cap(self) -> int:
+        """The largest."""
+        return max(self.caps)
 
     @cached_property
     def speeds(self) -> list[float]:
@@ -149,28 +159,35 @@ class _Search:
         listed = [(sum(costs[i] for i in g), max(lengths[i] for i in g), at) for at, g in enumerate(self.inputs.groups)]
         return sorted(listed, key=lambda one: (-one[0], -one[1], rank_of[self.inputs.groups[one[2]][0]]))
 
+    @cached_property
+    def cost_of(self) -> dict[int, tuple[float, int]]:
+        """(cost, longest sample) of every group."""
+        return {at: (cost, length) for cost, length, at in self.groups}
+
     def drafts(self, best: float) -> Iterator[_Draft]:
         """Every draft that was tried; `best` is the end that one must come near to be worth trades."""
-        cap = max(self.caps)
-        alone = [(length <= cap, at) for _, length, at in self.groups if len(self.inputs.groups[at]) == 1]
-        needed = sum(not fits for fits, _ in alone)
-        order = [at for _, at in sorted(alone, key=lambda one: one[0])]  # those that must be split come first
+        alone = [one for one in self.groups if len(self.inputs.groups[one[2]]) == 1]
+        alone.sort(key=lambda one: one[1] <= self.cap)  # those that must be split come first
+        needed = sum(length > self.cap for _, length, _ in alone)
+        order, rest = [at for _, _, at in alone], [cost for cost, _, _ in alone] + [0.0]
+        left = max(_TRIES, _WORK // (len(self.groups) + self.inputs.ranks))
         tried: set[tuple[tuple[int, int], ...]] = set()
-        for share in _SHARES:
-            for count in _counts(max(1, needed), len(order)):
-                pieces = self._pieces(order[:count], share * self.mean)
-                if pieces in tried or not pieces:
-                    continue
-                tried.add(pieces)
-                draft = self._draft(pieces)
-                if draft is None:
-                    continue
+        for count, share in _tries(max(1, needed), sum(cost > self.mean for cost in rest), len(order)):
+            if rest[count] / max(self.speeds) > best * _ALIKE:  # the costliest whole sample ends too late
+                continue
+            pieces = self._pieces(order[:count], share * self.mean)
+            if pieces in tried or not pieces:
+                continue
+            tried.add(pieces)
+            draft = self._draft(pieces)
+            left -= 1
+            if draft is not None:
                 if draft.end <= best * _PROMISING:
                     self._trade(draft)
                 best = min(best, draft.end)
                 yield draft
-                if draft.end <= self.mean * _ENOUGH:
-                    return
+            if best <= self.mean * _ENOUGH or (left <= 0 and best < float("inf")):
+                return
         if best == float("inf"):
             self._refuse()
 
@@ -182,7 +199,11 @@ class _Search:
             packed = few_and_even(self.inputs.lengths, samples, cap, steps) if samples else []
             ranks.append(sorted(packed, key=lambda mb: -sum(self.inputs.costs[i] for i in mb)))
         inputs = self.inputs
-        return Plan.of(ranks, inputs.costs, speeds=inputs.speeds, bound=self.mean, splits=draft.splits)
+        splits = [SplitSample(cut.sample, list(on), cut.slices, self._costs(cut, on)) for cut, on in draft.splits]
+        return Plan.of(ranks, inputs.costs, speeds=inputs.speeds, bound=self.mean, splits=splits)
+
+    def _costs(self, cut: SplitSample, ranks: range) -> list[float]:
+        return [cost / self.speeds[rank] + self.wait for cost, rank in zip(cut.costs, ranks, strict=True)]
 
     def _pieces(self, groups: list[int], most: float) -> tuple[tuple[int, int], ...]:
         """(pieces, group) of each of these groups that is split, so that no piece costs more than `most`."""
@@ -190,16 +211,18 @@ class _Search:
         for at in groups:
             sample = self.inputs.groups[at][0]
             length, cost = self.inputs.lengths[sample], self.inputs.costs[sample]
-            sizes = [size for size in self.blocks if length >= 2 * size]
-            fits = [size for size in sizes if max(self._cut(sample, size).tokens) <= max(self.caps)]
-            if length > max(self.caps) and not fits:
+            if sample not in self.fits:
+                sizes = [size for size in self.blocks if length >= 2 * size]
+                self.fits[sample] = [size for size in sizes if max(self._cut(sample, size).tokens) <= self.cap]
+            fits = self.fits[sample]
+            if length > self.cap and not fits:
                 return ()
             enough = [size for size in fits if cost / size <= most] or fits[-1:]
             long = [size for size in enough[:1] if length >= size * self.floor]
             if enough and not long:
                 # As many pieces as the floor leaves, unless the sample cannot be whole.
                 long = [size for size in fits if size < enough[0] and length >= size * self.floor][-1:]
-                long = long or (fits[:1] if length > max(self.caps) else [])
+                long = long or (fits[:1] if length > self.cap else [])
             if long:
                 found.append((long[0], at))
         return tuple(found)
@@ -215,25 +238,23 @@ class _Search:
 
     def _draft(self, pieces: tuple[tuple[int, int], ...]) -> _Draft | None:
         """Pieces on the blocks that are free first, then every group on the rank that ends it first."""
-        loads, splits = [0.0] * self.inputs.ranks, []
+        loads, splits = [0.0] * self.inputs.ranks, list[tuple[SplitSample, range]]()
         free = _Free(self, loads)
         seat = {at: place for place, (_, _, at) in enumerate(self.groups)}
         for size, at in sorted(pieces, key=lambda one: (-one[0], seat[one[1]])):
             cut = self._cut(self.inputs.groups[at][0], size)
             if (chosen := free.take(cut, size)) is None:
                 return None
-            costs = [cost / self.speeds[r] + self.wait for cost, r in zip(cut.costs, chosen, strict=True)]
-            splits.append(SplitSample(cut.sample, list(chosen), cut.slices, costs))
-            end = max(loads[rank] for rank in chosen) + max(costs)
-            for rank in chosen:
-                loads[rank] = end
+            splits.append((cut, chosen))
+            end = max(loads[chosen.start : chosen.stop]) + max(self._costs(cut, chosen))
+            loads[chosen.start : chosen.stop] = [end] * size
         split = {at for _, at in pieces}
         draft = _Draft(splits, [[] for _ in loads], loads)
         return draft if self._fill(draft, [one for one in self.groups if one[2] not in split]) else None
 
     def _fill(self, draft: _Draft, groups: list[tuple[float, int, int]]) -> bool:
         """Longest first; False where a group fits on no rank."""
-        if self.inputs.alike and min(self.caps) == max(self.caps):
+        if self.inputs.alike and min(self.caps) == self.cap:
             heap = [(load, rank) for rank, load in enumerate(draft.loads)]
             heapq.heapify(heap)
             for cost, length, at in groups:
@@ -255,20 +276,22 @@ class _Search:
 
     def _trade(self, draft: _Draft) -> None:
         """Let the last rank give groups to others, or change one for one, while that makes it end earlier."""
-        cost_of = {at: (cost, length) for cost, length, at in self.groups}
-        for _ in range(min(4 * len(draft.loads), _TRADES)):
-            late = max(range(len(draft.loads)), key=draft.loads.__getitem__)
-            if draft.loads[late] <= self.mean * _ENOUGH:
+        loads, most = np.array(draft.loads), min(8, len(draft.loads))
+        for _ in range(min(4 * len(loads), _TRADES)):
+            late = int(loads.argmax())
+            if loads[late] <= self.mean * _ENOUGH:
                 return
-            for early in heapq.nsmallest(8, range(len(draft.loads)), key=draft.loads.__getitem__):
-                if early != late and self._swap(draft, late, early, cost_of):
+            earliest = np.argpartition(loads, most - 1)[:most]
+            for early in map(int, earliest[np.argsort(loads[earliest], kind="stable")]):
+                if early != late and self._swap(draft, late, early):
+                    loads[late], loads[early] = draft.loads[late], draft.loads[early]
                     break
             else:
                 return
 
-    def _swap(self, draft: _Draft, late: int, early: int, cost_of: dict[int, tuple[float, int]]) -> bool:
+    def _swap(self, draft: _Draft, late: int, early: int) -> bool:
         """The trade of one group for one or none that lets the later of two ranks end soonest, if any helps."""
-        loads, soonest, best = draft.loads, draft.loads[late] * (1 - 1e-9), None
+        loads, soonest, best, cost_of = draft.loads, draft.loads[late] * (1 - 1e-9), None, self.cost_of
         takes: list[int | None] = [None, *draft.parts[early]]
         for give in draft.parts[late]:
             cost, length = cost_of[give]
@@ -295,12 +318,12 @@ class _Search:
     def _refuse(self) -> None:
         """Raise PlanError if some sample fits nowhere, neither whole nor in pieces."""
         for _, length, at in self.groups:
-            if length > max(self.caps):
+            if length > self.cap:
                 most = max(self.blocks, default=1)
                 sample = max(self.inputs.groups[at], key=self.inputs.lengths.__getitem__)
                 raise PlanError(
                     f"sample {sample} has {length} tokens: neither whole nor in {most} pieces does it fit into the cap "
-                    f"of {max(self.caps)} tokens"
+                    f"of {self.cap} tokens"
                 )
 
 
@@ -326,7 +349,7 @@ class _Free:
         return blocks[heap[0][1]]
 
     def _start(self, block: range) -> float:
-        return max(self._loads[rank] for rank in block)
+        return max(self._loads[block.start : block.stop])
 
     def _scan(self, cut: SplitSample, blocks: list[range]) -> range | None:
         speeds, caps, need = self._search.speeds, self._search.caps, max(cut.tokens)
@@ -338,9 +361,11 @@ class _Free:
         return min(able, key=end, default=None)
 
 
-def _counts(first: int, last: int) -> Iterator[int]:
-    """How many of the costliest samples to split: one by one, then by larger steps; sooner where there are many."""
-    count, each = first, _EACH if last <= 8 * _EACH else _EACH // 4
-    while count <= last:
-        yield count
-        count += 1 if count - first < each else max(1, count // 8)
+def _tries(first: int, long: int, last: int) -> Iterator[tuple[int, float]]:
+    """(samples to split, share) of drafts, the most promising first; `long` samples cost more than the mean."""
+    grid = [*_FIRST, *((factor, share) for factor in _FACTORS for share in _SHARES)]
+    for factor, share in grid if first <= last else ():
+        yield min(max(first, round(factor * long)), last), share
+    for share in _SHARES:
+        for count in range(first, last + 1):
+            yield count, share
