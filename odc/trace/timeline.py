@@ -222,7 +222,7 @@ def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, comput
     labels = list(colours)
     if any(panel.split for panel in panels):
         handles.insert(len(compute), tuple(Patch(facecolor=colour) for colour in PIECE_COLOURS[:3]))
-        labels.insert(len(compute), "pieces of split samples, a colour each")
+        labels.insert(len(compute), "pieces of split samples")
     figure.legend(
         handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
         handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
