@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Environments over .venv for libraries whose versions do not go together: their extras, and what they must hold.
 EXTRAS_integrations := transformers,verl
-EXTRAS_trl := trl
+EXTRAS_trl := trl,lora,parquet
 EXTRAS_evaluation := lm-eval,lmms-eval
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 # Tests start many processes: what one has compiled of odc, the others load, whatever the shell says.
@@ -53,10 +53,11 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 test-integrations: .venv-trl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
-	    --installed accelerate,peft,transformers,trl $(ARGS)
+	    tests/integrations/test_train.py \
+	    --installed accelerate,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
-	    --ignore tests/integrations/test_transformers.py --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_train.py --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

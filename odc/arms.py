@@ -131,6 +131,8 @@ _ALL = (
 )
 ARMS: dict[ArmName, Arm] = {arm.name: arm for arm in _ALL}
 ARM_NAMES: tuple[ArmName, ...] = get_args(ArmName)
+#: The ways to plan a minibatch on demand, as users name them, and the arm of each.
+PLANS: dict[str, ArmName] = {"lb-mini": "odc", "lb-micro": "odc-equal", "dynamic": "odc-dynamic", "split": "odc-split"}
 
 
 def arm_named(name: str) -> Arm:

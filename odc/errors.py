@@ -7,6 +7,11 @@ Every message names the *global* rank that raises, its epoch, and what it waited
 from __future__ import annotations
 
 
+def install(extra: str) -> str:
+    """What to type to get an extra of odc, which stands on no package index yet."""
+    return f"pip install -e '.[{extra}]' in a clone of odc (odc-fsdp[{extra}] is on no package index yet)"
+
+
 class OdcError(RuntimeError):
     """Base of every public odc error; `culprit` is the global rank that is to blame, if it is another one."""
 

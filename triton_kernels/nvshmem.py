@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from odc.errors import UnsupportedError
+from odc.errors import UnsupportedError, install
 
 LIBRARY = "libnvshmem_device"
 _COPY = ("int64", "int64", "int64", "int32")  # types of target, source, bytes and peer
@@ -44,7 +44,7 @@ def device_library() -> Path:
             return path
     raise UnsupportedError(
         f"kernels for peers without a pointer need {LIBRARY}.bc, which CUDA builds of torch bring along "
-        "(nvidia-nvshmem 3.4.5); to compile without a GPU: pip install 'odc-fsdp[bitcode]'"
+        f"(nvidia-nvshmem 3.4.5); to compile without a GPU: {install('bitcode')}"
     )
 
 

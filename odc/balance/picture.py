@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from odc.balance.plan import Plan
-from odc.errors import OdcError
+from odc.errors import OdcError, install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OdcError("drawing a plan needs matplotlib: pip install 'odc-fsdp[plot]'") from error
+        raise OdcError(f"drawing a plan needs matplotlib: {install('plot')}") from error
     ranks = len(plan.ranks)
     rows = ranks * max(0.004, min(0.4, 8.0 / ranks))
     figure = Figure(figsize=(_WIDTH, rows + 1.5), dpi=_DPI, facecolor="white", layout="constrained")

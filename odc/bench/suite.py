@@ -17,7 +17,7 @@ from odc.bench.report import facts, spread
 from odc.bench.rounds import Timed, measure, slowest
 from odc.bench.tables import MIB, SCHEMA, brief, text_of
 from odc.bench.units import drop
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.memory import free_memory
 from odc.provenance import begin
 
@@ -49,7 +49,7 @@ def unfit(name: str, device: str) -> str:
     if part.on not in (None, device):
         return f"{name} is measured on the CPU (--device cpu)" if part.on == "cpu" else f"{name} needs a CUDA device"
     missing = part.compiled and not heaps.triton_is_here()
-    return f"{name} needs triton (pip install 'odc-fsdp[kernels]')" if missing else ""
+    return f"{name} needs triton ({install('kernels')})" if missing else ""
 
 
 def run(

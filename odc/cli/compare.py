@@ -34,7 +34,9 @@ Skip = Annotated[int, Option(help="First steps of every run that are not counted
 
 
 @options_from(
-    "odc.experiments.config:JobConfig", without=("arm", "save_every", "resume", "export"), optional=("model", "data")
+    "odc.experiments.config:JobConfig",
+    without=("arm", "save_every", "resume", "export", "merge", "valid", "valid_every"),
+    optional=("model", "data"),
 )
 def compare(
     given: dict[str, Any],

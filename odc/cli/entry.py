@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from odc.errors import install
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line with `arguments` (default: the process's own) and exits with its code.
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        said = f"odc: {error.name} is not installed; the command line needs: pip install 'odc-fsdp[cli]'"
+        said = f"odc: {error.name} is not installed; the command line needs: {install('cli')}"
         print(said, file=sys.stderr)
         raise SystemExit(2) from None
     from odc.cli.app import run

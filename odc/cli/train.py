@@ -5,19 +5,32 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
+
+from odc.arms import PLANS
 from odc.cli.options import options_from
+from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 
 
 @options_from("odc.experiments.config:JobConfig")
-def train(given: dict[str, Any]) -> None:
+def train(
+    given: dict[str, Any],
+    plan: Annotated[
+        str | None, Option(help=f"How to balance a step: {', '.join(PLANS)}; short for an --arm. (default: lb-mini)")
+    ] = None,
+) -> None:
     """Fine-tune a causal language model on text, sharded over ranks.
 
     Starts its own ranks on this machine. Under torchrun it runs as one rank, and torchrun says how many there are.
     """
+    if plan is not None:
+        given["arm"] = _arm_of(plan, given)
     config = _configured("train", JobConfig, given)
+    if os.environ.get("RANK", "0") == "0":
+        _say_what_is_lost(config)
     from odc.experiments.job import run, run_rank
     from odc.experiments.text.workload import TextWorkload
 
@@ -33,6 +46,23 @@ def grpo(given: dict[str, Any]) -> None:
     from odc.experiments.grpo import GrpoConfig, run, run_rank
 
     _carry_out(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
+
+
+def _arm_of(plan: str, given: dict[str, Any]) -> str:
+    if "arm" in given:
+        raise ConfigError("plan is short for an arm: give --plan or --arm, not both")
+    if plan not in PLANS:
+        raise ConfigError(f"plan must be one of {', '.join(PLANS)}, not {plan!r}")
+    return PLANS[plan]
+
+
+def _say_what_is_lost(config: JobConfig) -> None:
+    """Training without an output folder cannot be resumed; without an export either, nothing of it is left."""
+    if config.output is None:
+        lost = "no checkpoint is kept" if config.export is not None else "NOTHING of this training is kept"
+        more = "" if config.export is not None else ", or the model by --export FOLDER"
+        said = f"odc train: {lost}; keep checkpoints and losses by --output FOLDER{more}"
+        print(said, file=sys.stderr, flush=True)
 
 
 def _under_torchrun() -> bool:

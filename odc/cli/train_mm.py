@@ -18,11 +18,12 @@ _ARMS = (
     "TRANSPORT/BALANCE, with commas: fsdp2, odc; none, llm-only, all-pad, all-rmpad, all-gather, full. (default: all)"
 )
 _TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
+_NOT_YET = ("valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
 
 
 @options_from(
     "odc.experiments.config:JobConfig",
-    without=("arm", "save_every", "resume", "export", *_TEXT_ONLY),
+    without=("arm", "save_every", "resume", "export", *_TEXT_ONLY, *_NOT_YET),
     optional=("data",),
     helps={
         "data": "JSONL of `messages` with text, image and audio parts; files relative to it.",

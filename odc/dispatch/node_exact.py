@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from odc.dispatch.rearrangement import Ints
-from odc.errors import PlanError
+from odc.errors import PlanError, install
 
 _TOLERANCE = 2e-6  # by which HiGHS may overstate a bound: rows may be violated by 1e-6, and 1e-6 more is left to round
 
@@ -31,7 +31,7 @@ def solve(
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array, csr_array, hstack, vstack
     except ImportError as error:
-        raise PlanError("the exact node-wise rearrangement needs scipy: pip install 'odc-fsdp[dispatch]'") from error
+        raise PlanError(f"the exact node-wise rearrangement needs scipy: {install('dispatch')}") from error
     d, m = len(volume), len(rooms)
     count = d * m  # x[j, a] at j * m + a: batch j on node a; then the cost
     scale = float(max(1, volume.sum(axis=0).max()))  # HiGHS's tolerances are absolute

@@ -7,6 +7,7 @@ import re
 from importlib import metadata
 
 from odc.doctor.finding import Finding, absent, broken, ok, version_of, version_tuple
+from odc.errors import install
 
 _DISTRIBUTION = "odc-fsdp"
 _GROUP = "verl.plugins"
@@ -47,7 +48,7 @@ def extras() -> list[Finding]:
     try:
         requires = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        do = f"pip install {_DISTRIBUTION} (or -e . in a checkout)"
+        do = "pip install -e . in the checkout"
         return [absent("odc-fsdp", "runs from source, not installed: extras and plugins are unknown", do, "verl")]
     return [_extra(name, wanted) for name, wanted in by_extra(requires).items() if name not in _DEVELOPERS]
 
@@ -86,7 +87,7 @@ def by_extra(requires: list[str]) -> dict[str, list[tuple[str, str]]]:
 def _extra(name: str, wanted: list[tuple[str, str]]) -> Finding:
     missing = [text for package, condition in wanted if (text := _lacks(package, condition))]
     if missing:
-        return absent(f"extra {name}", ", ".join(missing), f"pip install '{_DISTRIBUTION}[{name}]'", name)
+        return absent(f"extra {name}", ", ".join(missing), install(name), name)
     return ok(f"extra {name}", ", ".join(package for package, _ in wanted), name)
 
 
@@ -108,7 +109,7 @@ def verl_plugin() -> list[Finding]:
     if verl is None:
         return [absent("verl plugin", "verl is not installed", "for reinforcement learning: pip install verl", "verl")]
     if not ours:
-        do = f"pip install --upgrade {_DISTRIBUTION} (an entry point of group {_GROUP} comes with it)"
+        do = f"pip install -e . in the checkout (an entry point of group {_GROUP} comes with it)"
         return [absent("verl plugin", f"verl {verl} is there, odc's plugin is not registered", do, "verl")]
     try:
         plugin = next(entry.load() for entry in ours)

@@ -14,14 +14,17 @@ from odc.settings import Accumulate, Settings
 
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
-TokenizerName = Literal["auto", "bytes", "bpe"]
+Schedule = Literal["cosine", "linear", "constant"]
 Device = Literal["cpu", "cuda"]
+
+#: What a tokenizer may be, if it is not a Hugging Face folder.
+TOKENIZERS = ("auto", "bytes", "bpe")
 
 #: What is compared unless told otherwise.
 DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
 # Panels of the help page.
-_WORK, _DATA, _OPTIMIZER, _FILES, _RUNTIME = "Work", "Model and data", "Optimizer", "Files", "Runtime"
+_WORK, _DATA, _OPTIMIZER, _FILES, _RUNTIME, _LORA = "Work", "Model and data", "Optimizer", "Files", "Runtime", "LoRA"
 
 
 def option(text: str, panel: str | None = None, flag: str | None = None) -> dict[str, Any]:
@@ -35,8 +38,10 @@ class JobConfig:
 
     model: str = field(metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name."))
     data: str = field(
-        metadata=option("Folder of text files, JSONL with `text` or `messages`, datasets folder, or `stdlib`.")
+        metadata=option("JSONL, Parquet or datasets folder (docs/finetune.md), folder of text files, or `stdlib`.")
     )
+    valid: str | None = field(default=None, metadata=option("Validation set, as --data; its loss is shown.", _DATA))
+    valid_every: int = field(default=0, metadata=option("Steps between validations; 0: only at the end.", _DATA))
     output: str | None = field(
         default=None, metadata=option("Folder for checkpoints and steps.jsonl, new or that of --resume.", _FILES)
     )
@@ -52,16 +57,19 @@ class JobConfig:
         default=0,
         metadata=option("Fewest tokens of a piece under odc-split; 0: 256 on a cpu, 2048 on cuda.", _WORK),
     )
-    tokenizer: TokenizerName = field(
+    tokenizer: str = field(
         default="auto",
         metadata=option(
-            "bytes, bpe (trained on the data and cached) or auto: the model folder's own, else bpe.", _DATA
+            "Hugging Face folder, bytes, bpe (trained on the data), or auto: the model folder's own, else bpe.", _DATA
         ),
     )
     vocab: int = field(default=4096, metadata=option("Tokens of the trained BPE.", _DATA))
     lr: float = field(default=3e-4, metadata=option("Peak learning rate.", _OPTIMIZER))
     warmup: int = field(default=0, metadata=option("Steps of linear warm-up.", _OPTIMIZER))
-    min_lr: float = field(default=0.1, metadata=option("Fraction of --lr that the cosine ends at.", _OPTIMIZER))
+    schedule: Schedule = field(
+        default="cosine", metadata=option("After the warm-up: cosine, linear or constant.", _OPTIMIZER)
+    )
+    min_lr: float = field(default=0.1, metadata=option("Fraction of --lr that cosine and linear end at.", _OPTIMIZER))
     weight_decay: float = field(default=0.1, metadata=option("Weight decay of AdamW.", _OPTIMIZER))
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -69,12 +77,20 @@ class JobConfig:
     precision: Precision = field(
         default="fp32", metadata=option("fp32, or bf16 with gradients reduced and kept in fp32.", _DATA)
     )
+    lora: int = field(default=0, metadata=option("Rank of the adapters, which alone are trained; 0: none.", _LORA))
+    lora_alpha: float = field(default=16.0, metadata=option("Adapters are scaled by this / --lora.", _LORA))
+    lora_dropout: float = field(default=0.0, metadata=option("Dropout before the adapters.", _LORA))
+    lora_targets: str = field(
+        default="all-linear", metadata=option("all-linear, or names of modules, with commas.", _LORA)
+    )
     activation_checkpointing: bool = field(default=False, metadata=option("Recompute blocks in backward.", _DATA))
     save_every: int = field(default=0, metadata=option("Steps between checkpoints; 0: only at the end.", _FILES))
     resume: str | None = field(default=None, metadata=option("Checkpoint, or output folder (its latest).", _FILES))
     export: str | None = field(
-        default=None, metadata=option("Folder for the model as Hugging Face safetensors.", _FILES)
+        default=None,
+        metadata=option("New folder for the model, or under --lora the adapter, and the tokenizer.", _FILES),
     )
+    merge: bool = field(default=False, metadata=option("Export the model with the adapter added in.", _FILES))
     seed: int = field(default=0, metadata=option("Seeds weights, sample order and the planner's ties.", _WORK))
     reproducible: bool = field(default=False, metadata=option("fp64 accumulators under the odc arms.", _RUNTIME))
     accumulate: Accumulate = field(
@@ -97,13 +113,19 @@ class JobConfig:
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHOICES, _WHOLE, ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s"))
+        check_fields(self, _CHOICES, _WHOLE, _NUMBERS)
         if self.lr == 0 or self.timeout_s == 0 or self.eps == 0:
             raise ConfigError("lr, eps and timeout_s must be above 0")
         if self.min_lr > 1:
             raise ConfigError(f"min_lr is a fraction of lr, between 0 and 1, not {self.min_lr!r}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be two numbers of at least 0 and below 1, not {self.betas!r}")
+        if self.lora_dropout >= 1:
+            raise ConfigError(f"lora_dropout must be below 1, not {self.lora_dropout!r}")
+        if self.merge and (not self.lora or self.export is None):
+            raise ConfigError("merge adds adapters (--lora) into an exported model (--export)")
+        if self.valid_every and self.valid is None:
+            raise ConfigError("valid_every needs a validation set (--valid)")
         if self.warmup > self.steps:
             raise ConfigError(f"warmup ({self.warmup} steps) is longer than the job ({self.steps} steps)")
         if self.save_every and self.output is None:
@@ -171,7 +193,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "long": get_args(Long),
     "precision": get_args(Precision),
-    "tokenizer": get_args(TokenizerName),
+    "schedule": get_args(Schedule),
     "accumulate": get_args(Accumulate),
 }
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
@@ -179,8 +201,9 @@ _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
 _WHOLE = (
     dict.fromkeys(("ranks", "steps", "minibatch_size"), 1)
     | {"per_node": 2, "max_tokens": 2, "vocab": 257}
-    | dict.fromkeys(("warmup", "save_every", "seed", "least_piece"), 0)
+    | dict.fromkeys(("warmup", "save_every", "valid_every", "lora", "seed", "least_piece"), 0)
 )
+_NUMBERS = ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s", "lora_alpha", "lora_dropout")
 
 
 def check_fields(

@@ -117,7 +117,8 @@ class RankJob:
             if isinstance(record, SkippedStep):
                 skipped.append(record)
             else:
-                record = replace(record, bubble=bubble)
+                record = replace(record, bubble=bubble, valid_loss=self.trainer.validate(number + 1))
+                recorder().clear()
                 records.append(record)
             self._report(record)
             if number == first:
@@ -180,6 +181,8 @@ class RankJob:
             self.progress.note(f"step {record.step} was skipped, nothing was updated: {record.reason}")
         else:
             self.progress.step(record.step, record.loss, record.tokens / record.step_s, record.bubble)
+            if record.valid_loss is not None:
+                self.progress.note(f"step {record.step}: validation loss {record.valid_loss:.4f}")
         log = self.workload.log
         if log is not None and self.rank == 0:
             log.parent.mkdir(parents=True, exist_ok=True)

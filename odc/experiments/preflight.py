@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from odc.arms import ArmName, arm_named
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.experiments.checkpoint import find_checkpoint
-from odc.experiments.config import JobConfig
+from odc.experiments.config import TOKENIZERS, JobConfig
+from odc.experiments.data.sources import is_datasets_folder, parquet_files
 from odc.experiments.device import check_device
-from odc.experiments.text.model import shipped_config
+from odc.experiments.text.model import has_weights, shipped_config
 from odc.memory import require_add
 
 #: Files of an output folder that say that a run has written there.
@@ -19,21 +21,47 @@ RUN_FILES = ("steps.jsonl", "checkpoints/latest")
 
 
 def preflight(config: JobConfig) -> None:
-    """Makes the output and export folders if they are missing.
+    """Makes the output and export folders if they are missing, once everything else has been checked.
 
     Raises `ConfigError` naming the option, or `UnsupportedError` if this machine lacks what the arm needs.
     """
-    check_output(config.output, config.resume)
+    check_extras(config)
     check_arm(config, config.arm)
-    model_source(config.model)
-    if config.data != "stdlib" and not Path(config.data).exists():
-        raise ConfigError(f"data: there is no file or folder {config.data}")
+    source = model_source(config.model)
+    if config.lora and not has_weights(source):
+        raise ConfigError(f"lora: {source} holds no weights to adapt; name a model folder with safetensors (--model)")
+    for name in ("data", "valid"):
+        path = getattr(config, name)
+        if path not in (None, "stdlib") and not Path(path).exists():
+            raise ConfigError(f"{name}: there is no file or folder {path}")
+    if config.tokenizer not in TOKENIZERS and not Path(config.tokenizer).is_dir():
+        raise ConfigError(f"tokenizer: {config.tokenizer} is no folder and none of {', '.join(TOKENIZERS)}")
+    check_output(config.output, config.resume)
     for name in ("export", "spans"):
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
     if config.export is not None and any(Path(config.export).iterdir()):
         raise ConfigError(f"export: {config.export} is not empty; name a new folder")
+
+
+def check_extras(config: JobConfig) -> None:
+    """Raises `ConfigError` if a package is missing that the job will need; reads no data and makes no folder."""
+    require("transformers", "train", "training a model")
+    if config.lora:
+        require("peft", "lora", "lora")
+    for name in ("data", "valid"):
+        if (path := getattr(config, name)) is not None:
+            if parquet_files(Path(path)):
+                require("pyarrow", "parquet", f"{name}: reading Parquet")
+            elif is_datasets_folder(Path(path)):
+                require("datasets", "datasets", f"{name}: reading a datasets folder")
+
+
+def require(package: str, extra: str, doing: str) -> None:
+    """Raises `ConfigError` saying how to install `package`, of odc's `extra`, if it is missing; imports nothing."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{doing} needs {package}: {install(extra)}")
 
 
 def check_output(output: str | None, resume: str | None, name: str = "output") -> None:
@@ -71,6 +99,10 @@ def check_arm(config: JobConfig, arm: ArmName) -> None:
     if arm_named(arm).splits:
         from odc.experiments.text.pieces import check_splittable  # loads transformers
 
+        if config.lora and config.lora_dropout:
+            raise ConfigError(
+                "lora_dropout: the pieces of a split sample would drop otherwise than the whole; set it to 0"
+            )
         check_splittable(model_source(config.model))
 
 

@@ -27,6 +27,7 @@ def compare(
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind."""
     begun = begin()
+    config.workload.check_extras()
     writable_folder(path.parent, "json")
     figures = report(config, run_arms(config, say), command) | begun.facts()
     write_report(path, figures)

@@ -16,7 +16,7 @@ class StepRecord:
 
     `loss` is the mean over the labelled tokens before the update, `norm` the gradient's before clipping, `step_s` runs
     to the end of the update on this rank. `bubble` is over all ranks; None before it is known, or where a rank's
-    recorder could not hold the whole step.
+    recorder could not hold the whole step. `valid_loss` is that of the validation set after the update, where measured.
     """
 
     step: int
@@ -27,6 +27,7 @@ class StepRecord:
     label_tokens: int
     step_s: float
     bubble: float | None = field(default=None, kw_only=True)
+    valid_loss: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class JobResult(Generic[R]):
         speed = statistics.median(step.tokens / step.step_s for step in timed)
         saved = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
         lost = f"; {len(self.skipped)} steps skipped" if self.skipped else ""
+        unseen = "" if last.valid_loss is None else f"; validation loss {last.valid_loss:.4f}"
         return (
-            f"step {last.step}: loss {last.loss:.4f}; {seconds:.2f} s a step, {speed:,.0f} tokens/s (medians)"
+            f"step {last.step}: loss {last.loss:.4f}{unseen}; {seconds:.2f} s a step, {speed:,.0f} tokens/s (medians)"
             f"{lost}{saved}"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from odc.errors import OdcError
+from odc.errors import OdcError, install
 from odc.trace import CATEGORIES
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def empty_table(title: str, caption: str, headings: Iterable[str], **layout: Any
         from rich import box
         from rich.table import Table
     except ImportError as error:
-        raise OdcError("printing a comparison needs rich: pip install 'odc-fsdp[cli]'") from error
+        raise OdcError(f"printing a comparison needs rich: {install('cli')}") from error
     made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **layout)
     made.add_column("", no_wrap=True)
     for heading in headings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,25 +12,32 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from odc.errors import NonFiniteLossError
-from odc.experiments.config import JobConfig
+from odc.experiments.config import JobConfig, Schedule
 from odc.trace import COLLECTIVE, WAIT, recorder
 
 
-def learning_rate(step: int, *, steps: int, peak: float, warmup: int, floor: float) -> float:
-    """The rate of step `step` (from 0) of `steps`: a linear rise over `warmup` steps, then a cosine to `floor * peak`.
+def learning_rate(
+    step: int, *, steps: int, peak: float, warmup: int, floor: float, schedule: Schedule = "cosine"
+) -> float:
+    """The rate of step `step` (from 0) of `steps`: a linear rise over `warmup` steps, then the peak ("constant"), or a
+    fall from it to `floor * peak` in the last step.
 
     Step 0 of a warm-up already gets peak / warmup.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
     after = steps - 1 - warmup
-    done = (step - warmup) / after if after > 0 else 0.0
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    if schedule == "constant" or after <= 0:
+        return peak
+    done = (step - warmup) / after
+    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (floor + (1 - floor) * left)
 
 
 def set_rate(optimizer: Optimizer, config: JobConfig, step: int) -> float:
     """Sets and returns the learning rate of step `step`, counted from 0."""
-    rate = learning_rate(step, steps=config.steps, peak=config.lr, warmup=config.warmup, floor=config.min_lr)
+    shape: dict[str, Any] = {"warmup": config.warmup, "floor": config.min_lr, "schedule": config.schedule}
+    rate = learning_rate(step, steps=config.steps, peak=config.lr, **shape)
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
@@ -42,7 +50,9 @@ def adamw(parameters: Iterable[nn.Parameter], config: JobConfig) -> AdamW:
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
 
 
 def gather(mine: Sequence[float]) -> list[list[float]]:

@@ -67,6 +67,13 @@ class Trainer(ABC):
     def restore(self, state: dict[str, Any]) -> None:
         """Takes what `state` returned; called before `start`."""
 
+    def validate(self, done: int) -> float | None:
+        """The loss of a validation set after `done` steps, the same on every rank; None where none is due.
+
+        Every rank calls it after each step that updated; it may meet the other ranks.
+        """
+        return None
+
     def start(self, first: int) -> None:
         """Called once before step `first`, the first of this run."""
         return
@@ -106,6 +113,10 @@ class Workload(ABC, Generic[C]):
 
     def check_arm(self) -> None:
         """Checks that this machine has what the job's arm needs; reads nothing."""
+        return
+
+    def check_extras(self) -> None:
+        """Raises `ConfigError` if a package is missing that the job needs; makes no folder."""
         return
 
     @abstractmethod

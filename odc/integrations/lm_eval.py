@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.eval import Peers
 from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
@@ -35,7 +35,7 @@ def evaluate(
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError("evaluating with lm-eval needs it: pip install 'odc-fsdp[lm-eval]'") from error
+        raise ConfigError(f"evaluating with lm-eval needs it: {install('lm-eval')}") from error
     refuse("lm-eval", options, CACHES)
     if lm.world_size != 1:
         raise ConfigError(f"lm spreads requests over {lm.world_size} ranks itself; build it from the sharded model")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from odc.errors import ConfigError, UnsupportedError
+from odc.errors import ConfigError, UnsupportedError, install
 from odc.eval import Peers
 from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
 
@@ -35,7 +35,7 @@ def evaluate(
     try:
         from lmms_eval.evaluator import simple_evaluate
     except ImportError as error:
-        raise ConfigError("evaluating with lmms-eval needs it: pip install 'odc-fsdp[lmms-eval]'") from error
+        raise ConfigError(f"evaluating with lmms-eval needs it: {install('lmms-eval')}") from error
     refuse("lmms-eval", options, _REFUSED)
     if dist.is_initialized() and peers.world != dist.get_world_size():
         raise UnsupportedError("lmms-eval loads its data between barriers of the world, so evaluate on all ranks")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from odc.blocks import blocks_of
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.fsdp import fully_shard
 from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
 from odc.settings import Settings
@@ -30,7 +30,7 @@ try:
     import accelerate  # noqa: F401  (a Trainer needs it)
     from transformers import PreTrainedModel, Trainer
 except ImportError as error:
-    raise ImportError("OdcTrainer needs transformers and accelerate: pip install 'odc-fsdp[transformers]'") from error
+    raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _PART = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)

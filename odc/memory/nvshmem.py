@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
+from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError, install
 from odc.memory.cuda import CudaHeap
 
 _POLL_S = 0.01
@@ -46,7 +46,7 @@ def core() -> Any:
         import nvshmem.core
     except ImportError as error:
         raise UnsupportedError(
-            f"{error.name or 'nvshmem4py'} is not installed; NVSHMEM needs: pip install 'odc-fsdp[nvshmem]' "
+            f"{error.name or 'nvshmem4py'} is not installed; NVSHMEM needs: {install('nvshmem')} "
             "(`odc doctor --need nvshmem` says what fits)"
         ) from error
     return nvshmem.core

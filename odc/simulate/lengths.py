@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.balance.inputs import read_elements
-from odc.errors import ConfigError, DataError
+from odc.errors import ConfigError, DataError, install
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _from_datasets(path: Path) -> list[int]:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ConfigError("reading a datasets folder needs datasets: pip install 'odc-fsdp[datasets]'") from error
+        raise ConfigError(f"reading a datasets folder needs datasets: {install('datasets')}") from error
     data = load_from_disk(str(path))
     for column in ("length", "num_tokens", "input_ids"):
         if column in data.column_names:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from odc.errors import OdcError
+from odc.errors import OdcError, install
 from odc.simulate.study import AXES, Study
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def study_table(study: Study) -> Table:
     try:
         from rich.table import Table
     except ImportError as error:
-        raise OdcError("printing a table needs rich: pip install 'odc-fsdp[cli]'") from error
+        raise OdcError(f"printing a table needs rich: {install('cli')}") from error
     scenario = study.scenario
     table = Table(
         title=f"simulated: {scenario.model} on {scenario.ranks} x {scenario.machine},\n"
@@ -62,7 +62,7 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OdcError("drawing needs matplotlib: pip install 'odc-fsdp[plot]'") from error
+        raise OdcError(f"drawing needs matplotlib: {install('plot')}") from error
     figure = Figure(figsize=(4.2 * len(sweeps) + 0.6, 7.4), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")

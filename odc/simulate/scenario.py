@@ -17,7 +17,7 @@ import numpy as np
 from odc.arms import arm_named
 from odc.balance import Cost, cost_from_config
 from odc.balance.lb_split import floor_of
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.simulate.catalog import config_named, kv_width, machine_named, parameter_counts
 from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named
@@ -167,7 +167,7 @@ def scenario_from_yaml(path: str | Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError("reading YAML needs pyyaml: pip install 'odc-fsdp[simulate]'") from error
+        raise ConfigError(f"reading YAML needs pyyaml: {install('simulate')}") from error
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

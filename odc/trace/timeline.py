@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from odc.errors import OdcError, TraceError
+from odc.errors import OdcError, TraceError, install
 from odc.trace.breakdown import Breakdown, breakdown, own_steps
 from odc.trace.cover import cover, marked_epochs
 from odc.trace.spans import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span, is_piece
@@ -81,7 +81,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OdcError("drawing a timeline needs matplotlib: pip install 'odc-fsdp[plot]'") from error
+        raise OdcError(f"drawing a timeline needs matplotlib: {install('plot')}") from error
     if not panels:
         raise TraceError("a timeline needs at least one panel")
     wanted = None if epochs is None else frozenset(epochs)

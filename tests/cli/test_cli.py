@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from odc.cli import main
+from odc.errors import install
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -61,7 +62,7 @@ def test_train_launches_its_ranks_saves_and_exports(
     folder, done = trained
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", done.stdout)
-    assert done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\n")
+    assert done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\nodc train [")
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     assert sorted(os.listdir(folder / "out")) == ["checkpoints", "steps.jsonl"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -176,7 +177,7 @@ def test_without_its_libraries_it_names_the_extra(
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 2
-    said = f"odc: {missing} is not installed; the command line needs: pip install 'odc-fsdp[cli]'\n"
+    said = f"odc: {missing} is not installed; the command line needs: {install('cli')}\n"
     assert capfd.readouterr().err == said
 
 

@@ -11,6 +11,7 @@ import pytest
 from odc.doctor import State, packages
 from odc.doctor.finding import version_tuple
 from odc.doctor.packages import by_extra, extras, verl_plugin
+from odc.errors import install
 
 LINES = [
     "torch<2.14,>=2.11",
@@ -66,7 +67,7 @@ def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["extra plot"].state is State.OK
     assert found["extra cli"].found == "rich 12.9 is older than 13"
     assert found["extra train"].found == "transformers is not installed, rich 12.9 is older than 13"
-    assert found["extra train"].do == "pip install 'odc-fsdp[train]'"
+    assert found["extra train"].do == install("train")
 
 
 def test_not_installed_as_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

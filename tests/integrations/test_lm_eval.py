@@ -198,7 +198,7 @@ def test_what_cannot_work_on_ranks_is_refused():
 
 def test_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with session() as peers, pytest.raises(ConfigError, match=r"pip install 'odc-fsdp\[lm-eval\]'"):
+    with session() as peers, pytest.raises(ConfigError, match=r"pip install -e '.\[lm-eval\]'"):
         evaluate(None, [], peers)
 
 

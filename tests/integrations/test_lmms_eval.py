@@ -255,5 +255,5 @@ def test_what_cannot_work_on_ranks_is_refused():
 
 def test_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lmms_eval.evaluator", None)
-    with session() as peers, pytest.raises(ConfigError, match=r"pip install 'odc-fsdp\[lmms-eval\]'"):
+    with session() as peers, pytest.raises(ConfigError, match=r"pip install -e '.\[lmms-eval\]'"):
         evaluate(None, [], peers)

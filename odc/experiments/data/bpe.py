@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.errors import DataError
+from odc.errors import DataError, install
 from odc.experiments.data.chat import END, START, Encoded, chatml
-from odc.experiments.data.sources import Message, RawDocument
+from odc.experiments.data.rows import Message, PromptCompletion, texts_of
+from odc.experiments.data.sources import RawDocument
 from odc.experiments.data.tokenizer import EOS, SPECIALS, save_byte_level
 
 SMALLEST_VOCAB = 256 + len(SPECIALS)
@@ -52,8 +53,8 @@ class BpeTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        return chatml(messages, self.encode, self._start, self._end)
+    def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
+        return chatml(messages, self.encode, self._start, self._end, first)
 
     def save(self, folder: Path) -> None:
         rules = json.loads(self._tokenizer.to_str())
@@ -80,8 +81,12 @@ def content_hash(documents: Sequence[RawDocument]) -> str:
     """SHA-256 of the documents' contents in order, as hex digits."""
     digest = hashlib.sha256()
     for document in documents:
-        content = document.content if isinstance(document.content, str) else json.dumps(document.content)
-        encoded = content.encode()
+        content = document.content
+        if isinstance(content, PromptCompletion):
+            text = json.dumps([content.prompt, content.completion])
+        else:
+            text = content if isinstance(content, str) else json.dumps(content)
+        encoded = text.encode()
         digest.update(f"{type(document.content).__name__} {len(encoded)}\n".encode())
         digest.update(encoded)
     return digest.hexdigest()
@@ -103,10 +108,7 @@ def publish(path: Path, content: bytes) -> None:
 
 def _texts(documents: Sequence[RawDocument]) -> Iterable[str]:
     for document in documents:
-        if isinstance(document.content, str):
-            yield document.content
-        else:
-            yield from (message["content"] for message in document.content)
+        yield from texts_of(document.content)
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> str:
@@ -132,5 +134,5 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("a BPE needs the tokenizers package: pip install 'odc-fsdp[train]'") from error
+        raise DataError(f"a BPE needs tokenizers: {install('train')}") from error
     return tokenizers

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError
-from odc.experiments.data.sources import Message
+from odc.experiments.data.rows import Message
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
@@ -25,14 +25,17 @@ CHATML_TEMPLATE = (
 )
 
 
-def chatml(messages: Sequence[Message], encode: Callable[[str], NDArray[np.int32]], start: int, end: int) -> Encoded:
+def chatml(
+    messages: Sequence[Message], encode: Callable[[str], NDArray[np.int32]], start: int, end: int, first: int = 0
+) -> Encoded:
     """Tokens of a conversation in ChatML, and which of them are trained on; what follows the last trained one is cut.
 
     `encode` reads no special tokens out of a text; `start` and `end` are the ids of `<|im_start|>` and `<|im_end|>`.
+    Messages before number `first` are context, whoever wrote them.
     """
     pieces: list[tuple[Sequence[int] | NDArray[np.int32], bool]] = []
-    for message in messages:
-        if message["role"] == "assistant":
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant" and turn >= first:
             pieces.append(([start, *encode("assistant\n")], False))
             pieces.append(([*encode(message["content"]), end], True))
         else:
@@ -45,6 +48,7 @@ def by_template(
     messages: Sequence[Message],
     render: Callable[[Sequence[Message], bool], str],
     encode: Callable[[str], NDArray[np.int32]],
+    first: int = 0,
 ) -> Encoded:
     """The same by a chat template. `encode` reads special tokens out of a text; `render` takes messages and whether to
     ask for an answer. Raises DataError if a turn changes how the turns before it are rendered.
@@ -52,7 +56,7 @@ def by_template(
     pieces: list[tuple[NDArray[np.int32], bool]] = []
     done = ""
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or turn < first:
             continue
         asked, answered = render(messages[:turn], True), render(messages[: turn + 1], False)
         if not (asked.startswith(done) and answered.startswith(asked)):

@@ -6,7 +6,7 @@ Both are the same on every rank without communication: every rank reads the data
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Documents within the cap and the tokenizer that made them."""
+    """Documents within the cap, for training and for validation, and the tokenizer that made them."""
 
     documents: list[Document]
     tokenizer: Tokenizer
+    valid: list[Document] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
@@ -41,13 +42,21 @@ def load_dataset(config: JobConfig, progress: Progress) -> Dataset:
 
     Raises `DataError` naming the file or document that cannot be used.
     """
-    progress.phase(f"reading {config.data}")
-    raw = read_source(source_named(config.data), unreadable="skip" if config.data == "stdlib" else "error")
+    raw = _raw(config.data, progress)
+    unseen = _raw(config.valid, progress) if config.valid is not None else []
     cache = cache_folder(config)
-    progress.phase(f"tokenizing {len(raw)} documents")
+    progress.phase(f"tokenizing {len(raw) + len(unseen)} documents")
     tokenizer = _tokenizer(config, raw, cache)
-    documents = load_documents(raw, tokenizer, max_tokens=config.longest, long=config.long, cache=cache)
-    return Dataset(documents, tokenizer)
+    documents, valid = (
+        load_documents(some, tokenizer, max_tokens=most, long=config.long, cache=cache) if some else []
+        for some, most in ((raw, config.longest), (unseen, config.max_tokens))
+    )
+    return Dataset(documents, tokenizer, valid)
+
+
+def _raw(name: str, progress: Progress) -> list[RawDocument]:
+    progress.phase(f"reading {name}")
+    return read_source(source_named(name), unreadable="skip" if name == "stdlib" else "error")
 
 
 def cache_folder(config: JobConfig) -> Path:
@@ -61,7 +70,9 @@ def _tokenizer(config: JobConfig, raw: list[RawDocument], cache: Path) -> Tokeni
     folder = Path(config.model)
     if config.tokenizer == "auto" and any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return load_tokenizer(folder)
-    return cached_bpe(raw, config.vocab, cache)
+    if config.tokenizer in ("auto", "bpe"):
+        return cached_bpe(raw, config.vocab, cache)
+    return load_tokenizer(Path(config.tokenizer))
 
 
 class MinibatchSampler:

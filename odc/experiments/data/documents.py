@@ -19,6 +19,7 @@ from odc.errors import DataError
 from odc.experiments.config import Long
 from odc.experiments.data.bpe import content_hash, publish
 from odc.experiments.data.chat import Encoded
+from odc.experiments.data.rows import Content, Message, PromptCompletion
 from odc.experiments.data.sources import RawDocument
 from odc.experiments.data.tokenizer import Tokenizer
 
@@ -124,18 +125,41 @@ def _encoded(raw: Sequence[RawDocument], tokenizer: Tokenizer, cache: Path | Non
 
 
 def _encode(raw: Sequence[RawDocument], tokenizer: Tokenizer) -> list[Encoded]:
-    texts = iter(tokenizer.encode_many([r.content for r in raw if isinstance(r.content, str)]))
+    """Chats follow the tokenizer's template; of a prompt and its completion only the completion is trained."""
+    ids = iter(tokenizer.encode_many([text for document in raw for text in _plain(document.content)]))
     encoded: list[Encoded] = []
     for document in raw:
-        if isinstance(document.content, str):
+        content = document.content
+        if plain := [next(ids) for _ in _plain(content)]:
             begin = np.asarray([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int32)
-            tokens = np.concatenate([begin, next(texts), np.asarray([tokenizer.eos_id], np.int32)])
+            tokens = np.concatenate([begin, *plain, np.asarray([tokenizer.eos_id], np.int32)])
             trained = np.ones(len(tokens), np.bool_)
+            trained[: len(begin) + sum(map(len, plain[:-1]))] = False
         else:
+            context, answers = _turns(content)
             try:
-                tokens, trained = tokenizer.encode_chat(document.content)
+                tokens, trained = tokenizer.encode_chat((*context, *answers), len(context))
             except DataError as error:
                 raise DataError(f"{document.name}: {error}") from error
         trained[:1] = False
         encoded.append((tokens, trained))
     return encoded
+
+
+def _turns(content: Content) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """The messages that are context, whoever wrote them, and those whose answers are trained."""
+    if isinstance(content, tuple):
+        return (), content
+    assert isinstance(content, PromptCompletion) and isinstance(content.prompt, tuple)
+    assert isinstance(content.completion, tuple)
+    return content.prompt, content.completion
+
+
+def _plain(content: Content) -> list[str]:
+    """The texts that are tokenized as they stand: the text, or prompt and completion; none of a conversation."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, PromptCompletion) and isinstance(content.prompt, str):
+        assert isinstance(content.completion, str)
+        return [content.prompt, content.completion]
+    return []

@@ -11,28 +11,26 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from odc.errors import DataError
+from odc.errors import DataError, install
+from odc.experiments.data.rows import Content, content_of
 
 _log = logging.getLogger(__name__)
 
-Message = dict[str, str]
 Unreadable = Literal["error", "skip"]
 
 _JSONL = (".jsonl", ".ndjson")
+_PARQUET = ".parquet"
 _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
 class RawDocument:
-    """A text, or a conversation (messages with `role` and `content`), before tokenization.
-
-    `name` is a relative path, `file.jsonl:line` or `folder[row]`.
-    """
+    """One row or file, before tokenization. `name` is a relative path, `file.jsonl:line` or `folder[row]`."""
 
     name: str
-    content: str | tuple[Message, ...]
+    content: Content
 
 
 @dataclass(frozen=True)
@@ -54,26 +52,29 @@ def stdlib_source() -> TextFolder:
 
 
 def source_named(name: str) -> Source:
-    """The source a user names: `stdlib`, or a path to a folder of text files, a JSONL file or a datasets folder."""
+    """The source a user names: `stdlib`, or a path to data of any kind that `read_source` reads."""
     return stdlib_source() if name == "stdlib" else Path(name)
 
 
 def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[RawDocument]:
     """All documents of `source` with something in them, in an order that does not depend on the machine.
 
-    A path is a folder of text files, a JSONL file (`text` or `messages` in every line), one text file, or a folder
-    written by `datasets.save_to_disk` (columns `text` or `messages`; of several splits, `train`). Raises DataError when
-    there is nothing to read, for a malformed line or row or an unreadable file, naming it (unless `unreadable` is
-    "skip"), and without the `datasets` package where it is needed.
+    A path is a folder of text files, a JSONL or Parquet file, a folder of Parquet files, one text file, or a folder
+    written by `datasets.save_to_disk` (of several splits, `train`). `content_of` says what rows hold. Raises DataError
+    when there is nothing to read, for a malformed line or row or an unreadable file, naming it (unless `unreadable` is
+    "skip"), and without the package that reads it.
     """
     folder = source if isinstance(source, TextFolder) else None
     path = folder.path if folder else source
     assert isinstance(path, Path)
     if not path.exists():
         raise DataError(f"there is no file or folder {path}")
-    if path.is_file():
+    found: Iterator[RawDocument]
+    if parquet := parquet_files(path):
+        found = (document for file in parquet for document in _parquet(file))
+    elif path.is_file():
         found = _jsonl(path) if path.suffix.lower() in _JSONL else _files([path], path.parent, unreadable)
-    elif folder is None and any((path / name).is_file() for name in _DATASETS):
+    elif folder is None and is_datasets_folder(path):
         found = _datasets(path)
     else:
         folder = folder or TextFolder(path)
@@ -85,6 +86,17 @@ def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[Raw
     if not filled:
         raise DataError(f"{path} holds no documents{_hint(path, folder)}")
     return filled
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """`path` if it is a Parquet file, or the Parquet files of that folder, sorted; empty for any other path."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [file for file in files if file.suffix.lower() == _PARQUET and file.is_file()]
+
+
+def is_datasets_folder(path: Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote this folder."""
+    return any((path / name).is_file() for name in _DATASETS)
 
 
 def _hint(path: Path, folder: TextFolder | None) -> str:
@@ -134,39 +146,34 @@ def _jsonl(path: Path) -> Iterator[RawDocument]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number} is not JSON: {error.msg}") from error
-        yield RawDocument(name, _content(row, f"{path}, line {number}"))
+        yield RawDocument(name, content_of(row, f"{path}, line {number}"))
+
+
+def _parquet(path: Path) -> Iterator[RawDocument]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"reading {path} needs pyarrow: {install('parquet')}") from error
+    number = 0
+    try:
+        for batch in ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield RawDocument(f"{path.name}[{number}]", content_of(row, f"{path}, row {number}"))
+                number += 1
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _datasets(path: Path) -> Iterator[RawDocument]:
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
-        raise DataError(
-            f"{path} is a datasets folder; reading it needs the datasets package: pip install 'odc-fsdp[datasets]'"
-        ) from error
+        raise DataError(f"{path} is a datasets folder, which datasets reads: {install('datasets')}") from error
     dataset = load_from_disk(str(path))
     if isinstance(dataset, DatasetDict):
         if "train" not in dataset:
             raise DataError(f"{path} has no split 'train', only {', '.join(sorted(dataset))}")
         dataset = dataset["train"]
     for number, row in enumerate(dataset):
-        yield RawDocument(f"{path.name}[{number}]", _content(row, f"{path}, row {number}"))
-
-
-def _content(row: Any, where: str) -> str | tuple[Message, ...]:
-    """The row's messages if it has any, else its text."""
-    if not isinstance(row, dict) or (row.get("messages") is None and row.get("text") is None):
-        raise DataError(f"{where} has neither 'text' nor 'messages'")
-    if row.get("messages") is None:
-        if not isinstance(row["text"], str):
-            raise DataError(f"{where}: 'text' must be a string, not {type(row['text']).__name__}")
-        return row["text"]
-    if not isinstance(row["messages"], list):
-        raise DataError(f"{where}: 'messages' must be a list, not {type(row['messages']).__name__}")
-    messages = []
-    for index, message in enumerate(row["messages"]):
-        pair = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not all(isinstance(value, str) for value in pair):
-            raise DataError(f"{where}: message {index} needs a 'role' and a 'content', both strings")
-        messages.append({"role": str(pair[0]), "content": str(pair[1])})
-    return tuple(messages)
+        yield RawDocument(f"{path.name}[{number}]", content_of(row, f"{path}, row {number}"))

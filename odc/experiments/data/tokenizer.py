@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.errors import DataError
+from odc.errors import DataError, install
 from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, by_template, chatml
-from odc.experiments.data.sources import Message
+from odc.experiments.data.rows import Message
 
 EOS = "<|endoftext|>"
 SPECIALS = (EOS, START, END)
@@ -48,8 +48,10 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """`encode` of each text, several at a time where that is faster."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        """Ids [tokens] of a conversation and which of them are trained on [tokens]; empty without an assistant."""
+    def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
+        """Ids [tokens] of a conversation and which of them are trained on [tokens]: what assistants say from message
+        number `first` on; empty without any.
+        """
 
     def save(self, folder: Path) -> None:
         """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer; makes the folder."""
@@ -69,8 +71,8 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
-        return chatml(messages, self.encode, 257, 258)
+    def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
+        return chatml(messages, self.encode, 257, 258, first)
 
     def save(self, folder: Path) -> None:
         """Write it as a byte-level BPE without merges, which is the same thing.
@@ -106,11 +108,11 @@ class HfTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         return self._ids(texts, special=False)
 
-    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+    def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
         """The conversation by the tokenizer's own chat template; DataError if it has none or it fails."""
         if not self._tokenizer.chat_template:
             raise DataError(f"the data holds messages, but the tokenizer in {self._name} has no chat template")
-        return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0])
+        return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0], first)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(str(folder))
@@ -146,7 +148,7 @@ def load_tokenizer(folder: Path) -> HfTokenizer:
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise DataError("loading a tokenizer needs transformers: pip install 'odc-fsdp[train]'") from error
+        raise DataError(f"loading a tokenizer needs transformers: {install('train')}") from error
     try:
         loader = PreTrainedTokenizerFast if _is_plain(folder) else AutoTokenizer
         tokenizer = loader.from_pretrained(str(folder), local_files_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.errors import DataError, OdcError
+from odc.errors import DataError, OdcError, install
 
 RATE = 16_000  # samples a second
 _WINDOW, _HOP = 400, 160  # samples: 25 ms every 10 ms
@@ -115,7 +115,7 @@ def pillow(doing: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise OdcError(f"{doing} images needs Pillow: pip install 'odc-fsdp[multimodal]'") from error
+        raise OdcError(f"{doing} images needs Pillow: {install('multimodal')}") from error
     return Image
 
 
@@ -124,5 +124,5 @@ def soundfile(doing: str) -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise OdcError(f"{doing} audio needs soundfile: pip install 'odc-fsdp[multimodal]'") from error
+        raise OdcError(f"{doing} audio needs soundfile: {install('multimodal')}") from error
     return soundfile

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.experiments.data.tokenizer import ByteTokenizer
 from odc.experiments.multimodal.towers import AudioTower, LanguageModel, VisionTower
 
@@ -99,7 +99,7 @@ def build_towers(config: ModelConfig, seed: int) -> dict[str, nn.Module]:
         from transformers import Qwen2Config, WhisperConfig
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     except ImportError as error:
-        raise ConfigError("building a model needs transformers: pip install 'odc-fsdp[multimodal]'") from error
+        raise ConfigError(f"building a model needs transformers: {install('multimodal')}") from error
     fields = config.fields
     width = fields["text_config"]["hidden_size"]
     vocab = {"vocab_size": ByteTokenizer.vocab_size, "bos_token_id": None, "eos_token_id": None}

@@ -13,38 +13,54 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn import Module
 
 from odc.experiments.checkpoint import together
+from odc.experiments.config import JobConfig
 from odc.experiments.data.tokenizer import Tokenizer
+from odc.experiments.text.lora import merged, write_adapter
 
 
-def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None) -> None:
+def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None, config: JobConfig | None = None) -> None:
     """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
+    The adapters of a job with `config.lora` are written alone, or added into the model with `config.merge`.
     Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Raises
     `CheckpointError` on every rank if the disk or transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    together(lambda: _write(folder, model, weights, tokenizer), f"export: cannot write {folder}")
+    together(lambda: _write(folder, model, weights, tokenizer, config), f"export: cannot write {folder}")
 
 
-def _write(folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Saves from an empty copy of the model: the sharded one's class is a wrapper and would be named in the config."""
-    from transformers import AutoModelForCausalLM
-
+def _write(
+    folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None, config: JobConfig | None
+) -> None:
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(model.config)
-    if model.generation_config is not None:
-        empty.generation_config = copy.deepcopy(model.generation_config)
-    if tokenizer is not None:
-        _end_with(empty, tokenizer.eos_id)
-    empty.save_pretrained(partial, state_dict=weights)
+    if config is not None and config.lora and not config.merge:
+        write_adapter(partial, config, weights)
+    else:
+        _write_model(partial, model, weights, tokenizer, config if config is not None and config.merge else None)
     if tokenizer is not None:
         tokenizer.save(partial)
     if folder.exists():
         folder.rmdir()
     os.rename(partial, folder)
+
+
+def _write_model(
+    folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None, adapted: JobConfig | None
+) -> None:
+    """Saves from an empty copy of the model: the sharded one's class is a wrapper and would be named in the config."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+        if adapted is not None:
+            weights = merged(AutoModelForCausalLM.from_config(model.config), adapted, weights)
+    if model.generation_config is not None:
+        empty.generation_config = copy.deepcopy(model.generation_config)
+    if tokenizer is not None:
+        _end_with(empty, tokenizer.eos_id)
+    empty.save_pretrained(folder, state_dict=weights)
 
 
 def _end_with(model: Any, eos_id: int) -> None:

@@ -35,6 +35,8 @@ def token_loss_sum(
     `hidden` is [..., width], `weight` [vocab, width] of the same dtype, `labels` int64 [...] with -100 for none, `bias`
     [vocab]. At most `block_logits` logits exist at once. Without any label the loss is 0 and gradients are zeros.
     """
+    if not torch.is_grad_enabled():  # the forward would compute gradients all the same
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     flat = hidden.reshape(-1, hidden.shape[-1])
     targets = labels.reshape(-1)
     where = (targets != IGNORED).nonzero().squeeze(-1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.experiments.text.attention import register
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -59,6 +59,11 @@ def config_of(source: Path) -> dict[str, Any]:
     return _parsed(_config_path(source)[0])
 
 
+def has_weights(source: Path) -> bool:
+    """Whether `build_model` loads weights from `source`; ConfigError as there."""
+    return _config_path(source)[1]
+
+
 def _config_path(source: Path) -> tuple[Path, bool]:
     """The config file, and whether weights lie beside it."""
     if source.is_file():
@@ -92,7 +97,7 @@ def _config(path: Path) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ConfigError("building a model needs transformers: pip install 'odc-fsdp[train]'") from error
+        raise ConfigError(f"building a model needs transformers: {install('train')}") from error
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:

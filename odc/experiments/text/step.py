@@ -33,9 +33,11 @@ from odc.experiments.preflight import model_source
 from odc.experiments.progress import Progress
 from odc.experiments.results import SkippedStep, StepRecord
 from odc.experiments.text.export import export
+from odc.experiments.text.lora import add_adapters
 from odc.experiments.text.loss import loss_scale, use_document_loss
 from odc.experiments.text.model import build_model, config_of
 from odc.experiments.text.pieces import DocumentPieces
+from odc.experiments.text.validation import validation_loss
 from odc.experiments.update import adamw, agree, set_rate, update
 from odc.experiments.workload import Trainer
 from odc.trace import OPTIMIZER, piece_of, recorder
@@ -89,6 +91,8 @@ class TextTrainer(Trainer):
         config, vocab = self.config, self.dataset.tokenizer.vocab_size
         source = model_source(config.model)
         model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
+        if config.lora:
+            add_adapters(model, config)
         use_document_loss(model)
         model.to(self.device)
         blocks = blocks_of(model)
@@ -120,7 +124,16 @@ class TextTrainer(Trainer):
             self.pieces.close()
         if self.config.export is not None:
             self.progress.phase(f"exporting to {self.config.export}")
-            export(Path(self.config.export), self.model, self.dataset.tokenizer)
+            export(Path(self.config.export), self.model, self.dataset.tokenizer, self.config)
+
+    def validate(self, done: int) -> float | None:
+        """After every `valid_every` steps and the last, if there is a validation set."""
+        config, documents = self.config, self.dataset.valid
+        due = done == config.steps or (config.valid_every and done % config.valid_every == 0)
+        if not documents or not due:
+            return None
+        self.progress.phase(f"validating after step {done}")
+        return validation_loss(self.model, self.arm, documents, self.cost, config, self.device)
 
     def step(self, number: int, between: Callable[[], None] | None = None) -> TextStep | SkippedStep:
         record = self.run(number, next(self.sampler), between)

@@ -12,7 +12,7 @@ from odc.arms import ARM_NAMES, ArmName
 from odc.experiments.config import DEFAULT_ARMS, JobConfig
 from odc.experiments.data.dataset import load_dataset
 from odc.experiments.launch import start_server
-from odc.experiments.preflight import check_arm, preflight
+from odc.experiments.preflight import check_arm, check_extras, preflight
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, totals
 from odc.experiments.text.step import TextTrainer
@@ -35,6 +35,9 @@ class TextWorkload(Workload[JobConfig]):
     def check_arm(self) -> None:
         check_arm(self.config, self.config.arm)
 
+    def check_extras(self) -> None:
+        check_extras(self.config)
+
     def check(self) -> None:
         preflight(self.config)
 
@@ -45,7 +48,13 @@ class TextWorkload(Workload[JobConfig]):
         progress = Progress(self.config.steps, title or self.title)
         try:
             dataset = load_dataset(self.config, progress)
-            progress.phase(f"{len(dataset.documents)} documents, {sum(dataset.lengths):,} tokens; starting the ranks")
+            job, count = self.config, len(dataset.documents)
+            epochs = job.steps * job.minibatch_size / count
+            unseen = f", {len(dataset.valid)} for validation" if dataset.valid else ""
+            progress.phase(
+                f"{count} documents{unseen}, {sum(dataset.lengths):,} tokens; {job.steps} steps of "
+                f"{job.minibatch_size} are {epochs:.2g} epochs; starting the ranks"
+            )
         finally:
             progress.close()
 

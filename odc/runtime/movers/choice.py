@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
-from odc.errors import UnsupportedError
+from odc.errors import UnsupportedError, install
 from odc.runtime.movers import cpu, cuda
 from odc.settings import Settings
 
@@ -63,7 +63,7 @@ def mover_for(settings: Settings, device: torch.device = _CPU) -> DataMover:
     try:
         from odc.runtime.movers import triton
     except ModuleNotFoundError as error:
-        raise UnsupportedError("Settings(kernels='triton') needs triton: pip install 'odc-fsdp[kernels]'") from error
+        raise UnsupportedError(f"Settings(kernels='triton') needs triton: {install('kernels')}") from error
     triton.refuse_unusable(device)
     if device.type == "cuda":  # a staging slot is plain bytes: the copy engine's work
         names = ("publish", "gather", "add", "accumulate")

@@ -67,5 +67,5 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(DataError, match="cannot write to the cache"):
         cached_bpe(CORPUS, 300, tmp_path / "file" / "below")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'odc-fsdp\[train\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '.\[train\]'"):
         cached_bpe(CORPUS, 300, tmp_path / "new")

@@ -44,6 +44,12 @@ def render(messages, ask: bool) -> str:
     return "".join(f"<{m['role']}\n{m['content']}>\n" for m in messages) + ("<assistant\n" if ask else "")
 
 
+def test_turns_before_the_first_are_context():
+    assert shown(*chatml(CHAT, encode, 1, 2, first=3))[1] == "A2>"
+    tokens, trained = by_template(CHAT, render, encode, first=3)
+    assert bytes(tokens[trained].tolist()) == b"A2>"
+
+
 def test_template_gives_the_same_as_chatml():
     def marked(text: str) -> np.ndarray:
         return np.asarray([{"<": 1, ">": 2}.get(c, ord(c)) for c in text], np.int32)

@@ -11,6 +11,7 @@ import pytest
 
 from odc.errors import DataError
 from odc.experiments.data.documents import Document, load_documents
+from odc.experiments.data.rows import PromptCompletion
 from odc.experiments.data.sources import RawDocument, read_source
 from odc.experiments.data.tokenizer import ByteTokenizer
 
@@ -43,6 +44,16 @@ def test_begin_token_where_the_tokenizer_has_one():
 def test_messages_train_the_assistant_only():
     (document,) = load(CHAT)
     assert document.tokens[document.trained].tolist() == [*b"AB", 258]
+
+
+def test_of_a_prompt_and_its_completion_the_completion_is_trained():
+    (plain,) = load(PromptCompletion("ask", "AB"))
+    assert plain.tokens.tolist() == [*b"askAB", 256]
+    assert plain.tokens[plain.trained].tolist() == [*b"AB", 256]
+    (alone,) = load(PromptCompletion("", "AB"))
+    assert alone.tokens[alone.trained].tolist() == [*b"B", 256], "nothing comes before the first token"
+    (chat,) = load(PromptCompletion(CHAT, ({"role": "user", "content": "R"}, {"role": "assistant", "content": "CD"})))
+    assert chat.tokens[chat.trained].tolist() == [*b"CD", 258], "what the assistant said before is context"
 
 
 def test_documents_without_a_target_are_left_out(caplog: pytest.LogCaptureFixture):

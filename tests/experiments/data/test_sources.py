@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from odc.errors import DataError
+from odc.experiments.data.rows import PromptCompletion
 from odc.experiments.data.sources import RawDocument, TextFolder, read_source, source_named, stdlib_source
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -86,8 +87,10 @@ def test_jsonl_of_text_and_messages(tmp_path: Path):
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 has neither 'text' nor 'messages'"),
+        ("[1]", "line 2 has neither 'messages', 'prompt' and 'completion', or 'text'"),
         ('{"prompt": "x"}', "line 2 has neither"),
+        ('{"prompt": "x", "completion": []}', "must both be strings, or both lists of messages, not str and list"),
+        ('{"prompt": [], "completion": [3]}', "message 0 needs a 'role' and a 'content'"),
         ('{"text": 3}', "'text' must be a string, not int"),
         ('{"messages": "hi"}', "'messages' must be a list, not str"),
         ('{"messages": [{"role": "user"}]}', "message 0 needs a 'role' and a 'content'"),
@@ -108,10 +111,27 @@ def test_jsonl_that_is_not_utf8(tmp_path: Path):
         read_source(path)
 
 
+def test_prompts_and_completions(tmp_path: Path):
+    rows = [{"prompt": "q", "completion": "a", "text": "not this"}, {"prompt": CHAT, "completion": CHAT[1:]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [document.content for document in read_source(tmp_path / "data.jsonl")] == [
+        PromptCompletion("q", "a"),
+        PromptCompletion(tuple(CHAT), tuple(CHAT[1:])),
+    ]
+
+
+def test_parquet_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "data.parquet").write_text("")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for path in (tmp_path, tmp_path / "data.parquet"):
+        with pytest.raises(DataError, match=r"data.parquet needs pyarrow: pip install -e '.\[parquet\]' in a clone"):
+            read_source(path)
+
+
 def test_datasets_folder_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'odc-fsdp\[datasets\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '.\[datasets\]' in a clone"):
         read_source(tmp_path)
 
 

@@ -122,5 +122,5 @@ def test_missing_package_and_unknown_shipped_config(small: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"'qwen9'; known: qwen2-demo, qwen2-small, qwen2-tiny"):
         shipped_config("qwen9")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'odc-fsdp\[train\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[train\]'"):
         build_model(small, dtype=torch.float32)

@@ -1,0 +1,162 @@
+"""`odc train` as people fine-tune: prompts and completions, a validation set, plans, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.word_model import completions, model_folder, transformers_loss, write_rows
+
+from odc.arms import PLANS
+from odc.cli import main
+
+pytest.importorskip("typer", reason="needs the cli extra")
+pytest.importorskip("transformers", reason="needs the train extra")
+
+
+def odc(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[object]:
+    """Of a job on twelve completions, all of them in every minibatch; and four to validate on."""
+    write_rows(tmp_path / "train.jsonl", completions(12))
+    write_rows(tmp_path / "valid.jsonl", completions(4))
+    options = ["--model", model_folder(tmp_path / "model"), "--data", tmp_path / "train.jsonl", "--lr", 1e-2]
+    return [*options, "--minibatch-size", 12, "--max-tokens", 64, "--steps", 3, "--cache", tmp_path / "cache"]
+
+
+def test_losses_are_those_of_transformers(
+    options: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first update on the whole data, and after the last on the validation set, from the export."""
+    output, export = tmp_path / "out", tmp_path / "export"
+    validate = ["--valid", tmp_path / "valid.jsonl", "--valid-every", 2]
+    assert odc("train", *options, *validate, "--output", output, "--export", export, "--schedule", "linear") == 0
+    said = capfd.readouterr()
+    assert "12 documents, 4 for validation" in said.err and "3 steps of 12 are 3 epochs" in said.err
+    assert "is kept" not in said.err
+    from transformers import AutoModelForCausalLM
+
+    first, second, third = steps_of(output)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    after = AutoModelForCausalLM.from_pretrained(export)
+    assert first["loss"] == pytest.approx(transformers_loss(before, tmp_path / "model", completions(12)), rel=1e-5)
+    assert third["valid_loss"] == pytest.approx(transformers_loss(after, export, completions(4)), rel=1e-5)
+    assert first["valid_loss"] is None and second["valid_loss"] != third["valid_loss"]
+    assert f"; validation loss {third['valid_loss']:.4f};" in said.out
+    assert f"step 2: validation loss {second['valid_loss']:.4f}" in said.err
+    assert [step["lr"] for step in (first, second, third)] == pytest.approx([1e-2, 5.5e-3, 1e-3])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_trains_and_goes_on_where_it_stopped(
+    plan: str, options: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert odc("train", *options, "--plan", plan, "--output", whole) == 0
+    assert f"odc train: {PLANS[plan]}, 2 ranks, 3 steps" in capfd.readouterr().err
+    assert odc("train", *options, "--plan", plan, "--output", parts, "--save-every", 2) == 0
+    (parts / "checkpoints" / "latest").write_text("step-00000002\n")  # as if the third step had never been saved
+    assert odc("train", *options, "--plan", plan, "--output", parts, "--resume", parts) == 0
+    assert [step["step"] for step in steps_of(parts)] == [1, 2, 3]
+    losses = [[step["loss"] for step in steps_of(output)] for output in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.fixture
+def unstarted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Jobs that reach their start, which none does."""
+    import odc.experiments.job
+
+    class Result:
+        def summary(self) -> str:
+            return "not run"
+
+    jobs: list[Any] = []
+    monkeypatch.setattr(odc.experiments.job, "run", lambda job: jobs.append(job.config) or [Result()])
+    return jobs
+
+
+def test_what_is_lost_is_said_before_it_starts(
+    options: list[object], unstarted: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = {
+        (): "NOTHING of this training is kept; keep checkpoints and losses by --output FOLDER, or the model by",
+        ("--export", tmp_path / "e"): "no checkpoint is kept; keep checkpoints and losses by --output FOLDER\n",
+        ("--output", tmp_path / "o"): "",
+    }
+    for more, message in kept.items():
+        assert odc("train", *options, *more) == 0
+        said = capfd.readouterr().err
+        assert message in said and ("is kept" in said) == bool(message)
+
+
+def test_a_plan_is_short_for_an_arm(
+    options: list[object], unstarted: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for plan, arm in PLANS.items():
+        assert odc("train", *options, "--plan", plan) == 0
+        assert unstarted.pop().arm == arm
+    assert odc("train", *options) == 0
+    assert unstarted.pop().arm == PLANS["lb-mini"], "the default, as --help says"
+    capfd.readouterr()
+    assert odc("train", *options, "--plan", "best") == 2
+    assert "odc: plan must be one of lb-mini, " in capfd.readouterr().err
+    assert odc("train", *options, "--plan", "dynamic", "--arm", "odc") == 2
+    assert "give --plan or --arm, not both" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "message"),
+    [
+        ("transformers", [], "training a model needs transformers: pip install -e '.[train]' in a clone of odc"),
+        ("peft", ["--lora", 4], "lora needs peft: pip install -e '.[lora]'"),
+        ("pyarrow", ["--valid", "valid.parquet"], "valid: reading Parquet needs pyarrow: pip install -e '.[parquet]'"),
+        (
+            "datasets",
+            ["--data", "saved"],
+            "reading a datasets folder needs datasets: pip install -e '.[datasets]'",
+        ),
+        (None, ["--valid", "none.jsonl"], "valid: there is no file or folder none.jsonl"),
+        (None, ["--tokenizer", "none"], "tokenizer: none is no folder and none of auto, bytes, bpe"),
+    ],
+)
+def test_what_is_missing_is_said_before_a_folder_is_made(
+    missing: str | None,
+    more: list[object],
+    message: str,
+    options: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "valid.parquet").write_text("")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    if missing is not None:
+        monkeypatch.setitem(sys.modules, missing, None)
+    assert odc("train", *options, *more, "--output", "out", "--export", "export") == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "export").exists()
+
+
+def test_adapters_need_weights_to_adapt(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("odc.experiments.preflight.find_spec", lambda name: name)
+    model = tmp_path / "model" / "config.json"
+    assert odc("train", *options, "--model", model, "--lora", 4) == 2
+    assert f"odc: lora: {model} holds no weights to adapt; name a model folder" in capfd.readouterr().err
