@@ -125,3 +125,18 @@ def test_the_emulated_benchmark_runs_arms_of_the_table() -> None:
     from bench.emulated import COMPARED
 
     assert COMPARED[0] == "fsdp2-equal-samples" and set(COMPARED) <= set(ARM_NAMES)
+
+
+def test_the_benchmark_of_split_samples_exchanges_a_small_part_of_the_tokens_that_are_planned() -> None:
+    from bench.emulated import COST
+    from bench.split import LONGEST, thinned, typical
+
+    plan = ARMS["odc-split"].plan([131_072, 4_000, 9_000], 8, 131_072, linear_cost, 0)
+    thin = thinned(plan)
+    assert plan.splits and [split.costs for split in thin.splits] == [split.costs for split in plan.splits]
+    for split, whole in zip(thin.splits, plan.splits, strict=True):
+        split.validate(8)
+        assert 2 * len(split.ranks) <= split.length <= LONGEST and split.ranks == whole.ranks
+    minibatches, cap = typical("longalign", 8, 2, 0)
+    assert len(minibatches) == 2 and all(max(lengths) <= cap for lengths in minibatches)
+    assert all(2.0 < 8 * max(map(COST, lengths)) / sum(map(COST, lengths)) < 3.2 for lengths in minibatches)

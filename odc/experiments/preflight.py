@@ -99,6 +99,10 @@ def check_arm(config: JobConfig, arm: ArmName) -> None:
     if arm_named(arm).splits:
         from odc.experiments.text.pieces import check_splittable  # loads transformers
 
+        if config.lora and config.lora_dropout:
+            raise ConfigError(
+                "lora_dropout: the pieces of a split sample would drop otherwise than the whole; set it to 0"
+            )
         check_splittable(model_source(config.model))
 
 

@@ -233,8 +233,9 @@ def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, comput
         handles, labels = [_side_by_side(_SHADES)], [COMPUTE]
         notes.insert(0, "the shade of compute alternates with every microbatch")
     if any(panel.split for panel in panels):
+        notes.insert(0, "each split sample has a colour")
         handles.append(_side_by_side(PIECE_COLOURS[:3]))
-        labels.append("pieces of split samples, a colour each")
+        labels.append("pieces of split samples")
     for category, colour in COLOURS.items():
         if category != COMPUTE:
             handles.append(Patch(facecolor=colour))

@@ -40,6 +40,7 @@ class DocumentPieces:
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
         self._device, world = device, dist.get_world_size()
         self.node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self._cap = config.max_tokens
         self._splitter = Splitter(
             model,
             longest,
@@ -58,6 +59,11 @@ class DocumentPieces:
         Raises `UnsupportedError` if the outputs differ, and `HeapMemoryError` without room for the arenas.
         """
         self._splitter.prepare()
+
+    def least_cap(self, longest: int) -> int:
+        """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""
+        pieces = 1 << (self.node.bit_length() - 1)  # of a sample, at most
+        return min(self._cap, longest, -(-longest // pieces) + 2)
 
     def of(self, plan: Plan, documents: Sequence[Document]) -> Iterator[tuple[SamplePiece, dict[str, Any]]]:
         """This rank's pieces and the model's arguments for each; forward and backward come before the next.

@@ -199,7 +199,9 @@ class TextTrainer(Trainer):
             return first.plan, self._minibatch(step, first, between), None
         except AbandonedMinibatchError as error:
             reason = f"rank {error.culprit}: {error.reason}"
-        smaller = self._prepare(documents, max(self.config.max_tokens // 2, *(len(d) for d in documents)))
+        longest = max(len(document) for document in documents)
+        least = longest if self.pieces is None else self.pieces.least_cap(longest)
+        smaller = self._prepare(documents, max(self.config.max_tokens // 2, least))
         try:
             return smaller.plan, self._minibatch(step, smaller, between), reason
         except AbandonedMinibatchError as error:
@@ -207,19 +209,29 @@ class TextTrainer(Trainer):
 
     def _minibatch(self, step: int, prepared: _PlannedMinibatch, between: Callable[[], None] | None) -> float:
         """Runs this rank's pieces and microbatches, or under a dynamic arm what it claims; returns its loss."""
-        mine, splits = prepared.mine, bool(prepared.plan.splits)
+        mine = prepared.mine
         losses: list[float] = []
         given_up = False
 
         def run(inputs: dict[str, Any], unit: str = "") -> None:
+            nonlocal given_up
+            if given_up:
+                return
             if len(losses) == 1 and between is not None:
                 between()
-            with recorder().microbatch(len(losses), unit):
-                began = time.thread_time()
-                loss = self.model(**inputs)
-                (loss * prepared.scale).backward()
-                losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
-                self._slow_down(time.thread_time() - began)
+            try:
+                with recorder().microbatch(len(losses), unit):
+                    began = time.thread_time()
+                    loss = self.model(**inputs)
+                    (loss * prepared.scale).backward()
+                    losses.append(float(loss.detach()))  # on CUDA after backward: the stream is waited for
+                    self._slow_down(time.thread_time() - began)
+            except (RuntimeError, MemoryError) as error:
+                if not self.arm.on_demand or not out_of_memory(error):
+                    raise
+                given_up = True
+                what = unit or "a microbatch"
+                self.model.abandon_minibatch(f"out of memory in {what} of {inputs['input_ids'].shape[1]} tokens")
 
         def pieces() -> None:
             assert self.pieces is not None
@@ -227,16 +239,7 @@ class TextTrainer(Trainer):
                 run(inputs, piece_of(piece.sample))
 
         def backward(microbatch: Microbatch) -> None:
-            nonlocal given_up
-            if given_up:
-                return
-            try:
-                run(microbatch.to(self.device).model_inputs())
-            except (RuntimeError, MemoryError) as error:
-                if not self.arm.on_demand or not out_of_memory(error) or splits:  # other ranks wait for pieces
-                    raise
-                given_up = True
-                self.model.abandon_minibatch(f"out of memory in a microbatch of {microbatch.tokens} tokens")
+            run(microbatch.to(self.device).model_inputs())
 
         def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
             # What is drawn at random (dropout) belongs to the microbatch, not to the rank that happens to compute it.

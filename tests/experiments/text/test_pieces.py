@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_job import CONFIG, run_here, tiny_job
+import torch
+import torch.distributed as dist
+from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
 
 from odc.balance import Plan
 from odc.errors import DataError, UnsupportedError
@@ -17,6 +19,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.results import JobResult
 from odc.experiments.text.step import TextStep
 from odc.experiments.text.workload import TextWorkload
+from odc.fsdp import shutdown
 from odc.trace import MICROBATCH, WAIT, load_spans, piece_of
 
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -89,6 +92,40 @@ def test_pieces_and_their_waits_are_in_the_trace(ranks: Pools, tmp_path: Path) -
             inside = [one for one in waits if piece.start_ns <= one.start_ns and one.end_ns <= piece.end_ns]
             layers = {one.unit for one in inside}
             assert {"kv0", "kv1"} <= layers and any(name.startswith("dkv") for name in layers)
+
+
+def without_memory(rank: int, world: int, config: JobConfig, failing: int) -> JobResult[TextStep]:
+    """The job whose rank 1 runs out of memory in the first `failing` of its pieces, once each is in its backward."""
+    job, failures = rank_job(config), [failing if rank == 1 else 0]
+
+    def fail(module: Any, args: Any, output: Any) -> None:
+        if failures[0] and job.trainer.model.training and output.requires_grad:
+            failures[0] -= 1
+            output.register_hook(no_memory)
+
+    def no_memory(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+    job.trainer.model.model.layers[0].register_forward_hook(fail)
+    result: JobResult[TextStep] = job.run()
+    dist.barrier()
+    shutdown()
+    return result
+
+
+@pytest.mark.parametrize(("failing", "skipped"), [(1, 0), (2, 1)])
+def test_a_piece_that_does_not_fit_costs_an_attempt_then_a_step(
+    ranks: Pools, tmp_path: Path, failing: int, skipped: int
+) -> None:
+    config = split_job(tmp_path, max_tokens=90)
+    result = ranks(2).run(without_memory, config, failing)
+    for rank in range(2):
+        assert len(result[rank].skipped) == skipped and len(result[rank].steps) == 3 - skipped
+    if not skipped:
+        expected = ranks(2).run(run_job, config)[0].steps
+        first = result[0].steps[0]
+        assert first.pieces and "rank 1: out of memory in piece of sample" in str(first.retried)
+        assert [s.loss for s in result[0].steps] == pytest.approx([s.loss for s in expected], rel=2e-5)
 
 
 def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(tmp_path: Path) -> None:

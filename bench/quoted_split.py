@@ -1,0 +1,70 @@
+"""Paragraphs and tables of docs/split.md and docs/simulate.md: what splitting long samples gains."""
+
+from __future__ import annotations
+
+import shlex
+from statistics import fmean
+
+from bench.quoted import Result, find, load, note, prose, span
+from bench.quoted_speed import REGIMES
+from odc.bench.report import table
+
+
+def split() -> str:
+    """docs/split.md: eight emulated ranks by samples a rank, and two measured ones."""
+    results = {lengths: load(f"split_{name}") for name, lengths in REGIMES.items()}
+    counts = sorted({row["samples a rank"] for result in results.values() for row in result["rows"]})
+    lines = [
+        {"lengths": f"{lengths}: {what}", **{f"{count} a rank": cell(result, count) for count in counts}}
+        for lengths, result in results.items()
+        for what, cell in (("step / ideal", _over_mean), ("speed-up over `fsdp2`", _over_fsdp2), ("pieces", _pieces))
+    ]
+    control = span([result["control"]["fsdp2"] / result["control"]["odc"] for result in results.values()])
+    command = next(iter(results.values()))["command"].partition(" --results")[0]
+    emulated = prose(
+        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`); `odc` -> `odc-split`. Ideal is the mean rank's "
+        f"compute. On a control of equal samples `fsdp2` takes {control} times as long as `odc`."
+        + "".join(note(result, 8) for result in results.values())
+    )
+    return "\n\n".join([emulated, table(lines), _measured(load("split_demo"))])
+
+
+def _over_mean(result: Result, count: int) -> str:
+    return " -> ".join(f"{_row(result, count, arm)['over mean']:.2f}" for arm in ("odc", "odc-split"))
+
+
+def _over_fsdp2(result: Result, count: int) -> str:
+    return " -> ".join(f"{_row(result, count, arm)['over fsdp2']:.2f}" for arm in ("odc", "odc-split"))
+
+
+def _pieces(result: Result, count: int) -> str:
+    return f"{_row(result, count, 'odc-split')['pieces']:.0f}"
+
+
+def _row(result: Result, count: int, arm: str) -> Result:
+    return find(result, **{"samples a rank": count, "arm": arm})
+
+
+def _measured(demo: Result) -> str:
+    whole, pieces = (demo["arms"][arm] for arm in ("odc", "odc-split"))
+    seconds = [arm["total"]["seconds"] for arm in (whole, pieces)]
+    words = list(demo["command"])
+    if "--json" in words:
+        del words[words.index("--json") : words.index("--json") + 2]
+    return prose(
+        f"*Measured*: `{shlex.join(words)}` on {demo['machine']['cores']} cores ({demo['machine']['processor']}). "
+        f"`odc-split` is {seconds[0] / seconds[1]:.2f} times as fast as `odc`, whose plans have a bubble of at least "
+        f"{whole['plan']['bubble']:.0%}; {fmean(pieces['plan']['pieces']):.1f} pieces a step, losses within "
+        f"{pieces['loss']['largest_difference']:.0e}.{note(demo, demo['job']['ranks'])}"
+    )
+
+
+def split_trust() -> str:
+    """docs/simulate.md: simulated against emulated split samples."""
+    ratios = [
+        row["simulated/emulated"]
+        for name in REGIMES
+        for row in load(f"split_{name}")["rows"]
+        if row["arm"] == "odc-split"
+    ]
+    return f"* Under `odc-split` they are {span(ratios)} ([emulated](split.md#when-it-helps))."
