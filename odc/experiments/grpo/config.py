@@ -9,7 +9,7 @@ from odc.errors import ConfigError
 from odc.experiments.config import check_fields, option
 from odc.settings import Settings
 
-GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc"]
+GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-split"]
 Balance = Literal["arm", "verl"]
 ObjectiveName = Literal["auto", "verl", "odc"]
 Lengths = Literal["model", "drawn"]
@@ -26,7 +26,7 @@ class GrpoConfig:
     model: str = field(
         default="qwen2-toy", metadata=option("Hugging Face config (JSON) or model folder, or a shipped config's name.")
     )
-    arm: GrpoArm = field(default="odc", metadata=option("odc, odc-equal, fsdp2 or fsdp2-resident."))
+    arm: GrpoArm = field(default="odc", metadata=option(f"One of {', '.join(get_args(GrpoArm))}."))
     balance: Balance = field(default="arm", metadata=option("arm (the arm's own planner) or verl (equal counts)."))
     ranks: int = field(default=2, metadata=option("Training processes on this machine; one more generates.", "Work"))
     steps: int = field(default=20, metadata=option("Rollouts, each followed by its updates."))
@@ -38,7 +38,10 @@ class GrpoConfig:
         default="model", metadata=option("model, or drawn: cut at skewed lengths, for measurements.", "Rollout")
     )
     minibatches: int = field(default=1, metadata=option("Optimizer steps a rollout.", "Objective"))
-    max_tokens: int = field(default=256, metadata=option("Most tokens of one microbatch."))
+    max_tokens: int = field(
+        default=256, metadata=option("Most tokens of one microbatch; under odc-split also of a piece of a sample.")
+    )
+    least_piece: int = field(default=256, metadata=option("Fewest tokens of a piece under odc-split."))
     lag: Literal[0, 1] = field(default=0, metadata=option("1: generate one step ahead, while training.", "Rollout"))
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -82,7 +85,9 @@ class GrpoConfig:
             raise ConfigError("clip_low must be below 1 and clip_dual above 1")
         if self.minibatches > self.prompts:
             raise ConfigError(f"minibatches ({self.minibatches}) must not be more than prompts ({self.prompts})")
-        if self.max_tokens < self.prompt_tokens + self.response_tokens:
+        if self.balance == "verl" and self.arm == "odc-split":
+            raise ConfigError("balance verl splits no sample; take another arm than odc-split")
+        if self.arm != "odc-split" and self.max_tokens < self.longest:
             raise ConfigError(
                 f"max_tokens ({self.max_tokens}) must hold a prompt and a response "
                 f"({self.prompt_tokens} + {self.response_tokens} tokens)"
@@ -91,6 +96,11 @@ class GrpoConfig:
             raise ConfigError("save_every needs a folder for checkpoints (--folder)")
         if self.balance == "verl" and self.group * (self.prompts // self.minibatches) % self.ranks:
             raise ConfigError("balance verl needs minibatches whose samples divide by the ranks")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sample: a prompt and a response."""
+        return self.prompt_tokens + self.response_tokens
 
     @property
     def on_demand(self) -> bool:
@@ -111,6 +121,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "lengths": get_args(Lengths),
     "lag": (0, 1),
 }
-_WHOLE = dict.fromkeys(("ranks", "steps", "prompts", "prompt_tokens", "response_tokens", "minibatches"), 1)
+_WHOLE = dict.fromkeys(
+    ("ranks", "steps", "prompts", "prompt_tokens", "response_tokens", "minibatches", "least_piece"), 1
+)
 _WHOLE |= {"group": 2, "max_tokens": 2, "save_every": 0, "seed": 0}
 _NUMBERS = ("clip_low", "clip_high", "clip_dual", "kl", "lr", "weight_decay", "clip", "timeout_s")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import AdamW
 
 from odc.arms import arm_named
@@ -23,6 +24,7 @@ from odc.blocks import blocks_of
 from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.objective import kl_estimate, objective_named
+from odc.experiments.grpo.pieces import ResponsePiece, ResponsePieces
 from odc.experiments.grpo.plans import verl_plan
 from odc.experiments.grpo.rollout import SampleFeed
 from odc.experiments.grpo.samples import Sample, SampleBatch, Task, UpperHalf, batch_of, token_log_probs
@@ -31,7 +33,7 @@ from odc.experiments.results import JobResult, StepRecord
 from odc.experiments.text.model import build_model, config_of
 from odc.experiments.update import agree, gather, update
 from odc.experiments.workload import Trainer
-from odc.trace import OPTIMIZER, recorder
+from odc.trace import OPTIMIZER, piece_of, recorder
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class GrpoStep(StepRecord):
 
     `loss` (the objective per response token), `kl` and `norm` are means over the step's minibatches, `reward` and
     `response_tokens` over samples. `version` is that of the weights that generated; None where they were sent. `counts`
-    are microbatches by rank, dummies included. `rollout_s` is how long rank 0 waited, `train_s` the slowest rank's
-    updates.
+    are microbatches by rank, dummies and pieces included. `rollout_s` is how long rank 0 waited, `train_s` the slowest
+    rank's updates.
     """
 
     version: int | None
@@ -85,6 +87,7 @@ class GrpoTrainer(Trainer):
     """One rank of a GRPO job; without a task it learns the toy task."""
 
     feed: SampleFeed | None = None
+    pieces: ResponsePieces | None = None  # only under an arm that splits samples
 
     def __init__(self, config: GrpoConfig, task: Task | None) -> None:
         self.config, self.arm, self.objective = config, arm_named(config.arm), objective_named(config)
@@ -98,6 +101,8 @@ class GrpoTrainer(Trainer):
         config = self.config
         self.model = build_model(model_source(config.model), dtype=torch.float32, seed=config.seed)
         shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
+        if self.arm.splits:
+            self.pieces = ResponsePieces(self.model, config)
         self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True
         )
@@ -111,7 +116,13 @@ class GrpoTrainer(Trainer):
 
     def start(self, first: int) -> None:
         self.done = first * self.config.minibatches
+        if self.pieces is not None:
+            self.pieces.prepare()
         self.feed = SampleFeed(self.config, self.task, self.model, first, self._held)
+
+    def finish(self) -> None:
+        if self.pieces is not None:
+            self.pieces.close()
 
     def close(self) -> None:
         if self.feed is not None:
@@ -166,7 +177,8 @@ class GrpoTrainer(Trainer):
         lengths, ranks, cap = [len(sample) for sample in samples], self.config.ranks, self.config.max_tokens
         if self.config.balance == "verl":
             return verl_plan(lengths, ranks, cap, self.cost)
-        return self.arm.plan(lengths, ranks, cap, self.cost, self.config.seed)
+        limits = {} if self.pieces is None else {"node": self.pieces.node, "floor": self.config.least_piece}
+        return self.arm.plan(lengths, ranks, cap, self.cost, self.config.seed, **limits)
 
     def update(
         self, samples: Sequence[Sample], advantages: Sequence[float], between: Callable[[], None] | None = None
@@ -182,8 +194,9 @@ class GrpoTrainer(Trainer):
         self.done += 1
         name, begin = f"update {self.done}", time.perf_counter()
         with recorder().window(self.done):
-            loss_sum, divergence = self._minibatch(mine, tokens, between)
-        loss, rows = agree(name, loss_sum, divergence, len(mine))
+            pieces = iter(()) if self.pieces is None else self.pieces.of(plan, samples, advantages)
+            losses, divergence = self._minibatch(mine, pieces, tokens, between)
+        loss, rows = agree(name, math.fsum(losses), divergence, len(losses))
         with recorder().span(OPTIMIZER):
             norm = update(name, self.model.parameters(), self.optimizer, self.config.clip)
         seconds = max(row[0] for row in gather([time.perf_counter() - begin]))
@@ -191,21 +204,27 @@ class GrpoTrainer(Trainer):
         return UpdateOutcome(loss / dist.get_world_size(), kl, norm, counts, seconds)
 
     def _minibatch(
-        self, mine: list[SampleBatch], tokens: int, between: Callable[[], None] | None
-    ) -> tuple[float, float]:
-        """(scaled loss, summed KL estimate) of this rank's microbatches."""
-        losses, divergences = [0.0], [0.0]
+        self,
+        mine: list[SampleBatch],
+        pieces: Iterator[ResponsePiece],
+        tokens: int,
+        between: Callable[[], None] | None,
+    ) -> tuple[list[float], float]:
+        """Scaled loss of each piece and microbatch of this rank, and their summed KL estimate."""
+        losses: list[float] = []
+        divergences: list[float] = []
 
-        def backward(m: int) -> None:
-            batch = mine[m]
-            if m == 1 and between is not None:
+        def run(inputs: dict[str, Any], labels: Tensor, batch: SampleBatch, unit: str = "") -> None:
+            if len(losses) == 1 and between is not None:
                 between()
-            with recorder().microbatch(m):
-                logits = self.model(**batch.inputs.model_inputs(labels=False)).logits
+            with recorder().microbatch(len(losses), unit):
+                logits = self.model(**inputs).logits
                 if not len(batch.log_probs):
-                    (0.0 * logits.sum()).backward()  # a dummy: the others are in a collective
+                    # A dummy, as the others are in a collective; or a piece without labels, as others await its layers.
+                    (0.0 * logits.sum()).backward()
+                    losses.append(0.0)
                     return
-                log_probs = token_log_probs(logits, batch.inputs.labels)
+                log_probs = token_log_probs(logits, labels)
                 loss = self.objective.loss(
                     log_probs, batch.log_probs, batch.reference, batch.advantages, tokens, dist.get_world_size()
                 )
@@ -214,5 +233,13 @@ class GrpoTrainer(Trainer):
                 if batch.reference is not None:
                     divergences.append(float(kl_estimate(log_probs.detach(), batch.reference).sum()))
 
-        run_minibatch(self.arm, self.model, len(mine), backward)
-        return math.fsum(losses), math.fsum(divergences)
+        def split() -> None:
+            for one in pieces:
+                run(one.inputs, one.labels, one.batch, piece_of(one.piece.sample))
+
+        def backward(m: int) -> None:
+            batch = mine[m]
+            run(batch.inputs.model_inputs(labels=False), batch.inputs.labels, batch)
+
+        run_minibatch(self.arm, self.model, len(mine), backward, split)
+        return losses, math.fsum(divergences)

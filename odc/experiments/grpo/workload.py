@@ -10,6 +10,7 @@ from typing import Any, Self, cast, get_args
 
 import torch
 
+from odc.arms import arm_named
 from odc.errors import ConfigError
 from odc.experiments import job
 from odc.experiments.grpo.config import GrpoArm, GrpoConfig
@@ -19,18 +20,23 @@ from odc.experiments.preflight import check_output, model_source, unwritten_file
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, totals
 from odc.experiments.text.model import config_of
+from odc.experiments.text.pieces import check_splittable
 from odc.experiments.workload import Workload
 from odc.trace import Stat
 
 _VERL = "/verl"  # after an arm's name: with verl's equal counts instead of the arm's own planner
 
 
+def _like_verl(arm: str) -> str:
+    return f"{arm}{_VERL}"
+
+
 class GrpoWorkload(Workload[GrpoConfig]):
     """A job of `odc grpo`. `task` must pickle; None is the toy task."""
 
     schema = "odc-grpo-1"
-    arms = (*get_args(GrpoArm), *(f"{arm}{_VERL}" for arm in get_args(GrpoArm)))
-    default_arms = get_args(GrpoArm)
+    default_arms = tuple(arm for arm in get_args(GrpoArm) if not arm_named(arm).splits)
+    arms = (*get_args(GrpoArm), *map(_like_verl, default_arms))
     shown = False  # the trainer prints a line a step
 
     def __init__(self, config: GrpoConfig, task: Task | None = None) -> None:
@@ -45,6 +51,8 @@ class GrpoWorkload(Workload[GrpoConfig]):
         check_output(self.config.folder, self.config.resume, "folder")
         if self.log is not None and self.config.resume is None:
             unwritten_file(self.log, "output")
+        if arm_named(self.config.arm).splits:
+            check_splittable(model_source(self.config.model))
         if not isinstance(fields.get("vocab_size"), int):
             raise ConfigError(f"model: {self.config.model} does not say its vocab_size")
 

@@ -21,6 +21,8 @@ from odc.experiments.grpo.samples import UpperHalf
         ({"minibatches": 9}, "must not be more than prompts"),
         ({"max_tokens": 37}, "must hold a prompt and a response"),
         ({"balance": "verl", "prompts": 1, "group": 3}, "divide by the ranks"),
+        ({"balance": "verl", "arm": "odc-split"}, "balance verl splits no sample"),
+        ({"arm": "odc-split", "least_piece": 0}, "least_piece must be a whole number, 1 or more"),
     ],
 )
 def test_what_cannot_be(fields: dict[str, Any], says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -54,6 +55,22 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
             )
     assert [step.version for step in mine[0].steps] == [None] * 3
     assert [step.version for step in mine[1].steps] == [2, 4, 6], "publish, then one version for each later minibatch"
+
+
+def test_long_responses_may_be_split(ranks: Pools, tmp_path: Path) -> None:
+    """Samples over the cap, which no other arm takes, run as pieces; the gradients are those of whole samples."""
+    fields: dict[str, Any] = {"minibatches": 2, "kl": 0.05, "prompts": 4, "group": 2, "lengths": "drawn"}
+    whole = toy(tmp_path, response_tokens=90, max_tokens=96, **fields)
+    split = whole.with_(arm="odc-split", max_tokens=50, least_piece=8)
+    mine, other = ranks(2).run(train_each, [whole, split])
+    assert told(mine[1]) == told(other[1]), "ranks know the same"
+    longest = [step.longest for step in mine[1].steps]
+    assert max(longest) + whole.prompt_tokens > split.max_tokens, "nothing had to be split"
+    for expected, found in zip(told(mine[0]), told(mine[1]), strict=True):
+        assert (found.reward, found.response_tokens) == (expected.reward, expected.response_tokens)
+        assert [found.loss, found.kl, found.norm] == pytest.approx(
+            [expected.loss, expected.kl, expected.norm], rel=1e-4, abs=1e-6
+        )
 
 
 @pytest.mark.thorough
