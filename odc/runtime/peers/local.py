@@ -24,6 +24,7 @@ class LocalPeer:
         self.member, self.rank = member, heap.ranks[member]
         self._heap, self._buffers, self._parameters = heap, buffers, parameters
         # Made once: a view of shared memory costs more than to copy a small parameter.
+        self._published: dict[tuple[int, int, int], torch.Tensor] = {}
         self._shards: dict[tuple[int, int], torch.Tensor] = {}
         self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
@@ -38,6 +39,7 @@ class LocalPeer:
 
     def forget(self) -> None:
         """Drop the views that are kept, so that the memory can be given back."""
+        self._published.clear()
         self._shards.clear()
         self._accumulators.clear()
         self._mutexes.clear()
@@ -98,9 +100,14 @@ class LocalPeer:
 
     def published(self, unit: UnitSpec, param: int, epoch: int = 0) -> torch.Tensor:
         """1-D [elements of a padded shard] in compute dtype; `epoch` matters only where there are two buffers."""
-        spec = unit.params[param]
-        at = (epoch % self._buffers * unit.published_bytes + spec.published_offset) // spec.dtype.itemsize
-        return self._heap.tensor(self.member, f"published/{unit.index}", spec.dtype, offset=at, numel=spec.numel)
+        key = unit.index, param, epoch % self._buffers
+        view = self._published.get(key)
+        if view is None:
+            spec = unit.params[param]
+            at = (key[2] * unit.published_bytes + spec.published_offset) // spec.dtype.itemsize
+            view = self._heap.tensor(self.member, f"published/{unit.index}", spec.dtype, offset=at, numel=spec.numel)
+            self._published[key] = view
+        return view
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the published shard of `unit`, parameter after parameter."""
