@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import odc.errors
 from odc.fsdp import OdcModule
-from odc.runtime import Word
 
 ROOT = Path(__file__).parent.parent
 RESULTS = [ROOT / "bench" / "results" / name for name in ("README.md", "reproduction.md")]
@@ -66,10 +65,6 @@ def test_every_error_has_its_section() -> None:
     errors = [name for name, value in vars(odc.errors).items() if isinstance(value, type) and name.endswith("Error")]
     for name in errors:
         assert re.search(rf"^###? `{name}`", text, re.MULTILINE), name
-
-
-def test_every_word_of_the_board_is_listed() -> None:
-    assert table("protocol.md", "## Words on the board").keys() == {word.name for word in Word}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
