@@ -37,11 +37,11 @@ def _fail(missing: str) -> ImportError:
 
 def _check() -> None:
     for name, (arguments, results) in _OPERATORS.items():
-        operator = getattr(getattr(_aten, name, None), "default", None)
-        given = [argument.name for argument in operator._schema.arguments] if operator is not None else []
+        schema: Any = getattr(getattr(getattr(_aten, name, None), "default", None), "_schema", None)
+        given = [argument.name for argument in schema.arguments] if schema is not None else []
         if tuple(given[: len(arguments)]) != arguments or "scale" not in given:
             raise _fail(f"aten.{name}({', '.join(arguments)}, scale)")
-        if len(operator._schema.returns) != results:
+        if len(schema.returns) != results:
             raise _fail(f"the {results} results of aten.{name}")
 
 
@@ -63,7 +63,12 @@ def has_flash(query: Tensor) -> bool:
     if query.device.type == "cpu":
         return True
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    if query.device.type != "cuda" or not half or query.shape[-1] > 256 or query.shape[-1] % 8:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(query.device) >= (
+        8,
+        0,
+    )
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Block:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from odc.errors import PlanError
+from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
 from odc.runtime import AbsentMember, Arena, KeyValueStore
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
@@ -69,10 +69,11 @@ class PieceExchange:
     def join(self, minibatch: PieceMinibatch | None) -> None:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
-        if minibatch is None or (before is not None and before.epoch == minibatch.epoch):
-            return
         for arena in (self._kv, self._grads):
-            if before is not None:
+            if minibatch is None:
+                arena.absent_if(lambda member: False)
+                continue
+            if before is not None and before.epoch != minibatch.epoch:
                 arena.forget()  # all ranks were done with that minibatch before this one began
             arena.absent_if(lambda member: minibatch.absent(self._ranks[member]))
 
@@ -181,6 +182,10 @@ class PieceExchange:
             assert self._minibatch is not None, "only of a minibatch is a member absent"
             self._minibatch.lose(self._ranks[owner], f"{channel} of step {step}")
             return None
+        except OdcError as error:
+            if not isinstance(error, PeerLostError | WaitTimeoutError):  # it is a step further: plans differ
+                self.refuse(str(error))
+            raise
         if found.signature != mark:
             reason = (
                 f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "
