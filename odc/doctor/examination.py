@@ -30,7 +30,7 @@ USES = {
     "nvshmem": "GPUs beyond one host's NVLink",
     "kernels": "odc's own Triton kernels",
     "network": "ranks on several hosts",
-    "rdma": "fast transport between hosts",
+    "rdma": "InfiniBand, RoCE, EFA or device memory between hosts",
     "queue": "queue_bytes: one queue of microbatches for all ranks",
     "loaders": "data loaders with workers",
     "verl": "reinforcement learning with verl",
@@ -59,7 +59,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("torch on CUDA", "odc.doctor.gpu:torch_cuda", "cuda", hangs="the driver hangs: see dmesg, reset the device"),
     Probe("Triton", "odc.doctor.gpu:triton", "kernels"),
     Probe("NVSHMEM", "odc.doctor.gpu:nvshmem", "nvshmem", hangs="NVSHMEM's library hangs while it loads"),
-    Probe("network", "odc.doctor.host:network", "network"),
+    Probe("network", "odc.doctor.network:network", "network", hangs="NIXL's library hangs while it loads"),
     Probe("extras", "odc.doctor.packages:extras", "extras"),
     Probe("verl plugin", "odc.doctor.packages:verl_plugin", "verl", 240.0, "importing verl hangs"),
 )

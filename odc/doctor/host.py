@@ -1,4 +1,4 @@
-"""Probes of the host and its network: what every rank needs to share memory with its peers, and what joins hosts.
+"""Probes of the host: what every rank needs to share memory with its peers.
 
 They do in small what the runtime does, since containers take system calls away whatever the kernel's version says.
 """
@@ -11,7 +11,7 @@ import os
 import socket
 from pathlib import Path
 
-from odc.doctor.finding import Finding, absent, broken, ok, version_of
+from odc.doctor.finding import Finding, absent, broken, ok
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import (
     MUTEX_BYTES,
@@ -29,7 +29,6 @@ from odc.runtime.listener import ask
 _MIB = 1 << 20
 _LITTLE = 256 * _MIB
 _LOADERS = 64 * _MIB  # Docker's default /dev/shm, in which torch's data loaders hang
-_NIXL = ("nixl", "nixl-cu13", "nixl-cu12")
 
 
 def memory() -> list[Finding]:
@@ -162,41 +161,3 @@ def _pass_a_descriptor() -> None:
 
 
 _SOCKETS = "allow abstract unix sockets with SCM_RIGHTS; ranks in several containers must share a network namespace"
-
-
-def network(sys: Path = Path("/sys/class")) -> list[Finding]:
-    """Interfaces that are up, RDMA devices, and the library that uses them; one host needs none of them."""
-    up = [nic for nic in _names(sys / "net") if nic != "lo" and _read(sys / "net" / nic / "operstate") == "up"]
-    said = ", ".join(f"{nic} ({_speed(sys / 'net' / nic)})" for nic in up)
-    do = "nothing on one host; else bring one up"
-    nics = ok("network", said, "network") if up else absent("network", "no interface but loopback is up", do, "network")
-    adapters = sys / "infiniband"
-    rates = {name: _read(adapters / name / "ports" / "1" / "rate") or "rate unknown" for name in _names(adapters)}
-    if rates:
-        return [nics, ok("RDMA", ", ".join(f"{name} ({rate})" for name, rate in rates.items()), "network"), _nixl()]
-    do = "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container"
-    return [nics, absent("RDMA", "no InfiniBand or RoCE device", do, "rdma"), _nixl()]
-
-
-def _nixl() -> Finding:
-    for package in _NIXL:
-        if version := version_of(package):
-            return ok("NIXL", f"{package} {version}", "network")
-    do = "for ranks on several hosts: pip install nixl-cu13 (works without CUDA)"
-    return absent("NIXL", "not installed", do, "network")
-
-
-def _speed(nic: Path) -> str:
-    mbit = _read(nic / "speed")
-    return f"{int(mbit) / 1000:g} Gbit/s" if mbit.isdigit() else "speed unknown"
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*"))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

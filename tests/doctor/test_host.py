@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from odc.doctor import State, host
-from odc.doctor.host import network
 from odc.errors import UnsupportedError
 from odc.memory import FreeMemory, plain_x86_64
 
@@ -71,34 +70,3 @@ def test_sockets_that_pass_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.socket, "recv_fds", lambda *_: (b"x", [], 0, None))
     state, said = only(host.peers())
     assert state is State.BROKEN and "no descriptor came through" in said and "SCM_RIGHTS" in said
-
-
-def nic(root: Path, name: str, state: str, speed: str | None) -> None:
-    folder = root / "net" / name
-    folder.mkdir(parents=True)
-    (folder / "operstate").write_text(state + "\n")
-    if speed is not None:
-        (folder / "speed").write_text(speed + "\n")
-
-
-def test_nics_and_rdma(tmp_path: Path) -> None:
-    nic(tmp_path, "lo", "unknown", None)
-    nic(tmp_path, "eth0", "up", "25000")
-    nic(tmp_path, "eth1", "down", "1000")
-    nic(tmp_path, "eth2", "up", "-1")
-    (tmp_path / "infiniband" / "mlx5_0" / "ports" / "1").mkdir(parents=True)
-    (tmp_path / "infiniband" / "mlx5_0" / "ports" / "1" / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    nics, rdma, _ = network(tmp_path)
-    assert (nics.state, nics.found) == (State.OK, "eth0 (25 Gbit/s), eth2 (speed unknown)")
-    assert (rdma.state, rdma.found) == (State.OK, "mlx5_0 (400 Gb/sec (4X NDR))")
-
-
-def test_nothing_but_loopback(tmp_path: Path) -> None:
-    nic(tmp_path, "lo", "unknown", None)
-    nics, rdma, nixl = network(tmp_path)
-    assert nics.state is rdma.state is State.ABSENT
-    assert {nics.use, rdma.use, nixl.use} == {"network", "rdma"}, "one host needs none of it"
-
-
-def test_no_sys(tmp_path: Path) -> None:
-    assert [one.state for one in network(tmp_path / "none")[:2]] == [State.ABSENT, State.ABSENT]
