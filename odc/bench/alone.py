@@ -127,8 +127,8 @@ def microseconds(run: Callable[[], object], after: Callable[[], object], rounds:
     return taken[warm:]
 
 
-def host_times(members: Members, device: torch.device, rounds: int) -> dict[str, float]:
-    """Median microseconds of this process for a fetch and a push of the unit."""
+def host_times(members: Members, device: torch.device, rounds: int) -> dict[str, tuple[float, float]]:
+    """(median, fastest) microseconds of this process for a fetch and a push of the unit."""
     calls = UnitCalls(members, device)
 
     def settle() -> None:
@@ -137,7 +137,8 @@ def host_times(members: Members, device: torch.device, rounds: int) -> dict[str,
             torch.cuda.synchronize(device)
 
     runs: Sequence[tuple[str, Callable[[], None]]] = (("fetch", calls.fetch), ("push", calls.push))
-    return {name: median(microseconds(run, settle, rounds)) for name, run in runs}
+    taken = {name: microseconds(run, settle, rounds) for name, run in runs}
+    return {name: (median(each), min(each)) for name, each in taken.items()}
 
 
 def host(nbytes: int, device: str) -> list[Action]:
