@@ -39,7 +39,7 @@ def accumulate_kernel(
 ) -> None:
     """Grid: any number of programs. `blocks` of one shard of all gradients; `count` owners from `first` on.
 
-    `HOW`: "atomic", or "copy", which fills with zeros what a gradient is short of whole shards.
+    `HOW`: "atomic"; "add"; or "copy", which fills with zeros what a gradient is short of whole shards.
     """
     item = tl.program_id(0)
     while item < blocks * count:
@@ -63,7 +63,8 @@ class ScatterPlan:
     """What stays the same from push to push of a unit's gradients of one dtype, on the device.
 
     `numels` are elements of the gradients, which may be short of whole shards; `shard_numels` and `offsets` as of
-    `accumulate`. With `to` the gradients are added atomically to accumulators of that dtype, else copied to slots.
+    `accumulate`. With `to` the gradients are added to accumulators of that dtype, else copied to slots; with
+    `alone` nobody else adds to them meanwhile, and plain loads and stores do.
     `make_rows` as of `GatherPlan`.
     """
 
@@ -77,12 +78,13 @@ class ScatterPlan:
         device: torch.device,
         *,
         to: torch.dtype | None = None,
+        alone: bool = False,
         block: int | None = None,
         make_rows: Rows = row_table,
     ) -> None:
         write = kernel_dtype(word_dtype([dtype])) if to is None else accumulator_dtype(to)
         read, width = (write, dtype.itemsize) if to is None else (kernel_dtype(dtype), to.itemsize)
-        how = "copy" if to is None else "atomic"
+        how = "copy" if to is None else "add" if alone else "atomic"
         # What lies beyond the end of a gradient is zeroed in a slot, and nothing to add.
         longest = [shard if how == "copy" else min(shard, n) for n, shard in zip(numels, shard_numels, strict=True)]
         size = block or block_of(accumulate_kernel, max(width, dtype.itemsize), max(longest, default=1))

@@ -25,7 +25,7 @@ def move_tile(
 ) -> None:
     """Move min(n, BLOCK) elements, converting.
 
-    `HOW`: "copy"; "atomic", each addition atomic at system scope.
+    `HOW`: "copy"; "add", while nobody else may write to `target`; "atomic", each addition atomic at system scope.
     """
     WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
     # No instruction adds two fp64.
@@ -54,6 +54,8 @@ def _move(write: tl.tensor, read: tl.tensor, mask: tl.tensor, TO: tl.constexpr, 
     values = cast(tl.load(read, mask=mask), TO)
     if HOW == "copy":
         tl.store(write, values, mask=mask)
+    elif HOW == "add":
+        tl.store(write, tl.load(write, mask=mask) + values, mask=mask)
     else:
         tl.static_assert(HOW == "atomic")
         tl.atomic_add(write, values, mask=mask, sem="relaxed", scope="sys")

@@ -33,6 +33,7 @@ PARTS: dict[str, Part] = {
     "signal": Part("heaps:signal"),
     "gather": Part("sharded:gather", 8),
     "push": Part("sharded:push", 11),
+    "host": Part("alone:host"),
     "minibatch": Part("sharded:minibatch", 6),
     "exchange": Part("dispatching:exchange", 24, on="cpu"),
     "planners": Part("dispatching:planners", on="cpu"),

@@ -43,6 +43,7 @@ class Timed:
     against: tuple[str, ...]
     seconds: list[float]
     device_seconds: list[float] = field(default_factory=list)  # by the device's clock; empty where not taken
+    host_seconds: list[float] = field(default_factory=list)  # until the call returned, where the device goes on
     limit: bool = False
     refused: str = ""  # why it could not be done here; then there are no seconds
 
@@ -69,6 +70,7 @@ def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) 
             if turn >= warm:
                 timed[i].seconds.append(took / action.times)
                 timed[i].device_seconds.extend([] if own is None else [own / action.times])
+                timed[i].host_seconds.extend([] if own is None else [asked / action.times])
     return timed
 
 
@@ -115,7 +117,10 @@ def slowest(ranks: Sequence[list[Timed]]) -> list[Timed]:
 
     return [
         replace(
-            same[0], seconds=most(one.seconds for one in same), device_seconds=most(one.device_seconds for one in same)
+            same[0],
+            seconds=most(one.seconds for one in same),
+            device_seconds=most(one.device_seconds for one in same),
+            host_seconds=most(one.host_seconds for one in same),
         )
         for same in zip(*ranks, strict=True)
     ]

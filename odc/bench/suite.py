@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from odc.bench import dispatching, heaps
-from odc.bench.parts import PARTS, THOROUGH, Effort, Part
+from odc.bench.parts import PARTS, THOROUGH, Effort
 from odc.bench.ranks import RankPool, alone
 from odc.bench.report import facts, spread
 from odc.bench.rounds import Timed, measure, slowest
@@ -22,7 +22,7 @@ from odc.memory import free_memory
 from odc.provenance import begin
 
 SAMPLES = (512, 4096)
-_SIZELESS = {"signal": (64,), "planners": SAMPLES}
+_SIZELESS = {"signal": (64,), "host": (64,), "planners": SAMPLES}
 _TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # a lent device is not spent on waiting for one case
 _PATIENCE = 3  # failures, after which nothing more is tried
 _FASTER = {"cpu": 1, "cuda": 64}  # as many times as many bytes go into the effort of a case
@@ -108,7 +108,7 @@ def _measured(
             while left:
                 name, size = left.pop(0)
                 what = f"{name}, {world} ranks" + ("" if name in _SIZELESS else f", {text_of(size)}")
-                if missing := _lacking(PARTS[name], size, world, device):
+                if missing := _lacking(name, size, world, device):
                     found.left_out.append(f"{what}: {missing}")
                     continue
                 say(what)
@@ -148,7 +148,10 @@ def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any
     return rows
 
 
-def _lacking(part: Part, size: int, world: int, device: str) -> str:
+def _lacking(name: str, size: int, world: int, device: str) -> str:
+    if name == "signal" and world < 2:
+        return "needs two ranks"
+    part = PARTS[name]
     needed, free = part.copies * size * world, free_memory().nbytes
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
@@ -170,6 +173,7 @@ def _rows(part: str, timed: Sequence[Timed], ranks: int, size: int | None, devic
             "rounds": len(each.seconds),
             "seconds": spread(each.seconds),
             "device_seconds": spread(each.device_seconds) if each.device_seconds else None,
+            "host_seconds": spread(each.host_seconds) if each.host_seconds else None,
             "limit": next((name for name in each.against if name in by_name and by_name[name].limit), None),
             "rivals": {name: spread(by_name[name].seconds) for name in each.against if name in by_name},
             "device_rivals": {

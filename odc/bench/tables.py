@@ -42,7 +42,10 @@ def line_of(row: Row) -> Row:
         "of limit": "" if limit is None else f"{limit:.0%} of {row['limit']}",
         "times as fast as": ", ".join(f"{name} {ratio:.3g}" for name, ratio in faster.items()),
     }
-    return line if row["device"] == "cpu" else {**line, "device ms": "" if own is None else own * 1e3}
+    if row["device"] == "cpu":
+        return line
+    asked = (row.get("host_seconds") or {}).get("median")
+    return {**line, "device ms": "" if own is None else own * 1e3, "host us": "" if asked is None else asked * 1e6}
 
 
 def brief(row: Row) -> str:

@@ -69,8 +69,8 @@ def _worlds(text: str) -> list[int]:
         worlds = [int(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(f"ranks: whole numbers with commas between them, not {text!r}") from None
-    if min(worlds) < 2:
-        raise ConfigError(f"ranks: at least 2, not {min(worlds)}")
+    if min(worlds) < 1:
+        raise ConfigError(f"ranks: at least 1, not {min(worlds)}")
     return worlds
 
 

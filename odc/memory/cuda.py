@@ -249,4 +249,6 @@ class CudaHeap(NamedHeap):
 
 def _device_text(device: torch.device) -> str:
     """The device's number in this process and, wherever it is visible, the same name."""
+    if device.type != "cuda":
+        return str(device)
     return f"{device.index} {getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"

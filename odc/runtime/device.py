@@ -7,48 +7,52 @@ in one launch, add atomically.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from odc.runtime.layout import HeapLayout
 from odc.runtime.movers.choice import device_mover
+from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Pusher, pieces_for
 from odc.runtime.units import UnitSpec
 from odc.trace import PUSH, recorder
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
     """Gradients of one dtype that lie side by side in every owner's accumulator; a block of each owner's slot.
 
-    `offsets` are elements from `first` on; a gradient may be short of whole shards.
+    `start` and `stop` count gradients of the push, `numels` are elements of a shard of each, `offsets` elements from
+    `first` on, `numel` elements at one owner. A gradient may be short of whole shards.
     """
 
+    start: int
+    stop: int
     first: int
+    numel: int
     dtype: torch.dtype
-    numel: int = 0  # elements at one owner
-    values: list[torch.Tensor] = field(default_factory=list)
-    numels: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
-def _runs(unit: UnitSpec, gradients: Sequence[Gradient]) -> Iterator[_Run]:
-    """All of `gradients`, as few runs as there can be in their order."""
-    run: _Run | None = None
-    for gradient in gradients:
-        spec, values = unit.params[gradient.param], gradient.values
-        if run is None or run.first + run.numel != spec.accumulator_offset or run.dtype != values.dtype:
-            if run is not None:
-                yield run
-            run = _Run(spec.accumulator_offset, values.dtype)
-        run.values.append(values)
-        run.numels.append(spec.numel)
-        run.offsets.append(run.numel)
-        run.numel += spec.numel
-    if run is not None:
-        yield run
+def _runs(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
+    """All of `gradients`, in as few runs as there can be in their order."""
+    runs: list[_Run] = []
+    start = 0
+    for stop in range(1, len(gradients) + 1):
+        specs = [unit.params[gradient.param] for gradient in gradients[start:stop]]
+        dtype = gradients[start].values.dtype
+        if stop < len(gradients):
+            following = unit.params[gradients[stop].param].accumulator_offset
+            if following == specs[-1].accumulator_offset + specs[-1].numel and gradients[stop].values.dtype == dtype:
+                continue
+        first, numels = specs[0].accumulator_offset, tuple(spec.numel for spec in specs)
+        offsets = tuple(spec.accumulator_offset - first for spec in specs)
+        runs.append(_Run(start, stop, first, sum(numels), dtype, numels, offsets))
+        start = stop
+    return runs
 
 
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
@@ -57,6 +61,10 @@ _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first 
 class DevicePusher(Pusher):
     """A `Pusher` on a device. Returns from a push when the device has done it, as every pusher does."""
 
+    def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
+        super().__init__(protocol, notify)
+        self._kept: dict[tuple[int, tuple[tuple[int, torch.dtype], ...]], list[_Run]] = {}
+
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
         if accumulate == "per_source" or (accumulate == "direct" and not mover.atomic):
@@ -64,41 +72,43 @@ class DevicePusher(Pusher):
         self._protocol.await_published(self._owners, "push")
         lanes, sent = self._layout.heap.lanes, 0
         computed = lanes.mark()
-        for run in _runs(unit, gradients):
+        for run in self._runs_of(unit, gradients):
+            values = [gradient.values for gradient in gradients[run.start : run.stop]]
             if accumulate == "direct":
-                sent += self._add_everywhere(unit, run)
+                sent += self._add_everywhere(unit, run, values)
                 continue
-            sent += self._stage_everywhere(unit, gradients, run)
+            sent += self._stage_everywhere(unit, gradients, run, values)
             with lanes.lane("server"):
                 lanes.follow(computed)
-                self._add_here(unit, run)
+                place = self._layout.mine.accumulator(unit)[run.first : run.first + run.numel]
+                mover.add_part(values, run.numels, run.offsets, self._protocol.grid.shard, place)
                 added = lanes.mark()
             lanes.follow(added)
         lanes.settle()
         self._announce()
         return self._pushed(unit, gradients, sent)
 
-    def _add_everywhere(self, unit: UnitSpec, run: _Run) -> int:
+    def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
+        """`_runs`, which are the same for most pushes of a unit."""
+        key = unit.index, tuple([(gradient.param, gradient.values.dtype) for gradient in gradients])
+        runs = self._kept.get(key)
+        if runs is None:
+            runs = self._kept[key] = _runs(unit, gradients)
+        return runs
+
+    def _add_everywhere(self, unit: UnitSpec, run: _Run, values: Sequence[torch.Tensor]) -> int:
         """Add a run to all accumulators, this rank's too, atomically; returns the bytes that leave this rank."""
         layout, shards = self._layout, self._protocol.grid.shards
-        places = [(owner % shards, layout.peer(owner).accumulator(unit)) for owner in self._owners]
-        offsets = [run.first + offset for offset in run.offsets]
-        device_mover(layout.mover).accumulate_all(run.values, run.numels, offsets, places)
+        places = [
+            (owner % shards, layout.peer(owner).accumulator(unit)[run.first : run.first + run.numel])
+            for owner in self._owners
+        ]
+        device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
         return (len(places) - 1) * run.numel * run.dtype.itemsize
 
-    def _add_here(self, unit: UnitSpec, run: _Run) -> None:
-        """Add this rank's part of a run to its own accumulator."""
-        shard, total = self._protocol.grid.shard, self._layout.mine.accumulator(unit)
-        places, parts = [], []
-        for values, numel, offset in zip(run.values, run.numels, run.offsets, strict=True):
-            part = values[shard * numel : (shard + 1) * numel]
-            if part.numel():
-                parts.append(part)
-                places.append(total[run.first + offset : run.first + offset + part.numel()])
-        if parts:
-            self._layout.mover.add(places, parts)
-
-    def _stage_everywhere(self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run) -> int:
+    def _stage_everywhere(
+        self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
+    ) -> int:
         """Fill a slot of every other owner with a run; returns the bytes. They are not told yet.
 
         Waits for free slots, after it has told the owners of the blocks before.
@@ -107,8 +117,7 @@ class DevicePusher(Pusher):
         others = [owner for owner in self._owners if owner != grid.me]
         nbytes = run.numel * run.dtype.itemsize
         if nbytes > self._layout.ring.slot_bytes:  # in another dtype than the slots were made for
-            params = {id(values) for values in run.values}
-            mine = [gradient for gradient in gradients if id(gradient.values) in params]
+            mine = gradients[run.start : run.stop]
             return sum(self._stage(unit, owner, pieces_for(unit, mine, owner % grid.shards)) for owner in others)
         boxes = [self._outbox(owner) for owner in others]
         for box in boxes:
@@ -118,7 +127,7 @@ class DevicePusher(Pusher):
                 self._protocol.await_credit(box.owner, box.credit)
         if boxes:
             slots = [(box.owner % grid.shards, box.slot()) for box in boxes]
-            device_mover(self._layout.mover).stage(run.values, run.numels, run.offsets, slots)
+            device_mover(self._layout.mover).stage(values, run.numels, run.offsets, slots)
         for box in boxes:
             box.post(unit, run.first, run.numel, run.dtype)
         return len(boxes) * nbytes

@@ -25,7 +25,9 @@ def result() -> dict[str, Any]:
     said: list[str] = []
     found = run([part for part in parts_of("cpu") if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
     assert [line for line in said if line[0] != " "] == [
-        f"{part}, 2 ranks" + ("" if part == "signal" else ", 64 KiB") for part in parts_of("cpu") if part != "planners"
+        f"{part}, 2 ranks" + ("" if part in ("signal", "host") else ", 64 KiB")
+        for part in parts_of("cpu")
+        if part != "planners"
     ]
     assert [line.split(":")[0].strip() for line in said if line[0] == " "] == [row["what"] for row in found["rows"]]
     return found

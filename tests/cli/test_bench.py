@@ -33,7 +33,7 @@ def test_measures_saves_and_compares(tmp_path: Path, capfd: pytest.CaptureFixtur
     [
         (["--only", "got"], "odc: only: got is none of get, "),
         (["--ranks", "two"], "odc: ranks: whole numbers"),
-        (["--ranks", "1"], "odc: ranks: at least 2"),
+        (["--ranks", "0"], "odc: ranks: at least 1"),
         (["--sizes", "64X"], "odc: sizes: bytes such as"),
         (["--sizes", "K"], "odc: sizes: bytes such as"),
         (["--sizes", "100"], "odc: sizes: multiples of 4096"),

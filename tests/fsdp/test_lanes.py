@@ -19,12 +19,13 @@ from odc.memory import shm
 
 
 @contextmanager
-def late() -> Iterator[list[LateCopies]]:
-    """Heaps made inside the block copy late; gives their lanes."""
+def late(skipped: frozenset[str] = frozenset()) -> Iterator[list[LateCopies]]:
+    """Heaps made inside the block copy late; gives their lanes. Functions in `skipped` do not wait for them."""
     made: list[LateCopies] = []
 
     def lanes() -> LateCopies:
         made.append(LateCopies())
+        made[-1].skipped = skipped
         return made[-1]
 
     before = shm.HostLanes, odc.runtime.layout.mover_for
@@ -72,6 +73,23 @@ def both(rank: int, world: int, settings: Settings, compute: torch.dtype | None)
 )
 def test_training_is_the_same_however_late_copies_are(ranks, settings: Settings, compute: torch.dtype | None) -> None:
     assert all(settled > 6 for settled in ranks(2).run(both, settings, compute)), "the lanes were used"
+
+
+def apart(rank: int, world: int, skipped: str) -> bool:
+    """Whether training goes elsewhere when one function does not wait for the device."""
+    expected = trained(rank, world, Settings(), None)
+    with late(frozenset({skipped})):
+        found = trained(rank, world, Settings(), None)
+    return not all(torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("skipped", "needed"),
+    [("PublishedShards.publish", True), ("DevicePusher.push", True), ("DeviceDrain.__call__", True), ("nobody", False)],
+)
+def test_every_wait_for_the_device_is_needed(ranks, skipped: str, needed: bool) -> None:
+    assert any(ranks(2).run(apart, skipped)) == needed
 
 
 def attached_at_the_entry(rank: int, world: int) -> tuple[list[bool], list[bool]]:

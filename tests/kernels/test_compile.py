@@ -27,7 +27,7 @@ COPIES = (
     "scatter",
 )
 COMPARES = ("differ-cast", "differ-same")
-ADDS = ("add-bf16", "add-fp64", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
+ADDS = ("add-bf16", "add-fp64", "accumulate-alone", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
 NUMBERS = ("fp64", "fp32", "fp16", "bf16")
 EVERY_TYPE = {
     *(f"publish {word}" for word in ("int8", "int16", "int32", "int64")),
@@ -87,10 +87,10 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
         found = accesses(target, kernel)
         assert found["ld.global.v4.b32"] >= 4 and found["st.global.v4.b32"] >= 4, f"{kernel}: {found}"
     # A thread reads the elements that it adds to: 16 bytes of sums, or one fp64, which are added atomically one by one.
-    for kernel, read in zip(ADDS, ("v2.b32", "v2.b32", "v2.b32", "v4.b32", "b16"), strict=True):
+    for kernel, read in zip(ADDS, ("v2.b32", "v2.b32", "v2.b32", "v2.b32", "v4.b32", "b16"), strict=True):
         found = accesses(target, kernel)
         assert found[f"ld.global.{read}"] >= 8, f"{kernel}: {found}"
-        if kernel.startswith("add"):
+        if kernel.startswith("add") or kernel.endswith("alone"):
             wide = {name for name in found if name.endswith((".v4.b32", ".v2.b64"))}
             assert {name[:2] for name in wide} == {"ld", "st"}, f"{kernel}: {found}"
             assert min(found[name] for name in wide) >= 8, f"{kernel}: {found}"

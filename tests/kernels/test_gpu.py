@@ -7,10 +7,12 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
+from support.device import device_work, no_waits
 from support.kernel_heaps import numbers, same_bits, whole_numbers
 from support.kernel_references import accumulate_reference, add_reference, gather_reference, publish_reference
 from support.ranks import RankPool
@@ -208,39 +210,60 @@ def test_more_than_2_to_the_31_elements(cuda: torch.device) -> None:
     assert torch.equal(out, source)
 
 
-@pytest.fixture
-def no_waiting(cuda: torch.device) -> Iterator[torch.device]:
-    """Whatever waits for the device is an error."""
-    yield cuda
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
-def test_moves_never_wait_for_the_device_and_take_few_launches(no_waiting: torch.device) -> None:
-    from odc.runtime.movers import triton as triton_mover
+@pytest.mark.parametrize("mib", [1, 400])
+def test_moves_never_wait_for_the_device_and_take_few_launches(cuda: torch.device, mib: int) -> None:
+    """A unit of two matrices and a vector to and from two owners, of which this rank is the first."""
+    from odc.runtime.movers.compiled import CompiledMover
 
-    device = no_waiting
-    parts = [on(device, n, n, F32) for n in (1000, 7, 50_000)]
-    places = [torch.zeros(part.numel(), dtype=BF16, device=device) for part in parts]
-    sums = [torch.zeros(part.numel(), device=device) for part in parts]
-    memory = [torch.ones(8192, dtype=torch.uint8, device=device) for _ in range(2)]
-    outs = [torch.zeros(2 * n, dtype=F32, device=device) for n in (1000, 7, 900)]
+    mover, shards = CompiledMover(0, 1 << 20), 2
+    numels = [mib << 17, 1000, mib << 17]  # of a shard
+    offsets = [0, 4 * numels[0], 4 * (numels[0] + numels[1])]
+    firsts = [offset // 4 for offset in offsets]
+    parts = [on(cuda, n, n, F32) for n in numels]
+    places = [torch.zeros(n, dtype=BF16, device=cuda) for n in numels]
+    sums = [torch.zeros(sum(numels), device=cuda) for _ in range(shards)]
+    here = [sums[0][first : first + n] for first, n in zip(firsts, numels, strict=True)]
+    memory = [torch.ones(4 * sum(numels), dtype=torch.uint8, device=cuda) for _ in range(shards)]
+    outs = [torch.zeros(shards * n, device=cuda) for n in numels]
+    found = torch.zeros(1, dtype=torch.int32, device=cuda)
+    large = 2 if 4 * numels[0] >= 1 << 20 else 0
     calls = {
-        "publish": lambda: triton_mover.publish(places, parts),
-        "gather": lambda: triton_mover.gather(outs, [0, 4000, 4032], 2, iter([(1, memory[1]), (0, memory[0])])),
-        "add": lambda: triton_mover.add(sums, places),
-        "accumulate": lambda: triton_mover.accumulate(sums, places),
+        "publish": (lambda: mover.publish(places, parts), 1, 0),
+        "gather": (
+            lambda: mover.gather(outs, offsets, shards, [(1, memory[1]), (0, memory[0])]),
+            2 if large else 1,
+            large,
+        ),
+        "stage": (lambda: mover.stage(outs, numels, firsts, [(1, memory[1])]), 1, large),
+        "add": (lambda: mover.add(here, places), 1, 0),
+        "add_all": (lambda: mover.add_all([here[0]], [[parts[0], outs[0][: numels[0]], parts[0]]]), 1, 0),
+        "accumulate_all": (lambda: mover.accumulate_all(outs, numels, firsts, list(enumerate(sums))), 1, 0),
+        "differ": (lambda: mover.differ(places, parts, found), 1, 0),
     }
-    for call in calls.values():
+    for name, (call, kernels, copies) in calls.items():
         call()  # compiles, which may wait
-    torch.cuda.synchronize(device)
-    kept = [torch.zeros(part.numel(), device=device) for part in parts]  # elsewhere: tables of their own
-    calls["add to new places"] = lambda: triton_mover.add(kept, places)
-    for name, call in calls.items():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.synchronize(cuda)
+
+        def unwatched(call: Callable[[], None] = call) -> None:
+            with no_waits():
+                call()
+
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):  # tables of its own are copied there first
             call()
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize(device)
-        found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        assert 1 <= len(found) <= (2 if "new" in name else 1), f"{name}: {found}"
+            launched, moved = device_work(unwatched)
+        assert len(launched) <= kernels and len(moved) <= copies, f"{name}: {launched} and {moved}"
+
+
+def test_a_mode_that_warns_is_no_error_in_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's mode warns that it is a prototype, once, and warnings are errors here."""
+    modes: list[str] = []
+
+    def mode(name: str) -> None:
+        modes.append(name)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode)
+    with pytest.raises(ZeroDivisionError), no_waits():
+        raise ZeroDivisionError
+    assert modes == ["error", "default"]

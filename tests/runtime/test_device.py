@@ -72,6 +72,18 @@ def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
         assert [set(layout.mine.accumulator(group.units[0]).tolist()) for layout in group.layouts] == [{2.0}] * 4
 
 
+def test_the_own_chunk_is_added_after_it_was_computed(deferred: list[DeferredLanes]) -> None:
+    """In another lane than the one that computes it."""
+    with Crew(MATRICES, 2, by_hand=True) as crew:
+        crew.publish_all()
+        sent = gradients(crew.units[1], 2, 777.0)
+        with deferred[0].lane("push"):
+            for gradient in sent:
+                deferred[0].ask(lambda gradient=gradient: gradient.values.fill_(4.0))
+            crew.members[0].pusher.push(crew.units[1], sent)
+        assert set(crew.layouts[0].mine.accumulator(crew.units[1]).tolist()) == {4.0}
+
+
 def test_a_drain_waits_once_and_adds_what_all_sources_pushed_in_one_call(
     deferred: list[DeferredLanes], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def kernels_do_the_same(rank: int, world: int) -> None:
     for boundary in (1, 64, 1 << 30):
         gathers(CompiledMover, [(40, BF16), (3, F32), (0, F32), (30, F32), (1, BF16)], boundary)
         stages(CompiledMover, boundary)
+    adds_parts(CompiledMover)
     mover = CompiledMover(0, 64, Copied())
     totals, expected = (torch.arange(60.0).view(3, 20) for _ in range(2))
     values = [torch.arange(30).to(BF16), torch.arange(11).to(BF16)]
@@ -119,6 +120,23 @@ def kernels_do_the_same(rank: int, world: int) -> None:
 @needs_triton
 def test_kernels_move_the_same(interpreted: Callable[[int], RankPool]) -> None:
     interpreted(1).run(kernels_do_the_same)
+
+
+def adds_parts(make: Callable[..., CudaMover]) -> None:
+    """One owner's part of two gradients, one of which ends in it."""
+    values = [torch.arange(30).to(BF16), torch.arange(11).to(BF16)]
+    for shard in range(3):
+        found = torch.ones(20)
+        make(0, 1).add_part(values, (10, 4), (0, 12), shard, found)
+        expected = torch.ones(20)
+        expected[:10] += values[0][10 * shard : 10 * shard + 10]
+        part = values[1][4 * shard : 4 * shard + 4]
+        expected[12 : 12 + part.numel()] += part
+        assert torch.equal(found, expected)
+
+
+def test_a_part_is_added_to_one_accumulator() -> None:
+    adds_parts(CudaMover)
 
 
 def test_all_sources_are_added_and_every_change_is_seen() -> None:

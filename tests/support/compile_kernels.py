@@ -82,6 +82,7 @@ def first(library: str | None) -> Iterator[Variant]:
     yield "accumulate-bf16", accumulate_kernel, atomic
     yield "accumulate-fp32", accumulate_kernel, {**atomic, "FROM": tl.float32}
     yield "accumulate-fp64", accumulate_kernel, {**atomic, "TO": tl.float64, "BLOCK": TILE_BYTES // 8}
+    yield "accumulate-alone", accumulate_kernel, {**widen, "HOW": "add"}
     yield "scatter", accumulate_kernel, {**copy, "HOW": "copy"}
     yield "differ-cast", differ_kernel, cast
     yield "differ-same", differ_kernel, copy

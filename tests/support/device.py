@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +11,28 @@ import torch.distributed as dist
 
 from odc.memory.cuda import CudaHeap, CudaLanes
 from support.groups import shm_group
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever waits for the device inside the block is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says of its mode that it is a prototype, which would be an error here
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def device_work(run: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Names of the kernels that `run` launches, and of the copies and fills that it asks for, on the current device."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    moves = [name for name in names if name.startswith(("Memcpy", "Memset"))]
+    return [name for name in names if name not in moves], moves
 
 
 def own_device(rank: int) -> torch.device:

@@ -89,6 +89,16 @@ class DeviceMover(DataMover, Protocol):
     ) -> None:
         """As `stage`, added to every owner's accumulator, 1-D; only where it is atomic."""
 
+    def add_part(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard: int,
+        accumulator: torch.Tensor,
+    ) -> None:
+        """As `stage`, one owner's part added to its accumulator, 1-D; nobody else adds meanwhile."""
+
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """Make `found`, int32 [1], not 0 if a shard, converted, is not what its published place holds, bit for bit.
 

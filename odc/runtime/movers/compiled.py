@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from odc.kernels import GatherPlan, ScatterPlan, add_all, differ, fixed_rows, pointer_table
 from odc.runtime.movers import driver, triton
-from odc.runtime.movers.cuda import CopyAll, CudaMover, GatherCopies, Sources
+from odc.runtime.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources
 
 
 class CompiledMover(CudaMover):
@@ -24,6 +23,7 @@ class CompiledMover(CudaMover):
         super().__init__(own, copy_engine_bytes, copy_all)
         self._gathers: dict[tuple[int, bool], GatherPlan] = {}
         self._scatters: dict[tuple[object, ...], ScatterPlan] = {}
+        self._stages: dict[tuple[object, ...], EngineCopies] = {}
 
     publish = staticmethod(triton.publish)
     add = staticmethod(triton.add)
@@ -33,7 +33,7 @@ class CompiledMover(CudaMover):
 
     def _gather_rest(
         self,
-        copies: GatherCopies,
+        copies: EngineCopies,
         outs: Sequence[torch.Tensor],
         offsets: Sequence[int],
         shards: int,
@@ -56,7 +56,7 @@ class CompiledMover(CudaMover):
             plan.run(every, table, first, count)
 
     def _plan(
-        self, copies: GatherCopies, small: bool, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int
+        self, copies: EngineCopies, small: bool, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int
     ) -> GatherPlan:
         """Of all parameters, or of those with small pieces; kept as long as `copies`, which the mover keeps."""
         plan = self._gathers.get((id(copies), small))
@@ -71,23 +71,25 @@ class CompiledMover(CudaMover):
         self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], slots: Sources
     ) -> None:
         """See `DeviceMover.stage`. The engine takes large gradients that are whole; a kernel the others."""
-        shards = 1 + max(shard for shard, _ in slots)
-        width = values[0].itemsize
-        large = [
-            i for i, numel in enumerate(numels) if numel * width >= self._least and values[i].numel() >= numel * shards
-        ]
-        if large:
-            starts = np.array([values[i].data_ptr() for i in large], dtype=np.int64)
-            sizes = np.array([numels[i] * width for i in large], dtype=np.int64)
-            places = np.array([offsets[i] * width for i in large], dtype=np.int64)
-            owners = np.array([[shard] for shard, _ in slots], dtype=np.int64)
-            bases = np.array([[slot.data_ptr()] for _, slot in slots], dtype=np.int64)
-            targets, sources = bases + places, starts + owners * sizes
-            self._copy_all(targets.ravel(), sources.ravel(), np.tile(sizes, len(slots)))
-        rest = [i for i in range(len(values)) if i not in large] if large else range(len(values))
+        width, wholes = values[0].itemsize, tuple([value.numel() for value in values])
+        key = tuple(numels), tuple(offsets), wholes, width, 1 + max([shard for shard, _ in slots])
+        copies = self._stages.get(key)
+        if copies is None:
+            copies = self._stages[key] = self._stage_copies(*key)
+        if copies.large:
+            sources, targets, sizes = copies.addresses([value.data_ptr() for value in values], slots)
+            self._copy_all(targets, sources, sizes)
+        rest = copies.small
         if rest:
             some = [values[i] for i in rest], [numels[i] for i in rest], [offsets[i] for i in rest]
-            self._scatter(*some, slots, None)
+            self._scatter(*(some if copies.large else (values, numels, offsets)), slots)
+
+    def _stage_copies(
+        self, numels: Sequence[int], offsets: Sequence[int], wholes: Sequence[int], width: int, shards: int
+    ) -> EngineCopies:
+        short = {i for i, (numel, whole) in enumerate(zip(numels, wholes, strict=True)) if whole < numel * shards}
+        sizes = [numel * width for numel in numels]
+        return EngineCopies([offset * width for offset in offsets], sizes, self._least, short)
 
     def accumulate_all(
         self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], accumulators: Sources
@@ -95,20 +97,33 @@ class CompiledMover(CudaMover):
         """See `DeviceMover.accumulate_all`; one launch, and atomic."""
         self._scatter(values, numels, offsets, accumulators, accumulators[0][1].dtype)
 
+    def add_part(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard: int,
+        accumulator: torch.Tensor,
+    ) -> None:
+        """See `DeviceMover.add_part`; one launch."""
+        self._scatter(values, numels, offsets, [(shard, accumulator)], accumulator.dtype, alone=True)
+
     def _scatter(
         self,
         values: Sequence[torch.Tensor],
         numels: Sequence[int],
         offsets: Sequence[int],
         memories: Sources,
-        to: torch.dtype | None,
+        to: torch.dtype | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """To every owner's memory: added to what has dtype `to`, or copied where that is None."""
-        shards, dtype, device = 1 + max(shard for shard, _ in memories), values[0].dtype, values[0].device
-        key = tuple([value.numel() for value in values]), tuple(numels), tuple(offsets), dtype, shards, to
+        shards, dtype, device = 1 + max([shard for shard, _ in memories]), values[0].dtype, values[0].device
+        key = tuple([value.numel() for value in values]), tuple(numels), tuple(offsets), dtype, shards, to, alone
         plan = self._scatters.get(key)
         if plan is None:
-            plan = ScatterPlan(*key[:3], dtype, shards, device, to=to, make_rows=fixed_rows)
+            plan = ScatterPlan(*key[:3], dtype, shards, device, to=to, alone=alone, make_rows=fixed_rows)
             self._scatters[key] = plan
         bases = [0] * shards
         for shard, memory in memories:

@@ -6,7 +6,7 @@ compute; all others together by one kernel of torch's, because a copy each would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -19,23 +19,33 @@ Sources = Sequence[tuple[int, torch.Tensor]]
 CopyAll = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
-class GatherCopies:
-    """Which pieces of a unit's gather go by the copy engine, and where they lie at an owner and in the parameters."""
+class EngineCopies:
+    """Which pieces of a unit go by the copy engine to or from every owner, and where they lie there and here.
 
-    def __init__(self, offsets: Sequence[int], nbytes: Sequence[int], shards: int, least: int) -> None:
-        pieces = [whole // shards for whole in nbytes]
-        self.large = [i for i, size in enumerate(pieces) if size >= least]
-        self.small = [i for i, size in enumerate(pieces) if 0 < size < least]
+    `offsets` are bytes at an owner and `pieces` bytes of each parameter's shard, which lie one after the other here.
+    Pieces from `least` on are `large`, but for those of parameters in `not_whole`.
+    """
+
+    def __init__(
+        self, offsets: Sequence[int], pieces: Sequence[int], least: int, not_whole: Collection[int] = ()
+    ) -> None:
+        self.large = [i for i, size in enumerate(pieces) if size >= least and i not in not_whole]
+        self.small = [i for i, size in enumerate(pieces) if size and i not in self.large]
         self._offsets = np.array([offsets[i] for i in self.large], dtype=np.int64)
         self._sizes = np.array([pieces[i] for i in self.large], dtype=np.int64)
+        self._by_owners: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
-    def run(self, addresses: Sequence[int], peers: Sources, copy_all: CopyAll) -> None:
-        """Ask for all of them, from `peers` to the parameters at `addresses`."""
-        starts = np.array([addresses[i] for i in self.large], dtype=np.int64)
-        shards = np.array([[shard] for shard, _ in peers], dtype=np.int64)
-        bases = np.array([[memory.data_ptr()] for _, memory in peers], dtype=np.int64)
-        targets, sources = starts + shards * self._sizes, bases + self._offsets
-        copy_all(targets.ravel(), sources.ravel(), np.tile(self._sizes, len(peers)))
+    def addresses(self, here: Sequence[int], owners: Sources) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(address here, address at its owner, bytes) of every piece; parameters are at `here`. 1-D, int64."""
+        key = tuple([shard for shard, _ in owners])
+        kept = self._by_owners.get(key)
+        if kept is None:
+            begins = np.array(key, dtype=np.int64)[:, None] * self._sizes
+            kept = self._by_owners[key] = begins, np.tile(self._sizes, len(key))
+        begins, sizes = kept
+        bases = np.array([memory.data_ptr() for _, memory in owners], dtype=np.int64)
+        starts = np.array([here[i] for i in self.large], dtype=np.int64)
+        return (starts + begins).ravel(), (bases[:, None] + self._offsets).ravel(), sizes
 
 
 class CudaMover:
@@ -48,7 +58,7 @@ class CudaMover:
 
     def __init__(self, own: int, copy_engine_bytes: int, copy_all: CopyAll = driver.copy_all) -> None:
         self._own, self._least, self._copy_all = own, copy_engine_bytes, copy_all
-        self._copies: dict[tuple[tuple[int, ...], tuple[int, ...], int], GatherCopies] = {}
+        self._copies: dict[tuple[tuple[int, ...], tuple[int, ...], int], EngineCopies] = {}
 
     publish = staticmethod(cpu.publish)
     put = staticmethod(driver.copy)
@@ -60,15 +70,16 @@ class CudaMover:
         key = tuple(offsets), tuple([out.nbytes for out in outs]), shards
         copies = self._copies.get(key)
         if copies is None:
-            copies = self._copies[key] = GatherCopies(*key, self._least)
+            copies = self._copies[key] = EngineCopies(key[0], [whole // shards for whole in key[1]], self._least)
         peers = [source for source in sources if source[0] != self._own] if copies.large else []
         if peers:
-            copies.run([out.data_ptr() for out in outs], peers, self._copy_all)
+            targets, places, sizes = copies.addresses([out.data_ptr() for out in outs], peers)
+            self._copy_all(targets, places, sizes)
         self._gather_rest(copies, outs, offsets, shards, sources, bool(peers))
 
     def _gather_rest(
         self,
-        copies: GatherCopies,
+        copies: EngineCopies,
         outs: Sequence[torch.Tensor],
         offsets: Sequence[int],
         shards: int,
@@ -110,6 +121,24 @@ class CudaMover:
         for turn in range(max(map(len, values), default=0)):
             pairs = [(place, each[turn]) for place, each in zip(places, values, strict=True) if turn < len(each)]
             torch._foreach_add_([place for place, _ in pairs], [value for _, value in pairs])
+
+    def add_part(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard: int,
+        accumulator: torch.Tensor,
+    ) -> None:
+        """See `DeviceMover.add_part`."""
+        places, parts = [], []
+        for value, numel, offset in zip(values, numels, offsets, strict=True):
+            part = value[shard * numel : (shard + 1) * numel]
+            if part.numel():
+                parts.append(part)
+                places.append(accumulator[offset : offset + part.numel()])
+        if parts:
+            torch._foreach_add_(places, parts)
 
     def accumulate_all(
         self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], accumulators: Sources

@@ -1,0 +1,91 @@
+#!/bin/sh
+# One GPU, four steps of at most nine minutes, each complete in itself: what odc does on it, and how fast.
+#
+#   bench/gpu_session.sh 1     correctness: doctor, heap, kernels between ranks, the drop-in
+#   bench/gpu_session.sh 2     compiled kernels against torch; compute-sanitizer, where it is installed
+#   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather, host time (bench/one_gpu.py)
+#   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
+#
+# It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
+# downloaded. Logs and figures go to RESULTS (runs/gpu); figures are written one by one, so a step that is cut off has
+# said what it knew. Every part has a time limit of its own, and a part that fails stops no other. REHEARSE=1 runs all
+# of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
+cd "$(dirname "$0")/.." || exit 1
+step=${1:?which step: 1, 2, 3 or 4}
+results=${RESULTS:-runs/gpu}
+python=${PYTHON:-python3}
+mkdir -p "$results"
+PYTHONPATH=$(pwd)${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+# A cache of compiled kernels beside the results serves the next step.
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$(pwd)/$results/triton}"
+failed=""
+if [ -n "$REHEARSE" ]; then
+    export CUDA_VISIBLE_DEVICES=
+    on=cpu ranks=1,2 sizes=64K parts=publish,push,gather,host one="--rehearse" train="--rehearse --steps 3"
+else
+    on=cuda ranks=1,2 sizes=1M,16M,64M parts=publish,add,push,gather,host one="" train="--gloo --steps 4"
+fi
+
+# part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to NAME.log and to the end of a page.
+part() {
+    limit=$1 name=$2
+    shift 2
+    echo "== $name, at most $limit s: $*"
+    begun=$(date +%s)
+    timeout -k 5 "$limit" "$@" >"$results/$name.log" 2>&1
+    code=$?
+    tail -n 15 "$results/$name.log"
+    said="$name: exit code $code after $(($(date +%s) - begun)) s"
+    echo "$said" | tee -a "$results/summary.txt"
+    [ $code -eq 0 ] || failed="$failed $name"
+}
+
+tests() {
+    limit=$1 name=$2
+    shift 2
+    part "$limit" "$name" "$python" -m pytest -q -m gpu -p no:cacheprovider --maxfail 5 --timeout "$limit" "$@"
+}
+
+case $step in
+1)
+    if [ -n "$REHEARSE" ]; then
+        part 40 doctor "$python" -m odc.cli doctor
+    else
+        part 40 doctor "$python" -m odc.cli doctor --need cuda
+    fi
+    tests 100 heap tests/gpu/test_heap.py
+    tests 150 kernels_between_ranks tests/gpu/test_kernels.py
+    tests 240 dropin tests/gpu/test_dropin.py
+    ;;
+2)
+    tests 240 kernels tests/kernels/test_gpu.py
+    sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+    if [ -n "$sanitizer" ] && [ -z "$REHEARSE" ]; then
+        for tool in memcheck racecheck; do
+            part 140 "$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 --target-processes all \
+                "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout 130 tests/kernels/test_gpu.py -k "units or words"
+        done
+    else
+        echo "sanitizer: compute-sanitizer is not installed" | tee -a "$results/summary.txt"
+    fi
+    ;;
+3)
+    [ -z "$REHEARSE" ] || export TRITON_INTERPRET=1
+    for each in host beside kernels; do
+        # shellcheck disable=SC2086
+        part 175 "one_gpu_$each" "$python" -m bench.one_gpu --only $each --results "$results/$each" $one
+    done
+    ;;
+4)
+    # shellcheck disable=SC2086
+    part 300 train "$python" -m bench.gpu_train --ranks 2 --results "$results" $train
+    part 230 bench "$python" -m odc.cli bench --quick --device $on --ranks $ranks --sizes $sizes \
+        --only $parts --json "$results/bench.json"
+    ;;
+*)
+    echo "there is no step $step" >&2
+    exit 2
+    ;;
+esac
+[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

@@ -1,0 +1,160 @@
+"""All members of a job in one process: what a fetch and a push cost the processor, apart from other ranks.
+
+Each member has a real layout, protocol and service; words lie in real memory files, data on `device`. Nobody waits for
+anybody, so the time until a call returns is the host's own, but for a push on a device, which waits for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from odc.bench.ranks import held
+from odc.bench.rounds import Action
+from odc.memory import Attachment, HostLanes, Lanes, ShmHeap
+from odc.memory.cuda import CudaHeap, CudaLanes
+from odc.runtime import Endpoint, Gradient, HeapLayout, RankGrid, Service, UnitSpec
+from odc.settings import Settings
+
+_NAMES = ("fetch, host time a unit", "push, host time a unit")
+OWNERS, SLICES, SLICE = 8, 24, 64  # members, parameters of the unit, elements of each one's shard
+
+
+class OneProcessHeap(CudaHeap):
+    """A `CudaHeap` whose peers are in this process; `bases` has the memory of all, by member."""
+
+    def __init__(self, host: ShmHeap, device: torch.device, lanes: Lanes, bases: list[torch.Tensor]) -> None:
+        super().__init__(host, device, lanes, None, lambda: None)  # type: ignore[arg-type]
+        self._all = bases
+
+    def _create(self, nbytes: int) -> torch.Tensor:
+        self._all.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        return self._all[-1]
+
+    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
+        return self._all
+
+
+class Members:
+    """`owners` members of one job over one unit of `slices` parameters; close it.
+
+    Attributes:
+        endpoints, services: by member; all have published.
+    """
+
+    def __init__(
+        self, device: torch.device, lanes: Lanes, settings: Settings, owners: int, slices: int, numel: int
+    ) -> None:
+        params = [(f"p{i}", numel, torch.bfloat16) for i in range(slices)]
+        self.unit = UnitSpec.build(0, "unit", params, torch.float32)
+        self.layouts: list[HeapLayout] = []
+        bases: list[torch.Tensor] = []
+        for me in range(owners):
+            host = ShmHeap("alone", tuple(range(owners)), me, self._connect, settings.timeout_s)
+            heap = OneProcessHeap(host, device, lanes, bases)
+            grid = RankGrid(tuple(range(owners)), owners, me)
+            self.layouts.append(HeapLayout(heap, grid, [self.unit], settings, "alone"))
+        for layout in self.layouts:
+            layout.attach_all()
+        self.endpoints = [Endpoint(layout, lambda member: None) for layout in self.layouts]
+        self.services = [Service("alone", layout) for layout in self.layouts]
+        shards = [[torch.zeros(numel, device=device) for _ in range(slices)]]
+        for endpoint in self.endpoints:
+            endpoint.shards.publish(shards, [True])
+
+    def _connect(self, member: int) -> Attachment:
+        heap = self.layouts[member].heap
+        return Attachment(os.dup(heap.fd), os.fstat(heap.fd).st_size, heap.digest)
+
+    def drain(self) -> None:
+        """Have every member add what was pushed to it."""
+        for service in self.services:
+            while service.drain():
+                pass
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for layout in self.layouts:
+            layout.close()
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """The lanes that ranks have on `device`."""
+    return CudaLanes(device) if device.type == "cuda" else HostLanes()
+
+
+class UnitCalls:
+    """Member 0's fetch and push of the unit, ready to be called again and again."""
+
+    def __init__(self, members: Members, device: torch.device) -> None:
+        self._members, self._end, unit = members, members.endpoints[0], members.unit
+        owners = len(members.endpoints)
+        self._into = [torch.empty(owners * p.numel, dtype=p.dtype, device=device) for p in unit.params]
+        self._sent = [Gradient(i, torch.zeros_like(one)) for i, one in enumerate(self._into)]
+
+    def fetch(self) -> None:
+        """As the fetch thread does it."""
+        with self._end.layout.heap.lanes.lane("fetch"):
+            self._end.shards.fetch(self._members.unit, self._into)
+
+    def push(self) -> None:
+        """As the sender does it; `drain` comes before the next."""
+        with self._end.layout.heap.lanes.lane("push"):
+            self._end.pusher.push(self._members.unit, self._sent)
+
+    def copies(self) -> None:
+        """As many memmoves as a fetch on the CPU takes, of as many bytes, and nothing else."""
+        for one in self._into:
+            nbytes = one.nbytes // len(self._members.endpoints)
+            for start in range(0, one.nbytes, nbytes):
+                ctypes.memmove(one.data_ptr() + start, one.data_ptr() + start, nbytes)
+
+
+def microseconds(run: Callable[[], object], after: Callable[[], object], rounds: int, warm: int = 5) -> list[float]:
+    """What `run` takes this process, by round; `after` is not timed."""
+    taken = []
+    for _ in range(warm + rounds):
+        begin = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - begin) * 1e6)
+        after()
+    return taken[warm:]
+
+
+def host_times(members: Members, device: torch.device, rounds: int) -> dict[str, tuple[float, float]]:
+    """(median, fastest) microseconds of this process for a fetch and a push of the unit."""
+    calls = UnitCalls(members, device)
+
+    def settle() -> None:
+        members.drain()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    runs: Sequence[tuple[str, Callable[[], None]]] = (("fetch", calls.fetch), ("push", calls.push))
+    taken = {name: microseconds(run, settle, rounds) for name, run in runs}
+    return {name: (median(each), min(each)) for name, each in taken.items()}
+
+
+def host(nbytes: int, device: str) -> list[Action]:
+    """Fetch and push of a unit of 24 small slices over 8 owners, all in rank 0: bookkeeping, and hardly a byte."""
+    if dist.get_rank():
+        return [Action(name, lambda: None, 0, ("its memmoves alone",)) for name in _NAMES] + [
+            Action("its memmoves alone", lambda: None)
+        ]
+    here = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    members = Members(here, lanes_of(here), Settings(), OWNERS, SLICES, SLICE)
+    held.closing = [members]
+    calls = UnitCalls(members, torch.device("cpu") if device == "cpu" else here)
+    alone = Action("its memmoves alone", UnitCalls(members, torch.device("cpu")).copies)
+    fetch, push = _NAMES
+    return [
+        Action(fetch, calls.fetch, 0, (alone.name,)),
+        Action(push, calls.push, 0, (alone.name,), after=members.drain),
+        alone,
+    ]

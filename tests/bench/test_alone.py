@@ -1,0 +1,33 @@
+"""A job in one process: its fetches and pushes move what those of ranks do."""
+
+from __future__ import annotations
+
+import torch
+
+from odc.bench.alone import Members, UnitCalls, host_times, lanes_of
+from odc.settings import Settings
+
+CPU = torch.device("cpu")
+
+
+def test_members_in_one_process_push_to_each_other() -> None:
+    members = Members(CPU, lanes_of(CPU), Settings(), owners=3, slices=4, numel=8)
+    calls = UnitCalls(members, CPU)
+    for gradient in calls._sent:
+        gradient.values.fill_(2.0)
+    calls.push()
+    members.drain()
+    assert [set(one.mine.accumulator(members.unit).tolist()) for one in members.layouts] == [{2.0}] * 3
+    for one in calls._into:
+        one.fill_(1.0)
+    calls.fetch()
+    assert all(not one.any() for one in calls._into), "zeros were published"
+    members.close()
+
+
+def test_times_are_taken_again_and_again() -> None:
+    """More pushes than a ring has slots: each is drained before the next."""
+    members = Members(CPU, lanes_of(CPU), Settings(), owners=2, slices=2, numel=8)
+    taken = host_times(members, CPU, 10)
+    assert taken.keys() == {"fetch", "push"} and all(0 < fastest <= middle for middle, fastest in taken.values())
+    members.close()

@@ -1,0 +1,95 @@
+"""The drop-in on lanes that sleep: whoever does not wait for the device where it must gets wrong weights.
+
+`tests/fsdp/test_lanes.py` shows the same over copies that a test makes late, without a device.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.device import own_device
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import fully_shard
+from odc.fsdp import live_roots
+from odc.memory import cuda as memory
+
+CYCLES = 4_000_000  # about two milliseconds, at most
+
+
+class SleepyLanes(memory.CudaLanes):
+    """Lanes in which a third of all work begins late; functions in `skipped` do not wait for them."""
+
+    skipped = frozenset[str]()
+
+    def lane(self, name: str) -> Any:
+        return _Nap(super().lane(name))
+
+    def settle(self) -> None:
+        if sys._getframe(1).f_code.co_qualname not in self.skipped:
+            super().settle()
+
+
+class _Nap:
+    """A stream whose work begins with a nap, now and then."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        if random.random() < 0.33:
+            torch.cuda._sleep(random.randrange(CYCLES))
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stream.__exit__(*raised)
+
+
+def trained(rank: int, world: int, width: int = 256) -> list[torch.Tensor]:
+    """This rank's shards after four steps of unequal minibatches."""
+    device = own_device(rank)
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(3))
+    model: Any = nn.Sequential(*layers).to(device)
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cuda", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cuda", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        torch.manual_seed(100 * step + rank)
+        with model.minibatch():
+            for _ in range(1 + (rank + step) % 2):
+                model(torch.randn(8, width, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shards = [parameter.detach().to_local().clone() for parameter in model.parameters()]
+    for root in live_roots():
+        root.shut_down()
+    return shards
+
+
+def apart(rank: int, world: int, skipped: str) -> bool:
+    """Whether training on lanes that sleep goes elsewhere if one function does not wait."""
+    random.seed(rank)
+    expected = trained(rank, world)
+    usual, SleepyLanes.skipped = memory.CudaLanes, frozenset({skipped})
+    memory.CudaLanes = SleepyLanes  # type: ignore[misc]
+    try:
+        found = trained(rank, world)
+    finally:
+        memory.CudaLanes = usual  # type: ignore[misc]
+    return not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(found, expected, strict=True))
+
+
+def test_lanes_that_sleep_change_nothing(ranks) -> None:
+    assert not any(ranks(2).run(apart, "nobody", timeout=240))
+
+
+@pytest.mark.parametrize("skipped", ["PublishedShards.publish", "DevicePusher.push", "DeviceDrain.__call__"])
+def test_every_wait_for_the_device_is_needed(ranks, skipped: str) -> None:
+    assert any(ranks(2).run(apart, skipped, timeout=240)), "a wait that was left out was not missed"
