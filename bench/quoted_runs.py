@@ -22,6 +22,19 @@ def evaluation() -> str:
     return table(lines) + below(result, 4)
 
 
+def generation() -> str:
+    """docs/transformers.md: lockstep against each rank's own pace."""
+    result = load("generation")
+    own, kept = (find(result, way=way) for way in ("odc", "odc, kept"))
+    return prose(
+        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, 2 cores, {result['lengths']}): "
+        f"{own['times as fast as the first']:.2f} times as fast as FSDP2 in lockstep (in single runs "
+        f"{own['least']:.2f} to {own['most']:.2f}), {own['times as fast as the second']:.2f} times as fast as odc in "
+        f"lockstep. With `model.set_reshard_after_forward(False)`, which keeps a whole model in memory, "
+        f"{kept['times as fast as the first']:.2f} times.{note(result, 2)}"
+    )
+
+
 def gather() -> str:
     """bench/results/README.md: bringing results together."""
     result = load("gather")

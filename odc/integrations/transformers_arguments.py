@@ -70,6 +70,14 @@ REFUSED = {
     "use_liger_kernel": "apply Liger's kernels to the model before you pass it",
 }
 
+#: Fields of TRL's configurations that are refused when set, and what to use instead. Its others are applied by TRL.
+REFUSED_OF_TRL = {
+    "sync_ref_model": "the reference keeps the weights it was sharded with; leave it out",
+    "use_transformers_continuous_batching": "it casts and moves the sharded model; leave it out",
+    "use_transformers_paged": "it casts and moves the sharded model; leave it out",
+    "use_vllm": "vLLM would be sent shards; generate with the model itself, or see docs/rl.md",
+}
+
 #: Values of `optim` that update every element by itself, so that each rank can update its shard.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
@@ -77,7 +85,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 def refuse_arguments(args: Any) -> None:
     """Raise ConfigError naming the first of a Trainer's arguments that odc can neither apply nor ignore.
 
-    `args` is a `transformers.TrainingArguments`, or an instance of a subclass, whose further fields are ignored.
+    `args` is a `transformers.TrainingArguments`, or an instance of a subclass, of whose further fields TRL's are known.
     """
     from transformers import TrainingArguments
 
@@ -88,6 +96,9 @@ def refuse_arguments(args: Any) -> None:
                 _refuse(f"{field.name}={value!r}", REFUSED[field.name])
         elif field.name not in APPLIED | IRRELEVANT and value != _default(field):
             _refuse(f"{field.name}={value!r}", "odc does not know this argument; leave it at its default")
+    for name, instead in REFUSED_OF_TRL.items():
+        if getattr(args, name, False):
+            _refuse(f"{name}={getattr(args, name)!r}", instead)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
         _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")

@@ -67,6 +67,44 @@ def test_every_field_is_in_one_table() -> None:
     assert set(REFUSED) & set(fields()) == set(REFUSING) & set(fields()), "each refused field needs a case here"
 
 
+@pytest.mark.parametrize(
+    "name", ["sync_ref_model", "use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"]
+)
+def test_what_is_refused_of_trl_raises_and_says_what_to_use(name: str, tmp_path: Path) -> None:
+    from odc.integrations.transformers import OdcTrainer
+    from odc.integrations.transformers_arguments import REFUSED_OF_TRL
+
+    args = arguments(tmp_path / "run")
+    setattr(args, name, True)
+    with pytest.raises(ConfigError, match=f"^odc cannot apply {name}=True: ") as caught:
+        OdcTrainer(model=mock.NonCallableMock(), args=args)
+    assert str(caught.value).endswith(REFUSED_OF_TRL[name]) and "\n" not in str(caught.value)
+
+
+UNPLANNED: dict[str, tuple[Any, str]] = {
+    "gradient_accumulation_steps": (2, "set it to 1"),
+    "average_tokens_across_devices": (False, "leave it True"),
+    "include_num_input_tokens_seen": ("all", "leave it out"),
+    "train_sampling_strategy": ("batch_rebalance", "group_by_length"),
+    "model_accepts_loss_kwargs": (False, "a mean over a microbatch"),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_a_plan_of_steps_is_refused_where_ranks_could_not_differ(name: str) -> None:
+    from odc.integrations.transformers_balance import refuse_unplanned
+
+    fields = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": True}
+    fields |= {"include_num_input_tokens_seen": "no", "train_sampling_strategy": "random"}
+    trainer = SimpleNamespace(args=SimpleNamespace(**fields), model_accepts_loss_kwargs=True, compute_loss_func=None)
+    refuse_unplanned(trainer, 64)
+    value, instead = UNPLANNED[name]
+    setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
+    with pytest.raises(ConfigError, match="^odc cannot apply max_tokens=64") as caught:
+        refuse_unplanned(trainer, 64)
+    assert instead in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", REFUSING)
 def test_what_is_refused_raises_and_says_what_to_use(name: str, tmp_path: Path) -> None:
     from odc.integrations.transformers import OdcTrainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def finetune(
-    rank: int, world: int, ours: bool, folder: Path, changes: dict[str, Any], lora: bool, resume: str | None
+    rank: int,
+    world: int,
+    ours: bool,
+    folder: Path,
+    changes: dict[str, Any],
+    lora: bool,
+    resume: str | None,
+    **given: Any,
 ) -> tuple[Logged, set[str]]:
     """Logged steps, and the dtypes of a block's activations."""
     as_torchrun(rank, world)
@@ -41,6 +49,7 @@ def finetune(
         train_dataset=Dataset.from_list(samples()),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
         peft_config=LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False) if lora else None,
+        **given,
     )
     seen: set[str] = set()
     inner = trainer.model.get_base_model() if lora else trainer.model
@@ -75,3 +84,21 @@ def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
     resumed, _ = ranks(2).run(finetune, True, tmp_path, saving, True, str(folders[0]), timeout=500)[0]
     assert max(differences(resumed, theirs)) < 1e-4, (resumed, theirs)
+
+
+def planned(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> tuple[Logged, int]:
+    """Logged steps whose samples LB-Mini has spread, and how many microbatches this rank ran."""
+    from transformers import Trainer
+
+    with mock.patch.object(Trainer, "training_step", autospec=True, side_effect=Trainer.training_step) as step:
+        found, _ = finetune(rank, world, True, folder, changes, False, None, max_tokens=62)
+    return found, step.call_count
+
+
+def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
+    changes = FP32 | {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 3}
+    changes |= {"train_sampling_strategy": "sequential"}
+    theirs, _ = ranks(2).run(finetune, False, tmp_path, changes, False, None, timeout=500)[0]
+    (ours, few), (_, many) = ranks(2).run(planned, tmp_path, changes, timeout=500)
+    assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+    assert few != many

@@ -1,0 +1,83 @@
+"""torchtitan's stock trainer on odc: `with_odc(config)` gives it another function that shards the model.
+
+Activation checkpointing and compilation are torchtitan's. Each block is a unit; embedding, last norm and head are the
+root's, so that torchtitan's chunked loss may run the head alone, over and over, without ending a minibatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from odc.errors import ConfigError
+from odc.fsdp import fully_shard
+from odc.settings import Settings
+
+try:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.distributed.compile import apply_compile
+except ImportError as error:
+    raise ImportError("odc.integrations.torchtitan needs torchtitan: pip install 'odc-fsdp[torchtitan]'") from error
+
+
+def with_odc(config: Any, settings: Settings | None = None) -> Any:
+    """The same `Trainer.Config` of torchtitan, whose decoder is sharded by odc over all ranks.
+
+    Call it in your function of a config registry, and name that with `--module` and `--config`. Raises ConfigError for
+    what odc cannot do, from here or, where the command line asks for it, when the trainer is made.
+    """
+    _refuse_parallelism(config.parallelism)
+    sharding = functools.partial(parallelize, settings=settings)
+    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, parallelize_fn=sharding))
+
+
+def parallelize(
+    model: Any,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    settings: Settings | None = None,
+) -> Any:
+    """A `ModelSpec`'s `parallelize_fn`: shard a decoder on the meta device, in place."""
+    _refuse_parallelism(parallelism)
+    if training.enable_cpu_offload:
+        _refuse("training.enable_cpu_offload", "leave it out; each rank holds its shard on its device")
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    replicated = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    options: dict[str, Any] = {
+        "mesh": parallel_dims.get_mesh(replicated),
+        "mp_policy": MixedPrecisionPolicy(
+            TORCH_DTYPE_MAP[training.mixed_precision_param],
+            TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+        "settings": settings,
+    }
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
+    fully_shard(model, **options)
+    model.set_gradient_divide_factor(1.0)  # the trainer has divided each loss by the tokens of all ranks
+    return model
+
+
+def _refuse_parallelism(parallelism: Any) -> None:
+    if parallelism.spmd_backend != "partial_dtensor":
+        _refuse(f"parallelism.spmd_backend={parallelism.spmd_backend!r}", "set it to 'partial_dtensor'")
+    for kind in ("tensor", "context", "pipeline", "expert"):
+        if getattr(parallelism, f"{kind}_parallel_degree") > 1:
+            _refuse(f"{kind} parallelism", "odc shards over all ranks; leave its degree at 1")
+    if parallelism.enable_fsdp_symm_mem:
+        _refuse("parallelism.enable_fsdp_symm_mem", "leave it out; there are no collectives")
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise ConfigError(f"odc cannot apply {what}: {instead}")

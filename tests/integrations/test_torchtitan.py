@@ -1,0 +1,149 @@
+"""torchtitan's stock trainer on odc against the same trainer on FSDP2: its debug model, on two CPU ranks.
+
+torchtitan trains on accelerators, with a newer torch. For the CPU it is told a device module here, and its attention
+becomes torch's, as flex attention has no backward on CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.trainers import as_torchrun
+
+from odc.experiments.data.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: make test-integrations")
+Rows = list[tuple[float, float, float]]  # loss over all ranks, largest loss of a rank, gradient norm
+
+
+class CpuModule:
+    """What torchtitan asks of `torch.cuda`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "cpu"
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return SimpleNamespace(name="cpu", total_memory=2**30)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+
+def configured(folder: Path, changes: dict[str, dict[str, Any]]) -> Any:
+    """Torchtitan's debug configuration, short and on CPU."""
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", CpuModule()
+    if not hasattr(dist, "set_timeout"):  # newer than torch 2.13; torchtitan shortens timeouts after the first step
+        dist.set_timeout = lambda timeout, group: None
+    from torchtitan.hf_datasets import text_datasets
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    text_datasets.DATASETS["c4_test"].path = str(folder / "text")
+    config = llama3_debugmodel()
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.hf_assets_path, config.dump_folder = str(folder / "tokenizer"), str(folder)
+    short: dict[str, dict[str, Any]] = {
+        "training": {"local_batch_size": 1, "global_batch_size": 4, "seq_len": 64, "steps": 3},
+        "parallelism": {"spmd_backend": "partial_dtensor"},
+        "checkpoint": {"enable": False},
+        "validator": {"enable": False},
+        "debug": {"seed": 0},
+    }
+    short["training"] |= {"mixed_precision_param": "float32", "disable_cuda_graphs": True}
+    for part, fields in [*short.items(), *changes.items()]:
+        for name, value in fields.items():
+            setattr(getattr(config, part), name, value)
+    return config
+
+
+def summed(spec: Any) -> Any:
+    """The stock function that shards the model; gloo can sum, and not multiply as it sums."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def sharded(*args: Any, **options: Any) -> Any:
+        model = spec.parallelize_fn(*args, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return sharded
+
+
+def train(rank: int, world: int, ours: bool, folder: Path, changes: dict[str, dict[str, Any]]) -> tuple[Rows, str]:
+    """What the trainer logs, and the class of a block."""
+    as_torchrun(rank, world)
+    if rank == 0:
+        ByteTokenizer().save(folder / "tokenizer")
+        (folder / "text").mkdir(parents=True, exist_ok=True)
+        rows = [{"text": " ".join(f"word {i} of {j}" for i in range(2 + 7 * j % 31))} for j in range(64)]
+        (folder / "text" / "rows.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    dist.barrier()
+    config = configured(folder, changes)
+    if ours:
+        from odc.integrations.torchtitan import with_odc
+
+        config = with_odc(config)
+    else:
+        config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=summed(config.model_spec))
+    trainer, found = config.build(), []
+    trainer.metrics_processor.log = lambda step, mean, most, norm, **unused: found.append((mean, most, norm))
+    trainer.train()
+    trainer.close()
+    return found, type(next(iter(trainer.model_parts[0].layers.values()))).__name__
+
+
+BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
+
+
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+def test_losses_are_those_of_fsdp2(ranks, tmp_path, changes: dict[str, dict[str, Any]]) -> None:
+    theirs, stock = ranks(2).run(train, False, tmp_path, changes, timeout=500)[0]
+    ours, block = ranks(2).run(train, True, tmp_path, changes, timeout=500)[0]
+    assert stock.startswith("FSDP") and block.startswith("Odc")
+    assert len(ours) == len(theirs) == 3
+    close = 1e-3 if not changes else 2e-2
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=close), (ours, theirs)
+        assert a[0] == pytest.approx(b[0], rel=1e-3)
+
+
+def refused(rank: int, world: int, folder: Path) -> list[str]:
+    from odc.errors import ConfigError
+    from odc.integrations.torchtitan import with_odc
+
+    found = []
+    for fields in ({"spmd_backend": "spmd_types"}, {"tensor_parallel_degree": 2}):
+        config = configured(folder, {})
+        try:
+            with_odc(dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **fields)))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_parallelism_is_refused_in_one_line(ranks, tmp_path) -> None:
+    backend, tensor = ranks(2).run(refused, tmp_path)[0]
+    assert "set it to 'partial_dtensor'" in backend and "leave its degree at 1" in tensor
