@@ -63,7 +63,12 @@ def has_flash(query: Tensor) -> bool:
     if query.device.type == "cpu":
         return True
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    if query.device.type != "cuda" or not half or query.shape[-1] > 256 or query.shape[-1] % 8:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(query.device) >= (
+        8,
+        0,
+    )
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Block:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from odc.errors import PlanError
+from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
 from odc.runtime import AbsentMember, Arena, KeyValueStore
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
@@ -181,6 +181,10 @@ class PieceExchange:
             assert self._minibatch is not None, "only of a minibatch is a member absent"
             self._minibatch.lose(self._ranks[owner], f"{channel} of step {step}")
             return None
+        except OdcError as error:
+            if not isinstance(error, PeerLostError | WaitTimeoutError):  # it is a step further: plans differ
+                self.refuse(str(error))
+            raise
         if found.signature != mark:
             reason = (
                 f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "

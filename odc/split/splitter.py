@@ -1,10 +1,6 @@
 """What a training loop calls to run the split samples of a plan: the model's check, the arenas, piece after piece.
 
-Why nothing hangs: all split samples of a minibatch come first, in one order on all ranks. Take the unfinished one
-that comes first: all its ranks are done with earlier ones, so each comes to it. Among them take the one that is least
-far, by pass and layer: what it waits for was put by ranks that are as far or further. A put waits only for the
-readers of what its channel held before, never for room. Beginning a minibatch, fetching parameters and pushing
-gradients never wait for a piece. Ranks with different plans learn of it by a mark on everything that is put.
+docs/protocol.md, "Pieces of split samples", says why nothing hangs.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, tokens_of
 
 from odc import AbandonedMinibatchError, Settings, fully_shard
@@ -125,6 +126,7 @@ def as_without_them(rank: int, world: int, name: str, job: Job) -> list[str]:
 
 
 GANGS = Minibatch([(60, [0, 1], "zigzag"), (61, [1, 2], "zigzag"), (70, [2, 0, 1], "contiguous")], [(9, 0), (7, 2)])
+NOT_RUN = "rank 1: rank 1: the piece of sample 1 was not run forward and backward through all 3 layers"
 SAID = {
     "in backward": "rank 1: a backward ended with an exception",
     "told": "rank 1: told to",
@@ -134,16 +136,15 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("how", CAUGHT)
 @pytest.mark.parametrize(("keep", "checkpoint"), [(True, False), (False, True)])
-def test_a_piece_that_fails_costs_the_minibatch_on_all_ranks(
-    ranks: Any, how: str, keep: bool, checkpoint: bool
-) -> None:
-    job = Job([GANGS, GANGS, GANGS], [None, Fault(1, 1, how), None], keep, checkpoint)
-    said = SAID.get(how, "rank 1: rank 1: the piece of sample 1 was not run forward and backward through all 3 layers")
+def test_a_piece_that_fails_costs_the_minibatch_on_all_ranks(ranks: Any, keep: bool, checkpoint: bool) -> None:
+    """Every fault in its turn, and a good minibatch after each."""
+    faults = [fault for how in CAUGHT for fault in (Fault(1, 1, how), None)]
+    job = Job([GANGS] * len(faults), faults, keep, checkpoint)
     for told in ranks(WORLD).run(as_without_them, uuid.uuid4().hex, job):
-        assert [bool(why) for why in told] == [False, True, False]
-        assert told[1].startswith(said), told[1]
+        assert not any(told[1::2])
+        for how, why in zip(CAUGHT, told[::2], strict=True):
+            assert why.startswith(SAID.get(how, NOT_RUN)), (how, why)
 
 
 def test_a_rank_that_gives_the_first_minibatch_up_before_it_has_an_arena(ranks: Any) -> None:
@@ -174,3 +175,21 @@ def test_random_faults_in_random_minibatches(ranks: Any) -> None:
         assert told == [told[0]] * WORLD, "every rank is told the same"
 
     property_()
+
+
+def forgets_its_pieces(rank: int, world: int, name: str) -> None:
+    """Rank 1 goes through the minibatch as if its plan had no pieces, and tells nobody."""
+    model = sharded(Job([], []))
+    splitter = Splitter(model, LONGEST, timeout_s=300.0, name=name)
+    splitter.prepare()
+    with model.minibatch():
+        for piece in splitter.pieces(Minibatch([(60, [0, 1], "zigzag")]).plan(world)) if rank == 0 else ():
+            loss_of(model, *piece.of(tokens_of(0, 60))).backward()
+
+
+def test_a_rank_that_forgets_its_pieces_is_named() -> None:
+    with spawn_ranks(2, forgets_its_pieces, uuid.uuid4().hex) as job:
+        outcomes = job.wait()
+    said = "rank 1 ended the minibatch without kv0 of step 1000001; every rank must take all its pieces"
+    assert outcomes[0].error == "OdcError" and said in outcomes[0].message, outcomes[0].describe()
+    assert outcomes[1].error == "PeerLostError" and said in outcomes[1].message, outcomes[1].describe()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,10 +66,52 @@ def test_where_torch_has_no_flash_attention(monkeypatch, window):
     assert largest_error(Cut(zigzag(41, 2)), window, torch.float32) <= 1e-5
 
 
+def test_on_a_gpu_flash_attention_gets_and_gives_what_is_expected(monkeypatch):
+    """By shapes and dtypes alone (`meta`): nothing is computed, and nothing has run on a GPU."""
+    monkeypatch.setattr(_torch_private, "has_flash", lambda query: True)
+    cut = Cut(zigzag(64, 2))
+    query = torch.empty(1, HEADS, 32, WIDTH, dtype=torch.bfloat16, device="meta")
+    parts = {place: query.new_empty(2, GROUPS, 32, WIDTH) for place in range(2)}
+    blocks = cut.blocks(0, None)
+    merged = attention.attend_blocks(query, parts, blocks, SCALE)
+    assert merged.out.shape == query.shape and merged.out.dtype == query.dtype and merged.out.is_meta
+    assert merged.lse.shape == query.shape[:3] and merged.lse.dtype == torch.float32
+    assert [len(rest) for rest in merged.rests] == [6] * len(blocks), "lengths and seeds for the backward"
+    dq = torch.zeros_like(query, dtype=torch.float32)
+    found = attention.attend_blocks_backward(query, query, parts, blocks, merged, SCALE, dq)
+    assert {place: grad.shape for place, grad in found.items()} == {place: kv.shape for place, kv in parts.items()}
+
+
+def import_again() -> None:
+    """Run the file as a first import would, without touching the module that everybody uses."""
+    spec = importlib.util.spec_from_file_location("private_again", _torch_private.__file__)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("name", list(_torch_private._OPERATORS))
+def test_an_operator_that_is_gone_or_other_is_named_at_import(monkeypatch, name):
+    import_again()
+    schema = getattr(torch.ops.aten, name).default._schema
+    for arguments, returns in (((), 1), (schema.arguments[1:], 3), (schema.arguments, 1)):
+        other = SimpleNamespace(_schema=SimpleNamespace(arguments=list(arguments), returns=[None] * returns))
+        monkeypatch.setattr(torch.ops.aten, name, SimpleNamespace(default=other))
+        with pytest.raises(ImportError, match=f"^torch {re.escape(torch.__version__)} lacks .*{name}"):
+            import_again()
+    monkeypatch.setattr(torch.ops.aten, name, None)
+    with pytest.raises(ImportError, match=name):
+        import_again()
+
+
 def test_two_zigzag_pieces_take_five_blocks_and_half_the_work_each():
     cut = Cut(zigzag(64, 2))
     blocks = [cut.blocks(place, None) for place in range(2)]
     assert [len(some) for some in blocks] == [4, 2]
+    assert [[block.sees is Sees.EARLIER for block in some] for some in blocks] == [
+        [True] * 2 + [False] * 2,
+        [True, False],
+    ]
+    assert [block.owner for block in blocks[0]] == [0, 0, 0, 1], "others' keys last, for which it waits"
     work = [
         sum(
             (b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start) // (1 if b.sees is Sees.ALL else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 import uuid
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
+from support.failing import assert_all_noticed
 from support.rank_worker import die
 from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, step_of, tokens_of
@@ -91,6 +93,48 @@ def test_a_thousand_random_minibatches(ranks: Any) -> None:
 
     for keep in (True, False):
         ranks(3).run(at_random_paces, uuid.uuid4().hex, [one() for _ in range(500)], keep)
+
+
+def in_their_own_orders(rank: int, world: int, name: str, job: list[tuple[Minibatch, list[int]]]) -> str:
+    """Each rank runs the split samples in an order of its own; returns what it was told, or nothing."""
+    splitter = splitter_of(model_of("own"), name)
+    model, said = model_of("own"), ""
+    for minibatch, seeds in job:
+        random.Random(seeds[rank]).shuffle(minibatch.splits)
+        try:
+            step_of(model, splitter, minibatch, rank, world, 0.002)
+        except WaitTimeoutError:
+            raise
+        except OdcError as error:
+            said = str(error)
+            break
+    dist.barrier()
+    return said
+
+
+def test_opposite_orders_are_told_to_all_who_meet_them(ranks: Any) -> None:
+    pool = ranks(3)
+
+    @given(
+        st.lists(st.tuples(minibatches(), st.lists(st.integers(0, 2), min_size=3, max_size=3)), min_size=1, max_size=2)
+    )
+    @settings(max_examples=examples(40))
+    def property_(job: list[tuple[Minibatch, list[int]]]) -> None:
+        differ = False
+        for minibatch, seeds in job:
+            orders = [minibatch.splits[:] for _ in seeds]
+            for order, seed in zip(orders, seeds, strict=True):
+                random.Random(seed).shuffle(order)
+            plans = [Minibatch(order).plan(3).splits for order in orders]
+            for at, splits in enumerate(zip(*plans, strict=True)):
+                met = [
+                    (rank, other) for rank in range(3) for other in plans[rank][at].ranks if rank in splits[rank].ranks
+                ]
+                differ = differ or any(splits[rank] != splits[other] for rank, other in met)
+        told = pool.run(in_their_own_orders, uuid.uuid4().hex, job, timeout=120.0)
+        assert any(told) == differ, told
+
+    property_()
 
 
 # refusals ---------------------------------------------------------------------------------------------------------
@@ -237,6 +281,39 @@ def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
     for one in (outcomes[0], outcomes[2]):
         assert one.error == "PeerLostError" and "rank 1" in one.message, one.describe()
         assert one.at - died <= 2.0, f"after {one.at - died:.1f} s"
+
+
+def dies_anywhere(rank: int, world: int, name: str, seed: int) -> None:
+    """Random minibatches, of which the last has a piece for each; one rank dies in a layer of some piece of its own."""
+    draw = random.Random(seed)
+    culprit, where, after = draw.randrange(world), draw.choice(["forward", "backward"]), draw.randrange(12)
+    model: Any = model_of("own")
+    splitter = splitter_of(model, name, keep=draw.random() < 0.5, timeout_s=600.0)
+    splitter.prepare()
+    dist.barrier()
+    calls = itertools.count()
+    layer = model.qkv[draw.randrange(2)]
+
+    def perhaps(*unused: Any) -> None:
+        if rank == culprit and next(calls) == after:
+            die(culprit)
+
+    if where == "forward":
+        layer.register_forward_pre_hook(perhaps)
+    else:
+        layer.register_full_backward_hook(perhaps)
+    for _ in range(40):
+        splits = [(draw.randint(12, 80), draw.sample(range(world), draw.randint(2, world)), "zigzag") for _ in range(3)]
+        step_of(model, splitter, Minibatch([*splits, (50, list(range(world)), "zigzag")]), rank, world, 0.002)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_that_dies_anywhere_is_named_by_all(seed: int) -> None:
+    with spawn_ranks(3, dies_anywhere, uuid.uuid4().hex, seed) as ranks:
+        outcomes = ranks.wait()
+    ((died, culprit),) = [told for outcome in outcomes for told in outcome.told]
+    assert_all_noticed(outcomes, culprit, died)
 
 
 def fails_in_a_piece(splitter: Splitter, world: int) -> None:
