@@ -141,7 +141,13 @@ def test_losses_memory_and_plan_are_there(figures: dict) -> None:
     assert odc["loss"]["largest_difference"] == pytest.approx(1e-6)
     assert figures["arms"]["fsdp2"]["loss"]["largest_difference"] == 0.0
     assert (odc["peak_bytes"], odc["held_bytes"], odc["baseline_bytes"]) == (301 << 20, 120 << 20, 100 << 20)
-    assert odc["plan"] == {"bubble": 0.25, "bound": 0.125, "microbatches": [[1, 2], [1, 2]], "dummies": 0}
+    assert odc["plan"] == {
+        "bubble": 0.25,
+        "bound": 0.125,
+        "microbatches": [[1, 2], [1, 2]],
+        "dummies": 0,
+        "pieces": [0, 0],
+    }
     assert (odc["steal"], figures["arms"]["fsdp2"]["steal"]) == (0.02, None), "median over repeats; not known"
     assert {"machine", "versions", "seed", "command", "job", "schema"} <= figures.keys()
 
