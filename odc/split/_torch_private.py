@@ -37,11 +37,11 @@ def _fail(missing: str) -> ImportError:
 
 def _check() -> None:
     for name, (arguments, results) in _OPERATORS.items():
-        operator = getattr(getattr(_aten, name, None), "default", None)
-        given = [argument.name for argument in operator._schema.arguments] if operator is not None else []
+        schema: Any = getattr(getattr(getattr(_aten, name, None), "default", None), "_schema", None)
+        given = [argument.name for argument in schema.arguments] if schema is not None else []
         if tuple(given[: len(arguments)]) != arguments or "scale" not in given:
             raise _fail(f"aten.{name}({', '.join(arguments)}, scale)")
-        if len(operator._schema.returns) != results:
+        if len(schema.returns) != results:
             raise _fail(f"the {results} results of aten.{name}")
 
 

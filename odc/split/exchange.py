@@ -69,10 +69,11 @@ class PieceExchange:
     def join(self, minibatch: PieceMinibatch | None) -> None:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
-        if minibatch is None or (before is not None and before.epoch == minibatch.epoch):
-            return
         for arena in (self._kv, self._grads):
-            if before is not None:
+            if minibatch is None:
+                arena.absent_if(lambda member: False)
+                continue
+            if before is not None and before.epoch != minibatch.epoch:
                 arena.forget()  # all ranks were done with that minibatch before this one began
             arena.absent_if(lambda member: minibatch.absent(self._ranks[member]))
 

@@ -31,7 +31,8 @@ class PieceMinibatch:
         return self._protocol.gives_up(self._protocol.grid.me)
 
     def absent(self, rank: int) -> bool:
-        """Whether a global rank takes no further part in pieces of this minibatch."""
+        """Whether a global rank takes no further part in pieces of this minibatch; PeerLostError if it was aborted."""
+        self._protocol.waiter.check("waiting for a piece of a split sample")
         member = self._members.get(rank)
         return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
@@ -15,6 +16,7 @@ from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, tokens_of
 
 from odc import AbandonedMinibatchError, Settings, fully_shard
+from odc.errors import PeerLostError
 from odc.split import Splitter
 
 WORLD = 3
@@ -193,3 +195,27 @@ def test_a_rank_that_forgets_its_pieces_is_named() -> None:
     said = "rank 1 ended the minibatch without kv0 of step 1000001; every rank must take all its pieces"
     assert outcomes[0].error == "OdcError" and said in outcomes[0].message, outcomes[0].describe()
     assert outcomes[1].error == "PeerLostError" and said in outcomes[1].message, outcomes[1].describe()
+
+
+def fails_before_its_pieces(rank: int, world: int, name: str) -> None:
+    """The block of rank 1 ends by an error, but its process lives on."""
+    model = sharded(Job([], []))
+    splitter = Splitter(model, LONGEST, timeout_s=300.0, name=name)
+    splitter.prepare()
+
+    def minibatch() -> None:
+        with model.minibatch():
+            if rank == 1:
+                boom()
+            for piece in splitter.pieces(Minibatch([(60, [0, 1], "zigzag")]).plan(world)):
+                loss_of(model, *piece.of(tokens_of(0, 60))).backward()
+
+    with pytest.raises(Boom if rank else PeerLostError):
+        minibatch()
+    dist.barrier()
+
+
+def test_an_error_that_ends_the_block_reaches_who_waits_for_pieces() -> None:
+    with spawn_ranks(2, fails_before_its_pieces, uuid.uuid4().hex) as job:
+        outcomes = job.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
