@@ -34,9 +34,9 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], title: str = "plan") -> 
     _boxes(axes, [(0.0, rank, longest) for rank in range(ranks)], _IDLE, height, "idle")
     starts = plan.split_starts
     for number, (split, at) in enumerate(zip(plan.splits, starts, strict=True)):
-        boxes = [(at, rank, cost) for rank, cost in zip(split.ranks, split.costs, strict=True)]
+        pieces = [(at, float(rank), cost) for rank, cost in zip(split.ranks, split.costs, strict=True)]
         label = "pieces of split samples" if number == 0 else None
-        _boxes(axes, boxes, _PIECES[number % len(_PIECES)], height, label)
+        _boxes(axes, pieces, _PIECES[number % len(_PIECES)], height, label)
     shades: tuple[list[tuple[float, float, float]], ...] = ([], [])
     for rank, costs in enumerate(plan.costs):
         start = plan.split_ends[rank]

@@ -6,6 +6,7 @@ gangs that share a rank with it, and the gangs of a round are computed together,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -66,7 +67,7 @@ class Pieces:
         self.now[ranks] = now
 
 
-def _rounds(gangs: list[Gang] | tuple[Gang, ...], ranks: int) -> list[list[int]]:
+def _rounds(gangs: Sequence[Gang], ranks: int) -> list[list[int]]:
     """Numbers of the gangs that are computed together."""
     after, rounds = [0] * ranks, list[list[int]]()
     for number, gang in enumerate(gangs):

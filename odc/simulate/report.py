@@ -23,8 +23,8 @@ def study_table(study: Study) -> Table:
     table = Table(
         title=f"simulated: {scenario.model} on {scenario.ranks} x {scenario.machine},\n"
         f"{scenario.samples_per_rank} samples a rank, lengths like {scenario.lengths}",
-        caption=f"means of {scenario.minibatches} minibatches, speed-ups over {study.arms[0].arm}; no plan has a\n"
-        f"longest rank below {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers",
+        caption=f"means of {scenario.minibatches} minibatches, speed-ups over {study.arms[0].arm}; whole samples\n"
+        f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers",
     )
     table.add_column("arm", no_wrap=True)
     for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts"):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from odc.balance import Plan
+from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
@@ -34,13 +35,19 @@ def check_splittable(source: Path) -> None:
 class DocumentPieces:
     """The pieces of one rank, of documents of at most `longest` tokens. Every rank makes one, of a sharded model.
 
-    Raises `UnsupportedError` if samples of the model cannot be split.
+    Raises `UnsupportedError` if samples of the model cannot be split, and `ConfigError` if the longest one cannot, for
+    want of ranks on this host.
     """
 
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
         self._device, world = device, dist.get_world_size()
         self.node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         self._cap = config.max_tokens
+        if longest > max(self._cap, self._most_pieces * (self._cap - 2)):
+            raise ConfigError(
+                f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
+                f"tokens, one on each rank of a host; take at least {-(-longest // self._most_pieces) + 2}"
+            )
         self._splitter = Splitter(
             model,
             longest,
@@ -62,8 +69,12 @@ class DocumentPieces:
 
     def least_cap(self, longest: int) -> int:
         """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""
-        pieces = 1 << (self.node.bit_length() - 1)  # of a sample, at most
-        return min(self._cap, longest, -(-longest // pieces) + 2)
+        return min(self._cap, longest, -(-longest // self._most_pieces) + 2)
+
+    @property
+    def _most_pieces(self) -> int:
+        """Of one sample."""
+        return 1 << (self.node.bit_length() - 1)
 
     def of(self, plan: Plan, documents: Sequence[Document]) -> Iterator[tuple[SamplePiece, dict[str, Any]]]:
         """This rank's pieces and the model's arguments for each; forward and backward come before the next.

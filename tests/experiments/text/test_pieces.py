@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import RanksFailed
 from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
 
 from odc.balance import Plan
@@ -126,6 +128,16 @@ def test_a_piece_that_does_not_fit_costs_an_attempt_then_a_step(
         first = result[0].steps[0]
         assert first.pieces and "rank 1: out of memory in piece of sample" in str(first.retried)
         assert [s.loss for s in result[0].steps] == pytest.approx([s.loss for s in expected], rel=2e-5)
+
+
+def test_a_host_with_too_few_ranks_for_the_longest_document_says_so(ranks: Pools, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"does not fit in 1 pieces of 60 tokens, one on each rank of a host"):
+        ranks(2).run(on_small_hosts, split_job(tmp_path, max_tokens=60))
+
+
+def on_small_hosts(rank: int, world: int, config: JobConfig) -> None:
+    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"):
+        rank_job(config)
 
 
 def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(tmp_path: Path) -> None:
