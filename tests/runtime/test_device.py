@@ -74,7 +74,7 @@ def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
 
 def test_the_own_chunk_is_added_after_it_was_computed(deferred: list[DeferredLanes]) -> None:
     """In another lane than the one that computes it."""
-    with Crew(MATRICES, 2, by_hand=True) as crew:
+    with HeapGroup(MATRICES, 2, by_hand=True) as crew:
         crew.publish_all()
         sent = gradients(crew.units[1], 2, 777.0)
         with deferred[0].lane("push"):
