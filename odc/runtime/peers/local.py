@@ -112,8 +112,7 @@ class LocalPeer(TellingPeer):
         if view is None:
             spec = unit.params[param]
             at = (key[2] * unit.published_bytes + spec.published_offset) // spec.dtype.itemsize
-            view = self._heap.tensor(self.member, f"published/{unit.index}", spec.dtype, offset=at, numel=spec.numel)
-            self._published[key] = view
+            view = self._published[key] = self._view(f"published/{unit.index}", spec.dtype, at, spec.numel)
         return view
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
@@ -122,8 +121,7 @@ class LocalPeer(TellingPeer):
         view = self._shards.get(key)
         if view is None:
             at = key[1] * unit.published_bytes
-            view = self._heap.tensor(self.member, f"published/{unit.index}", torch.uint8, offset=at)
-            self._shards[key] = view
+            view = self._shards[key] = self._view(f"published/{unit.index}", torch.uint8, at)
         return view
 
     def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
@@ -132,9 +130,13 @@ class LocalPeer(TellingPeer):
         view = self._accumulators.get(key)
         if view is None:
             name, dtype, count = f"accumulator/{unit.index}", unit.accumulator_dtype, unit.numel
-            view = self._heap.tensor(self.member, name, dtype, offset=source * count, numel=count)
-            self._accumulators[key] = view
+            view = self._accumulators[key] = self._view(name, dtype, source * count, count)
         return view
+
+    def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None = None) -> torch.Tensor:
+        # One made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            return self._heap.tensor(self.member, name, dtype, offset=offset, numel=numel)
 
     def mutex(self, unit: UnitSpec) -> RobustMutex:
         """The lock that guards adds into the accumulator of `unit`."""

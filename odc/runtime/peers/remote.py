@@ -155,5 +155,6 @@ class RemotePeer(TellingPeer):
         key = name, offset, dtype.itemsize
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
+            with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
+                view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
         return view
