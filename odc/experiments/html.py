@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from odc.errors import OdcError
+from odc.errors import OdcError, install
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ def require_template_engine() -> None:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise OdcError("an HTML report needs jinja2 and matplotlib: pip install 'odc-fsdp[plot]'") from error
+        raise OdcError(f"an HTML report needs jinja2 and matplotlib: {install('plot')}") from error
 
 
 def write_html(path: Path, figures: Mapping[str, Any], tables: Sequence[Table], timeline: Path | None) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.fsdp import OdcModule, fully_shard
 from odc.integrations._generation import generate_alone
 from odc.settings import Settings
@@ -27,7 +27,7 @@ try:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
     from accelerate.utils.other import get_module_children_bottom_up
 except ImportError as error:
-    raise ImportError("OdcFsdpPlugin needs accelerate: pip install 'odc-fsdp[transformers]'") from error
+    raise ImportError(f"OdcFsdpPlugin needs accelerate: {install('transformers')}") from error
 
 
 @dataclass

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, install
 from odc.fsdp import fully_shard
 from odc.settings import Settings
 
@@ -19,7 +19,7 @@ try:
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.distributed.compile import apply_compile
 except ImportError as error:
-    raise ImportError("odc.integrations.torchtitan needs torchtitan: pip install 'odc-fsdp[torchtitan]'") from error
+    raise ImportError(f"odc.integrations.torchtitan needs torchtitan: {install('torchtitan')}") from error
 
 
 def with_odc(config: Any, settings: Settings | None = None) -> Any:

@@ -34,6 +34,7 @@ from odc.integrations.transformers_balance import (
     planned_loader,
     refuse_unplanned,
 )
+from odc.integrations.transformers_pieces import TrainerPieces, node, refuse_unsplittable
 from odc.settings import Settings
 
 try:
@@ -113,7 +114,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
 
     With `max_tokens`, the `per_device_train_batch_size` x ranks samples of each optimizer step are spread over the
     ranks by LB-Mini, in microbatches of at most that many tokens, padding not counted. Ranks have as many as the plan
-    gives them, and meet once a step.
+    gives them, and meet once a step. With `split` as well, long samples run as pieces on several ranks of a host
+    (`odc.split`), and a sample may have `max_tokens` on each of them.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         blocks: str | Iterable[str] | None = None,
         settings: Settings | None = None,
         max_tokens: int | None = None,
+        split: bool = False,
         **options: Any,
     ) -> None:
         if options.get("model_init") is not None:
@@ -136,14 +139,25 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             refuse_arguments(args)
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._split, self._pieces = max_tokens, split, None
+        if split and max_tokens is None:
+            raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
         if max_tokens is not None:
             refuse_unplanned(self, max_tokens)
+        if split:
+            refuse_unsplittable(self)
         self._kind = type(self.model)
         settings = settings_for(self.args, settings)
         prepare(self.model, blocks=blocks, settings=settings)
         if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
             _prepare_reference(reference, blocks=blocks, settings=settings)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer's; frees the arenas of split samples at its end."""
+        result = super().train(*args, **options)
+        if self._pieces is not None:
+            self._pieces.close()
+        return result
 
     def get_train_dataloader(self) -> Any:
         """As the Trainer's; with `max_tokens`, a loader of planned steps."""
@@ -151,9 +165,10 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         if self._max_tokens is None:
             return stock
         args, world = self.args, self.args.world_size
+        lengths = lengths_of(self.train_dataset, args.length_column_name)
         steps = PlannedSteps(
             self._get_train_sampler(self.train_dataset),
-            lengths_of(self.train_dataset, args.length_column_name),
+            lengths,
             self._train_batch_size * world,
             self._max_tokens,
             cost_of(self.model),
@@ -161,7 +176,11 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             world=world,
             seed=args.seed if args.data_seed is None else args.data_seed,
             drop_last=args.dataloader_drop_last,
+            split=node() if self._split else None,
         )
+        if self._split:
+            keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
+            self._pieces = TrainerPieces(self.model, max(lengths), self._max_tokens, keep=keep)
         return planned_loader(stock, steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -170,7 +189,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         steps = [step for _, step in zip(range(num_batches), epoch_iterator, strict=False)]
         none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
-        return steps, self._get_num_items_in_batch([one for step in steps for one in step] or [none], device)
+        counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
+        return steps, self._get_num_items_in_batch(counted or [none], device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a batch, or of this rank's microbatches of a planned step; its loss."""
@@ -178,13 +198,16 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             return super().training_step(model, inputs, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
         with model.minibatch(), local_metrics(self.accelerator):
-            for microbatch in inputs:
+            if inputs.split is not None:
+                for piece in self._pieces.of(inputs.split):
+                    loss += super().training_step(model, piece, num_items_in_batch)
+            for microbatch in inputs.microbatches:
                 loss += super().training_step(model, microbatch, num_items_in_batch)
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As the Trainer's, of all microbatches of a planned step."""
-        some = inputs if isinstance(inputs, StepOfRank) else [inputs]
+        some = inputs.counted(self.args.process_index) if isinstance(inputs, StepOfRank) else [inputs]
         return sum(super(OdcTrainer, self).floating_point_ops(one) for one in some)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

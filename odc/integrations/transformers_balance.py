@@ -13,17 +13,28 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from odc.balance import cost_from_config, lb_mini, linear_cost
+from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost
 from odc.balance.cost import Cost
 from odc.errors import ConfigError, PlanError
+from odc.integrations.transformers_pieces import SplitSamples
 
 
-class StepOfRank(list[Any]):
-    """The collated microbatches that one rank computes in one optimizer step."""
+class StepOfRank:
+    """What one rank computes in one optimizer step: the pieces of split samples first, then collated microbatches."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.split = next((one for one in items if isinstance(one, SplitSamples)), None)
+        self.microbatches = [one for one in items if not isinstance(one, SplitSamples)]
+
+    def counted(self, rank: int) -> list[Any]:
+        """Batches whose labels this rank reports: each sample's on one rank."""
+        return self.microbatches + ([] if self.split is None else self.split.counted(rank))
 
 
-class PlannedSteps(Sampler[list[list[int]]]):
+class PlannedSteps(Sampler[list[Any]]):
     """For every optimizer step of an epoch this rank's microbatches, as lists of indices into the dataset.
+
+    With `split`, the ranks of one host, long samples are split over them: their `SplitSamples` come first.
 
     `order` draws the indices of an epoch. It is seeded here if it has a `generator`, with `seed` and the epoch, so all
     ranks draw alike. `lengths` are the tokens of every sample, `samples` how many one step has over all ranks (the last
@@ -42,6 +53,7 @@ class PlannedSteps(Sampler[list[list[int]]]):
         world: int,
         seed: int,
         drop_last: bool,
+        split: int | None = None,
     ) -> None:
         self._order, self._lengths, self._samples, self._max_tokens, self._cost = (
             order,
@@ -51,9 +63,14 @@ class PlannedSteps(Sampler[list[list[int]]]):
             cost,
         )
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
-        self._epoch = 0
-        if over := [i for i, length in enumerate(lengths) if length > max_tokens]:
-            raise ConfigError(f"sample {over[0]} has {lengths[over[0]]} tokens, more than max_tokens={max_tokens}")
+        self._epoch, self._node = 0, split
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        pieces = 1 if split is None else 1 << (split.bit_length() - 1)
+        if lengths[longest] > max_tokens * pieces:
+            more = f" on each of {pieces} ranks" if pieces > 1 else ""
+            raise ConfigError(
+                f"sample {longest} has {lengths[longest]} tokens, more than max_tokens={max_tokens}{more}"
+            )
 
     @property
     def batch_sampler(self) -> PlannedSteps:
@@ -68,18 +85,31 @@ class PlannedSteps(Sampler[list[list[int]]]):
         whole, rest = divmod(len(self._lengths), self._samples)
         return whole + (rest > 0 and not self._drop_last)
 
-    def __iter__(self) -> Iterator[list[list[int]]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         if hasattr(self._order, "generator"):
             self._order.generator = torch.Generator().manual_seed(self._seed + self._epoch)
         indices = [int(i) for i in self._order]
         for step in range(len(self)):
             chosen = indices[step * self._samples : (step + 1) * self._samples]
-            plan = lb_mini([self._lengths[i] for i in chosen], self._world, self._max_tokens, self._cost)
-            yield [[chosen[i] for i in microbatch] for microbatch in plan.ranks[self._rank]]
+            items: list[Any] = []
+            plan = self._plan([self._lengths[i] for i in chosen])
+            if plan.splits:
+                items.append(SplitSamples.of(plan, chosen, self._rank))
+            for microbatch in filter(None, plan.ranks[self._rank]):
+                items.append([chosen[i] for i in microbatch])
+            yield items
+
+    def _plan(self, lengths: list[int]) -> Plan:
+        if self._node is None:
+            return lb_mini(lengths, self._world, self._max_tokens, self._cost)
+        return lb_split(lengths, self._world, self._max_tokens, self._cost, node=self._node)
 
 
 class _Microbatches(Dataset[Any]):
-    """A dataset whose index is a list of indices, and whose item is the collated microbatch."""
+    """A dataset whose index is a list of indices, and whose item is the collated microbatch.
+
+    An index may be `SplitSamples` too: each of its rows is then collated alone.
+    """
 
     def __init__(self, rows: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._rows, self._collate = rows, collate
@@ -87,7 +117,10 @@ class _Microbatches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, indices: list[int]) -> Any:
+    def __getitem__(self, indices: list[int] | SplitSamples) -> Any:
+        if isinstance(indices, SplitSamples):
+            rows = {sample: self._collate([self._rows[i]]) for sample, i in indices.rows.items()}
+            return indices._replace(rows=rows)
         return self._collate([self._rows[i] for i in indices])
 
 

@@ -24,7 +24,8 @@ def as_torchrun(rank: int, world: int) -> None:
         del os.environ[name]
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ |= {name: str(value) for name, value in told.items()}
     warnings.simplefilter("ignore")  # a pool rank is left as it is; none of these are ours
 
