@@ -75,9 +75,8 @@ def table(answers: list[RankStatus]) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    roots = [root for answer in answers for root in answer.roots]
-    several = len({root["root"] for root in roots}) > len({started_by(answer.pid) for answer in answers})
-    queued = any(root.get("queue") is not None for root in roots)
+    several = any(len(answer.roots) > 1 for answer in answers)
+    queued = any(root.get("queue") is not None for answer in answers for root in answer.roots)
     heads = ["job", "rank", "pid", *["root"] * several, "epoch", "state", "mb", *["claimed"] * queued]
     heads += ["in/out MiB", "slots", "waits for"]
     made = Table(*heads, box=None, padding=(0, 1, 0, 0), pad_edge=False)
