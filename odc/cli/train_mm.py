@@ -52,6 +52,10 @@ def train_mm(
 
     One arm may be saved and resumed, and runs under torchrun as one rank; a comparison prints a table.
     """
+    from odc.experiments.preflight import require
+
+    for package in ("transformers", "PIL", "soundfile"):
+        require(package, "multimodal", "train-mm")
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     folder = Path(output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}")
     if "data" not in fields:
