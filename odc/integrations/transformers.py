@@ -134,9 +134,9 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             )
         if args is not None:
             refuse_arguments(args)
+        self._max_tokens = max_tokens
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
-        self._max_tokens = max_tokens
         if max_tokens is not None:
             refuse_unplanned(self, max_tokens)
         self._kind = type(self.model)
@@ -172,7 +172,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
         return steps, self._get_num_items_in_batch([one for step in steps for one in step] or [none], device)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of a batch, or of this rank's microbatches of a planned step; its loss."""
         if not isinstance(inputs, StepOfRank):
             return super().training_step(model, inputs, num_items_in_batch)
