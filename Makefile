@@ -81,6 +81,7 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.generation --results $(RESULTS))
 
 # On a GPU machine that has torch with CUDA already: make test-gpu BIN=$(dirname $(which python3)) READY=
 test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)

@@ -40,6 +40,7 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     asks for it, from `prepare`.
     """
 
+    fsdp_version: int | None = None  # 2 is meant
     settings: Settings | None = None
     cpu: bool = False
 

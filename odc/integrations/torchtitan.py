@@ -65,7 +65,8 @@ def parallelize(
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
     fully_shard(model, **options)
-    model.set_gradient_divide_factor(1.0)  # the trainer has divided each loss by the tokens of all ranks
+    for unit in (*model.layers.values(), model):
+        unit.set_gradient_divide_factor(1.0)  # the trainer has divided each loss by the tokens of all ranks
     return model
 
 

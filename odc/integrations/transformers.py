@@ -137,9 +137,9 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             )
         if args is not None:
             refuse_arguments(args)
+        self._max_tokens, self._split, self._pieces = max_tokens, split, None
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
-        self._max_tokens, self._split, self._pieces = max_tokens, split, None
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
         if max_tokens is not None:
@@ -192,7 +192,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
         return steps, self._get_num_items_in_batch(counted or [none], device)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of a batch, or of this rank's microbatches of a planned step; its loss."""
         if not isinstance(inputs, StepOfRank):
             return super().training_step(model, inputs, num_items_in_batch)

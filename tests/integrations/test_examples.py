@@ -63,6 +63,7 @@ def test_ranks_generate_at_their_own_pace(ranks) -> None:
         assert epoch == 1
 
 
+@pytest.mark.thorough
 def test_rank_0_evaluates_alone_while_the_others_leave(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
