@@ -72,14 +72,25 @@ def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
         assert [set(layout.mine.accumulator(crew.units[0]).tolist()) for layout in crew.layouts] == [{2.0}] * 4
 
 
-def test_the_own_chunk_is_added_after_it_was_computed(deferred: list[DeferredLanes]) -> None:
-    """In another lane than the one that computes it."""
+def test_a_slot_holds_all_that_a_push_brings(deferred: list[DeferredLanes]) -> None:
+    with Crew([[("w", 1 << 20, BF16)]], 2) as crew:
+        assert (crew.layouts[0].ring.slots, crew.layouts[0].ring.slot_bytes) == (2, 2 << 20)
+
+
+def test_the_own_chunk_is_added_after_it_was_computed(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane that adds it has nothing else to do, and would begin at once."""
     with Crew(MATRICES, 2, by_hand=True) as crew:
         crew.publish_all()
+        lanes, mover = deferred[0], crew.layouts[0].mover
+        assert isinstance(mover, DeferredMover)
+        add = mover.add_part
+        monkeypatch.setattr(mover, "add_part", lambda *args: (add(*args), lanes.settle()), raising=False)
         sent = gradients(crew.units[1], 2, 777.0)
-        with deferred[0].lane("push"):
+        with lanes.lane("push"):
             for gradient in sent:
-                deferred[0].ask(lambda gradient=gradient: gradient.values.fill_(4.0))
+                lanes.ask(lambda gradient=gradient: gradient.values.fill_(4.0))
             crew.members[0].pusher.push(crew.units[1], sent)
         assert set(crew.layouts[0].mine.accumulator(crew.units[1]).tolist()) == {4.0}
 
