@@ -67,7 +67,8 @@ class Endpoint:
         elif self.pusher.epoch == self.protocol.epoch:
             self.protocol.share_counts(self.pusher.counts)
         if outcome is Outcome.ABANDONED:
-            self.pusher.post_all()
+            with lanes.lane("push"):
+                self.pusher.post_all()
             self.protocol.explain(reason)
         self.protocol.await_links()
         self.protocol.close(outcome)

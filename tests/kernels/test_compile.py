@@ -96,6 +96,20 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(target: int) -> No
             assert min(found[name] for name in wide) >= 8, f"{kernel}: {found}"
 
 
+def test_machine_code_moves_16_bytes_at_a_time_and_adds_four_numbers_at_once() -> None:
+    """PTX is a wish: this is what a Hopper runs."""
+    for kernel in ("get", "gather", "scatter", "publish-copy", "put-signal"):
+        found = facts(90)[kernel]["sass"]
+        assert found["LDG.E.128"] >= 8 and found["STG.E.128"] >= 8, f"{kernel}: {found}"
+    for kernel in ("accumulate-bf16", "accumulate-fp32"):
+        found = facts(90)[kernel]["sass"]
+        assert found["REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"] >= 8, f"{kernel}: {found}"
+    assert facts(90)["differ-cast"]["sass"]["LDG.E.128"] >= 8
+    for kernel, one in facts(90).items():
+        spilled = {name for name in one.get("sass", {}) if name.startswith(("LDL", "STL"))}
+        assert not spilled, f"{kernel} spills: {spilled}"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_published_bytes_are_compared_where_they_lie(target: int) -> None:
     """Read 16 bytes at a time; all that is stored is the word of what was found."""

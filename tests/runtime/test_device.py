@@ -65,23 +65,34 @@ def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
         push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 2.0))
         assert deferred[1].settled - before == 1, "one wait for all owners and the own chunk"
         assert staged == [4], "one call for all owners"
-        assert group.rung == [2, 3, 0]
+        assert group.notified == [2, 3, 0]
         assert [group.layouts[owner].mine.sent.load(1) for owner in range(4)] == [1, 0, 1, 1], "one block an owner"
         for owner in (0, 2, 3):
             group.drain(owner)
         assert [set(layout.mine.accumulator(group.units[0]).tolist()) for layout in group.layouts] == [{2.0}] * 4
 
 
-def test_the_own_chunk_is_added_after_it_was_computed(deferred: list[DeferredLanes]) -> None:
-    """In another lane than the one that computes it."""
-    with HeapGroup(MATRICES, 2, by_hand=True) as crew:
-        crew.publish_all()
-        sent = gradients(crew.units[1], 2, 777.0)
-        with deferred[0].lane("push"):
+def test_a_slot_holds_all_that_a_push_brings(deferred: list[DeferredLanes]) -> None:
+    with HeapGroup([[("w", 1 << 20, BF16)]], 2) as group:
+        assert (group.layouts[0].ring.slots, group.layouts[0].ring.slot_bytes) == (2, 2 << 20)
+
+
+def test_the_own_chunk_is_added_after_it_was_computed(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane that adds it has nothing else to do, and would begin at once."""
+    with HeapGroup(MATRICES, 2, by_hand=True) as group:
+        group.publish_all()
+        lanes, mover = deferred[0], group.layouts[0].mover
+        assert isinstance(mover, DeferredMover)
+        add = mover.add_part
+        monkeypatch.setattr(mover, "add_part", lambda *args: (add(*args), lanes.settle()), raising=False)
+        sent = gradients(group.units[1], 2, 777.0)
+        with lanes.lane("push"):
             for gradient in sent:
-                deferred[0].ask(lambda gradient=gradient: gradient.values.fill_(4.0))
-            crew.members[0].pusher.push(crew.units[1], sent)
-        assert set(crew.layouts[0].mine.accumulator(crew.units[1]).tolist()) == {4.0}
+                lanes.ask(lambda gradient=gradient: gradient.values.fill_(4.0))
+            group.members[0].pusher.push(group.units[1], sent)
+        assert set(group.layouts[0].mine.accumulator(group.units[1]).tolist()) == {4.0}
 
 
 def test_a_drain_waits_once_and_adds_what_all_sources_pushed_in_one_call(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice, product
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -128,6 +130,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: s
         "accesses": accesses,
         "local": ".local" in ptx,
         "stack": stack(found.asm["cubin"]),
+        "sass": sass(found.asm["cubin"]) if not constants.get("NVSHMEM") else {},
         "shared": found.metadata.shared,
         "specialized": [p.name for p in kernel.params if not (p.is_constexpr or unspecialized(p, signature[p.name]))],
         "cubin": len(found.asm["cubin"]),
@@ -183,6 +186,18 @@ def stack(cubin: bytes) -> int:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (found,) = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
     return sum(map(int, found))
+
+
+def sass(cubin: bytes) -> dict[str, int]:
+    """How often each instruction of the machine code reads or writes memory outside of the program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(knobs.nvidia.cuobjdump.path)
+        path = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
+        command = [str(tool), "-sass", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=path).stdout
+    return Counter(re.findall(r"\b((?:LDG|STG|REDG?|ATOMG?|LDL|STL)\.[.\w]*)", told))
 
 
 def calls_of_every_thread(ttir: str) -> list[str]:
