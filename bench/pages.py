@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench import quoted_hosts
 from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
@@ -25,7 +26,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         *(plans.planners, plans.policies, plans.post_balancing, plans.node_wise, plans.node_exact, plans.overhead),
         *(plans.volume, plans.exchange, plans.simulator, plans.trust),
         *(runs.evaluation, runs.gather, runs.handover, runs.grpo, runs.inputs, runs.train_mm, runs.order),
-        *(speed.emulated, speed.verbs, speed.overlap),
+        *(speed.emulated, speed.verbs, speed.overlap, quoted_hosts.hosts),
     )
 }
 
