@@ -22,8 +22,8 @@ _made: dict[tuple[str, str], Any] = {}  # of this process, by arm and work
 
 @dataclass(frozen=True)
 class Work:
-    """What one arm does: `units` of `side` x `side` fp32 parameters, `microbatches` times. `kind` is "exchange", whose
-    units compute nothing, or "loop", whose units are linear layers.
+    """What one arm does, `microbatches` times. `kind` is "exchange": `units` of `side` x `side` fp32 parameters, which
+    compute nothing; or "demo": the model of `odc compare --demo`, with `TOKENS` tokens a microbatch.
     """
 
     kind: str
@@ -31,10 +31,6 @@ class Work:
     microbatches: int
     units: int = 4
     side: int = 1448
-
-    @property
-    def parameter_bytes(self) -> int:
-        return self.units * self.side**2 * 4
 
 
 class _Touch(torch.autograd.Function):
@@ -82,10 +78,8 @@ class Sharded:
     """A model under FSDP2 or odc."""
 
     def __init__(self, work: Work, arm: str) -> None:
-        torch.manual_seed(0)
-        unit = Touched if work.kind == "exchange" else (lambda side: nn.Linear(side, side, bias=False))
-        self._model: Any = nn.Sequential(*(unit(work.side) for _ in range(work.units)))
         self._work, self._arm = work, arm
+        self._model, layers = _demo() if work.kind == "demo" else _units(work)
         world = dist.get_world_size()
         hybrid = "hybrid" in arm
         shape, names = ((world // work.per_host, work.per_host), ("replicate", "shard")) if hybrid else ((world,), None)
@@ -96,10 +90,8 @@ class Sharded:
                 fully_shard,
                 Settings(engine="nixl" if "nixl" in arm else "sockets", trace=False),
             )
-        for layer in self._model:
+        for layer in (*layers, self._model):
             shard(layer, **options)
-        shard(self._model, **options)
-        self._x = torch.ones(TOKENS if work.kind == "loop" else 1, work.side)
 
     @property
     def on_demand(self) -> bool:
@@ -114,13 +106,40 @@ class Sharded:
                 if not self.on_demand:
                     self._model.set_requires_gradient_sync(last or "every" in self._arm)
                     self._model.set_is_last_backward(last)
-                self._model(self._x).sum().backward()
+                self._loss().backward()
+
+    def _loss(self) -> torch.Tensor:
+        if self._work.kind == "exchange":
+            touched: torch.Tensor = self._model(torch.ones(1))
+            return touched.sum()
+        ids = torch.arange(TOKENS).unsqueeze(0)
+        loss: torch.Tensor = self._model(input_ids=ids, labels=ids).loss
+        return loss
 
     def check(self) -> None:
         """The gradients are those of all microbatches, averaged over ranks."""
         for parameter in self._model.parameters() if self._work.kind == "exchange" else ():
             local = cast(Any, parameter.grad).to_local()
             assert bool((local == self._work.microbatches).all()), f"{self._arm}: {local.flatten()[:4]}"
+
+
+def _units(work: Work) -> tuple[Any, list[nn.Module]]:
+    model = nn.Sequential(*(Touched(work.side) for _ in range(work.units)))
+    return model, list(model)
+
+
+def _demo() -> tuple[Any, list[nn.Module]]:
+    from odc.blocks import blocks_of
+    from odc.experiments.text.model import build_model, shipped_config
+
+    model = build_model(shipped_config("qwen2-demo"), dtype=torch.float32)
+    return model, blocks_of(model)
+
+
+def parameter_bytes(work: Work) -> int:
+    """Of the whole model."""
+    model, _ = _demo() if work.kind == "demo" else _units(work)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def build(rank: int, world: int, arm: str, work: Work) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench import quoted_hosts
 from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
@@ -35,7 +36,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             runs.train_mm,
             runs.order,
         ),
-        *(speed.emulated, speed.verbs, speed.overlap),
+        *(speed.emulated, speed.verbs, speed.overlap, quoted_hosts.hosts),
     )
 }
 

@@ -58,6 +58,12 @@ def test_the_diagram_is_what_its_script_draws() -> None:
     assert f"](docs/{DIAGRAM.name})" in README.read_text(encoding="utf-8")
 
 
+def test_the_picture_of_several_hosts_is_drawn_from_what_is_stored() -> None:
+    from bench.quoted_hosts import PICTURE, svg
+
+    assert PICTURE.read_text(encoding="utf-8") == svg(), "run `python -m bench.quoted_hosts`"
+
+
 def test_the_documentation_stays_short() -> None:
     pages = [README, *(README.parent / "docs").glob("*.md")]
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150

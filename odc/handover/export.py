@@ -24,13 +24,18 @@ def weight_handle(model: Any) -> str:
     not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
     not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
 
-    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well; WaitTimeoutError or PeerLostError
-    if a rank did not start.
+    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or over several hosts;
+    WaitTimeoutError or PeerLostError if a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
     root = root_of(model)
     root_layout, grid = root.layout, root.grid
+    if any(grid.is_remote(member) for member in range(grid.shards)):
+        raise UnsupportedError(
+            f"rank {grid.rank}: a reader maps the memory of every rank that owns a shard, and this model has those on "
+            f"several of {grid.host_count} hosts; weights are exported within one host"
+        )
     names = _state_names(model, root)
     heap = root_layout.heap
     owners = []

@@ -81,6 +81,9 @@ class RankGrid:
     def host(self, member: int) -> int:
         return self.hosts[member] if self.hosts else 0
 
+    def is_remote(self, member: int) -> bool:
+        return bool(self.hosts) and self.hosts[member] != self.hosts[self.me]
+
     @property
     def here(self) -> int:
         """This rank's host."""
@@ -94,7 +97,7 @@ class RankGrid:
     @cached_property
     def remote(self) -> tuple[int, ...]:
         """Members on other hosts."""
-        return tuple(member for member in self.members if self.host(member) != self.here)
+        return tuple(member for member in self.members if self.is_remote(member))
 
     def on(self, host: int) -> tuple[int, ...]:
         """Members on `host`, by index."""

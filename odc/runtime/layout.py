@@ -88,7 +88,7 @@ class HeapLayout:
 
     def _make_peer(self, member: int) -> LocalPeer | RemotePeer:
         parameters = self.param_base[-1]
-        if member in self.grid.remote:
+        if self.grid.is_remote(member):
             return RemotePeer(self.heap, self.grid, member, parameters, self.sums_at[:-1], self.sum_sources)
         return LocalPeer(self.heap, member, self.buffers, parameters)
 
@@ -139,7 +139,7 @@ class HeapLayout:
         grid = self.grid
         if grid.shards_span_hosts:
             return grid.partners
-        return tuple(member for member in grid.replica_group if member in grid.remote)
+        return tuple(member for member in grid.replica_group if grid.is_remote(member))
 
     def peer(self, member: int) -> LocalPeer | RemotePeer:
         return self._peers[member]

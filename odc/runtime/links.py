@@ -46,6 +46,10 @@ _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.L
 _DEAD = (ConnectionResetError, BrokenPipeError)
 
 
+def _nothing(*unused: object) -> None:
+    return
+
+
 class HostLink:
     """One connection, to `member`. The daemon receives; who sends sees to it that it is one at a time."""
 
@@ -168,6 +172,8 @@ class Links:
     def _send(self, link: HostLink, *frames: Frame) -> None:
         try:
             link.send(*frames)
+        except _DEAD:
+            return  # whoever reads from it finds out whether the other end had shut down before
         except OSError as error:
             self._lost(link, error)
 
@@ -235,5 +241,7 @@ class Links:
         """Hang up; idempotent."""
         with self._changing:
             self._closed = True
+            board = self._layout.pushed_board
+            board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
             for link in self._links.values():
                 link.hang_up()

@@ -53,7 +53,7 @@ class NodeCache:
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         grid = protocol.grid
-        owners = [member for member in grid.shard_group if member in grid.remote]
+        owners = [member for member in grid.shard_group if grid.is_remote(member)]
         # This rank's own partners first, so that the ranks of a host read from different owners.
         self._owners = sorted(owners, key=lambda member: (grid.index(member) - grid.index(grid.me)) % len(grid.local))
 
@@ -138,7 +138,7 @@ def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
         return [layout.local(m).accumulator(unit, source) for m in members for source in range(layout.sources)]
     arrived = {member: _arrived(layout, number, unit) for number, member in enumerate(layout.contributors)}
     if not grid.shards_span_hosts:
-        mine = {m: layout.local(m) for m in grid.replica_group if m in grid.local}
+        mine = {m: layout.local(m) for m in grid.replica_group if not grid.is_remote(m)}
         return [
             mine[m].accumulator(unit, source) if m in mine else arrived[m][source]
             for m in grid.replica_group

@@ -202,7 +202,7 @@ class MemberProtocol:
         for member in self.grid.members:
             # An owner that has not opened this epoch may still read the counts of the last one.
             self.await_published((member,))
-            if member in self.grid.local:
+            if not self.grid.is_remote(member):
                 self.layout.local(member).pushes(self.grid.me).copy_(counts)
         self.links.tell_counts(counts)
 

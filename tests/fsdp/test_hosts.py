@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+import odc
 from odc import Settings, fully_shard
+from odc.errors import AbandonedMinibatchError, UnsupportedError
+from odc.fsdp import default_store
+from odc.handover import weight_handle
+from odc.runtime import Arena
 
 HostPools = Callable[[int, int], Any]
 HIDDEN, LAYERS = 24, 3
@@ -88,13 +97,175 @@ def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: S
     theirs = train(torch_fully_shard, rank, world, counts, None)
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), (
-            f"rank {rank}: value {number} differs: {one.flatten()[:4]} {other.flatten()[:4]}"
-        )
-    return len(ours)
+        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
+    return sum(int(one.count_nonzero()) for one in ours)
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2)])
+SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.thorough) for shape in ((3, 1), (2, 4), (3, 2)))]
+SETTINGS = {
+    "server": Settings(timeout_s=60.0),
+    "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
+    "per_source": Settings(timeout_s=60.0, accumulate="per_source", second_buffer=True),
+    "reproducible": Settings(timeout_s=60.0, reproducible=True, engine="sockets"),
+}
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), SHAPES)
 def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int) -> None:
-    counts = ((1,) * 4, (2, 1, 3, 1), (0, 2, 0, 1))
-    host_ranks(hosts, per_host).run(same, counts, Settings(timeout_s=20.0))
+    """With uneven and no microbatches, and evaluations between the steps."""
+    world = hosts * per_host
+    counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)))
+    found = host_ranks(hosts, per_host).run(same, counts, SETTINGS["server"])
+    assert min(found) > 1000
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "server"])
+def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None:
+    host_ranks(2, 2).run(same, ((1, 2, 1, 3), (0, 0, 2, 1)), SETTINGS[settings])
+
+
+def same_hybrid(rank: int, world: int) -> None:
+    """Shards within a host, replicas over hosts, and in an unchanged loop."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks"))
+    results = []
+    for shard in (fully_shard, torch_fully_shard):
+        model = Exact()
+        for layer in model.layers:
+            shard(layer, mesh=mesh)
+        shard(model, mesh=mesh)
+        optimizer = SignStep(model.parameters())
+        found = []
+        for step in range(3):
+            model(batch(rank, step, 0)).sum().backward()
+            found += [p.grad.full_tensor() for p in model.layers.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(found + [values.full_tensor() for values in model.state_dict().values()])
+    for number, (one, other) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
+
+
+def test_hybrid_sharding_equals_fsdp2(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(same_hybrid)
+
+
+def two_roots(rank: int, world: int) -> None:
+    """Two models in one minibatch, with different counts, one of which is abandoned by a rank once."""
+    results = []
+    for shard in (fully_shard, torch_fully_shard):
+        models = [Exact(), Exact()]
+        for model in models:
+            for layer in model.layers:
+                shard(layer)
+            shard(model)
+        optimizers = [SignStep(model.parameters()) for model in models]
+        for step in range(3):
+            with odc.minibatch(*models) if shard is fully_shard else contextlib.nullcontext():
+                for number, model in enumerate(models):
+                    model(batch(rank, step, number)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([values.full_tensor() for model in models for values in model.state_dict().values()])
+    for number, (one, other) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
+
+
+def abandoned(rank: int, world: int) -> str:
+    model = Exact()
+    fully_shard(model)
+
+    def give_up() -> None:
+        with model.minibatch():
+            model(batch(rank, 0, 0)).sum().backward()
+            if rank == world - 1:
+                model.abandon_minibatch("a sample cannot be read")
+
+    with pytest.raises(AbandonedMinibatchError) as caught:
+        give_up()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with model.minibatch():
+        model(batch(rank, 1, 0)).sum().backward()
+    reference = Exact()
+    torch_fully_shard(reference)
+    reference(batch(rank, 1, 0)).sum().backward()
+    for one, other in zip(model.layers.parameters(), reference.layers.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), "what was abandoned has been summed"
+    return caught.value.reason
+
+
+def test_several_roots(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(two_roots)
+
+
+def test_a_minibatch_is_abandoned_on_every_host(host_ranks: HostPools) -> None:
+    assert host_ranks(2, 2).run(abandoned) == ["a sample cannot be read"] * 4
+
+
+def crossing(rank: int, world: int, microbatches: int) -> tuple[int, int]:
+    """Bytes that this rank's host sends in a minibatch, and what the formula says."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def minibatch() -> None:
+        with model.minibatch():
+            for _ in range(microbatches):
+                model(torch.ones(2, 512)).sum().backward()
+        model.zero_grad()
+
+    minibatch()
+    dist.barrier()
+    before = sent()
+    dist.barrier()
+    minibatch()
+    dist.barrier()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return sent() - before, elements * (4 + 4) // 2
+
+
+def sent() -> int:
+    """Bytes that the host's device has sent, with all headers."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    raise AssertionError("no device")
+
+
+@pytest.mark.parametrize(
+    ("per_host", "microbatches"), [(2, 3), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((1, 3), (2, 1)))]
+)
+def test_each_byte_crosses_the_network_once(host_ranks: HostPools, per_host: int, microbatches: int) -> None:
+    """Whatever the microbatches and the ranks of a host: half of the shards, and half of the sums."""
+    for found, formula in host_ranks(2, per_host).run(crossing, microbatches):
+        assert formula < found < 1.05 * formula, (found, formula)
+
+
+def refused(rank: int, world: int) -> tuple[str, str, str]:
+    told = []
+    spread = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
+    for mesh, settings in ((spread, Settings(queue_bytes=1 << 16)), (across, Settings())):
+        model = Exact()
+        fully_shard(model, mesh=mesh, settings=settings)
+        with pytest.raises(UnsupportedError) as caught:
+            model(batch(rank, 0, 0))
+        told.append(str(caught.value))
+    arena = Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "over hosts")
+    with pytest.raises(UnsupportedError) as caught:
+        arena.layout.attach_all()
+    model = Exact()
+    fully_shard(model)
+    with pytest.raises(UnsupportedError, match="weights are exported within one host"):
+        weight_handle(model)
+    return told[0], told[1], str(caught.value)
+
+
+def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None:
+    for rank, (queue, mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
+        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and Settings(queue_bytes=...)" in queue
+        assert "keep each replica on one host" in mesh
+        assert "are on different hosts" in arena

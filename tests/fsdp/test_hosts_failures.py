@@ -64,7 +64,7 @@ def trained(job: HostRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "fork"), [(3, False), (0, True), pytest.param(2, False, marks=pytest.mark.thorough)]
+    ("culprit", "fork"), [(3, True), *(pytest.param(c, False, marks=pytest.mark.thorough) for c in (0, 2))]
 )
 def test_a_killed_rank_is_named_on_every_host(two: Hosts, culprit: int, fork: bool) -> None:
     with spawn_on_hosts(two, 2, train_on, 10_000, fork) as job:
@@ -76,6 +76,7 @@ def test_a_killed_rank_is_named_on_every_host(two: Hosts, culprit: int, fork: bo
     print(f"rank {culprit} was named by every rank within {latest - died:.3f} s")
 
 
+@pytest.mark.thorough
 def test_a_host_that_vanishes_is_named_by_its_ranks() -> None:
     need_hosts()
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, train_on) as job:

@@ -36,6 +36,7 @@ class HeapGroup:
         shards: members that share one copy.
         replicas: copies.
         frozen: names of parameters, in whichever unit.
+        hosts: which of several hosts each member is on; those of others are not mapped.
         by_hand: pushed blocks stay in their slots until `drain`; else a notification has them added at once.
 
     Global ranks are 10, 13, 16, ...: no test passes by taking a member for a rank.
@@ -50,6 +51,7 @@ class HeapGroup:
         settings: Settings | None = None,
         by_hand: bool = False,
         frozen: Collection[str] = (),
+        hosts: tuple[int, ...] = (),
     ) -> None:
         self.settings = settings or Settings(timeout_s=60.0)
         self.units = units_of(layout, self.settings, frozen)
@@ -58,7 +60,8 @@ class HeapGroup:
         self.layouts: list[HeapLayout] = []
         for me in range(len(self.ranks)):
             heap = ShmHeap("group", self.ranks, me, self._connect, 60.0)
-            self.layouts.append(HeapLayout(heap, RankGrid(self.ranks, shards, me), self.units, self.settings, "test"))
+            grid = RankGrid(self.ranks, shards, me, hosts)
+            self.layouts.append(HeapLayout(heap, grid, self.units, self.settings, "test"))
         self.members = [Endpoint(layout, self.notify) for layout in self.layouts]
         self.services = [Service("group", layout) for layout in self.layouts]
 
