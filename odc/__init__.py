@@ -6,6 +6,7 @@ Names that need torch load on first use, so that `odc --help` and `import odc.ba
 from typing import TYPE_CHECKING
 
 from odc.errors import AbandonedMinibatchError, OdcError
+from odc.provenance import VERSION as __version__
 from odc.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ else:
         return value
 
 
-__all__ = ["AbandonedMinibatchError", "OdcError", "Settings", "fully_shard", "minibatch", "shutdown"]
+__all__ = ["AbandonedMinibatchError", "OdcError", "Settings", "__version__", "fully_shard", "minibatch", "shutdown"]
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+VERSION = "0.1.0"  #: of odc, as pyproject.toml says
+
 _REPOSITORY = Path(__file__).parent.parent
 _DEADLINE_S = 30.0
 #: Stored figures are not code: a rewritten one does not make the measured tree dirty.

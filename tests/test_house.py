@@ -30,6 +30,7 @@ FLOORS = (
     frozenset({"handover", "split"}),
     frozenset({"bench", "doctor", "experiments", "integrations", "simulate"}),
     frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 WORK = frozenset().union(*FLOORS[:4])  # what trains, measures and evaluates; tools and adapters stand above it
 MAY_IMPORT = {
@@ -53,6 +54,7 @@ MAY_IMPORT = {
     "integrations": WORK,
     "simulate": frozenset({"arms", "balance", "trace"}),
     "cli": WORK | FLOORS[4],
+    "__main__": frozenset({"cli"}),
     "odc": frozenset({"fsdp"}),  # odc/__init__.py
 }
 

@@ -18,6 +18,7 @@ from odc.cli.status import status
 from odc.cli.train import grpo, train
 from odc.cli.train_mm import train_mm
 from odc.errors import OdcError
+from odc.provenance import VERSION
 
 app = typer.Typer(
     name="odc",
@@ -32,9 +33,18 @@ for _command in _COMMANDS:
     app.command()(_command)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"odc {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     trace: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print odc's version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     _shown["traceback"] = trace
 

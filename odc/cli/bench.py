@@ -27,7 +27,8 @@ def bench(
     quick: Annotated[bool, Option("--quick", help="Few rounds: does it run, not how fast.")] = False,
     json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
     compare: Annotated[
-        tuple[Path, Path] | None, Option(metavar="A.json B.json", help="Measure nothing: compare two saved runs.")
+        tuple[Path, Path] | None,
+        Option(metavar="A.json B.json", help="Measure nothing: compare two saved runs.", show_default="none"),
     ] = None,
 ) -> None:  # fmt: skip
     """Measure get, put, accumulate, publish, signal, unit gather, push, begin and finish, and planners.

@@ -11,7 +11,11 @@ from odc.errors import ConfigError
 
 def doctor(
     need: Annotated[
-        str | None, Option(help="What must work, with commas: cuda, nvshmem, network, kernels, train, verl, ...")
+        str | None,
+        Option(
+            help="What must work, with commas: cuda, nvshmem, network, kernels, train, verl, ...",
+            show_default="run alone",
+        ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -41,12 +45,14 @@ def _print(findings: Any, missing: Any, uses: list[str], well: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table("", "state", "found", title="odc doctor")
+    wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
+    print(f"odc {'cannot run here' if missing else 'can run here'}{wanted}", flush=True)
+    for finding in missing:
+        print(f"  {finding.what}: {finding.found}\n    -> {finding.do}", flush=True)
+    made = Table("", "state", "found")
     for finding in findings:
         bad = finding.state != well
         style = ("red" if finding in missing else "yellow") if bad else "green"
         text = escape(finding.found) + (f"\n[bold]->[/bold] {escape(finding.do)}" if bad else "")
         made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
     Console().print(made)
-    wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
-    print(f"odc {'cannot run here' if missing else 'can run here'}{wanted}")

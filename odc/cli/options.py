@@ -110,7 +110,9 @@ def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:
     flag = one.metadata.get("flag", f"--{one.name.replace('_', '-')}")
     if default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"))
+    untold = default is None and "(default:" not in text
+    shown: Any = ("the demo's, else needed" if optional else "none") if untold else True
+    option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"), show_default=shown)
     annotation: Any = Annotated[kind | None if default is None else kind, option]
     return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

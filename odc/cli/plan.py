@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from odc.balance import Cost, Plan, cost_from_config, linear_cost, policy_named, quadratic
 from odc.balance.inputs import read_elements, read_lengths
@@ -14,31 +14,34 @@ from odc.errors import ConfigError
 
 
 def plan(
-    lengths: Annotated[Path, Argument(help="File: integers, a JSON list, or JSON lines with a field of lengths.")],
+    lengths: Annotated[Path, Option(help="File: integers, a JSON list, or JSON lines with a field of lengths.")],
     ranks: Annotated[int, Option(help="Number of ranks.")] = 8,
     max_tokens: Annotated[
         str | None,
         Option(help="Most tokens of a microbatch; with commas, one cap a rank. (default: the longest sample)"),
     ] = None,
-    policy: Annotated[str, Option(help="local_sort, lb_micro, lb_mini or lb_split.")] = "lb_mini",
+    policy: Annotated[str, Option(help="local-sort, lb-micro, lb-mini or lb-split.")] = "lb-mini",
     quadratic_cost: Annotated[
         str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l. (default: one unit per token)")
     ] = None,
-    model: Annotated[Path | None, Option(help="Hugging Face config (JSON): cost in FLOPs of this model.")] = None,
+    model: Annotated[
+        Path | None, Option(help="Hugging Face config (JSON): cost in FLOPs of this model.", show_default="none")
+    ] = None,
     speeds: Annotated[str | None, Option(help="Speed of every rank, with commas. (default: all 1)")] = None,
     field: Annotated[str, Option(help="Field of JSON objects: an integer, or a list to count.")] = "length",
     group_field: Annotated[
-        str | None, Option(help="Field of JSON objects whose equals stay on one rank, such as uid.")
+        str | None,
+        Option(help="Field of JSON objects whose equals stay on one rank, such as uid.", show_default="none"),
     ] = None,
-    equal_samples: Annotated[bool, Option("--equal-samples", help="lb_micro with equal sample counts.")] = False,
-    floor: Annotated[int | None, Option(help="lb_split: fewest tokens of a piece. (default: 2048)")] = None,
-    node: Annotated[int | None, Option(help="lb_split: ranks of one host. (default: all)")] = None,
+    equal_samples: Annotated[bool, Option("--equal-samples", help="lb-micro with equal sample counts.")] = False,
+    floor: Annotated[int | None, Option(help="lb-split: fewest tokens of a piece.", show_default="2048")] = None,
+    node: Annotated[int | None, Option(help="lb-split: ranks of one host.", show_default="all")] = None,
     contiguous: Annotated[
-        bool, Option("--contiguous", help="lb_split: each piece one slice, not two that make up for each other.")
+        bool, Option("--contiguous", help="lb-split: each piece one slice, not two that make up for each other.")
     ] = False,
     seed: Annotated[int, Option(help="Decides between samples of equal cost and length.")] = 0,
-    json: Annotated[Path | None, Option(help="Where the plan goes as JSON.")] = None,
-    draw: Annotated[Path | None, Option(help="Where its picture goes (PNG).")] = None,
+    json: Annotated[Path | None, Option(help="Where the plan goes as JSON.", show_default="nowhere")] = None,
+    picture: Annotated[Path | None, Option(help="Where its picture goes (PNG).", show_default="nowhere")] = None,
 ) -> None:
     """Plan one minibatch whose sample lengths are in a file; print the table. All times are predicted."""
     sizes = read_lengths(lengths, field)
@@ -48,27 +51,27 @@ def plan(
     if group_field is not None:
         options["groups"] = _names(lengths, group_field)
     if equal_samples:
-        if policy != "lb_micro":
-            raise ConfigError(f"equal-samples is an option of lb_micro, not of {policy}")
+        if policy.replace("-", "_") != "lb_micro":
+            raise ConfigError(f"equal-samples is an option of lb-micro, not of {policy}")
         options["equal_samples"] = True
     given = {"floor": floor, "node": node, "one_slice": contiguous or None}
     limits = {name: value for name, value in given.items() if value is not None}
-    if limits and policy != "lb_split":
-        raise ConfigError(f"floor, node and contiguous are options of lb_split, not of {policy}")
+    if limits and policy.replace("-", "_") != "lb_split":
+        raise ConfigError(f"floor, node and contiguous are options of lb-split, not of {policy}")
     options |= limits
     caps = _numbers("max-tokens", max_tokens, int) if max_tokens is not None else [max(sizes)]
-    made: Plan = policy_named(policy)(
+    made: Plan = policy_named(policy.replace("-", "_"))(
         sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options
     )
     print(made)
     if json is not None:
         _write(json, made.to_json() + "\n")
         print(f"plan     {json}")
-    if draw is not None:
+    if picture is not None:
         from odc.balance.picture import draw_plan
 
-        draw_plan(made, draw, f"{policy}, {made.samples} samples on {ranks} ranks")
-        print(f"picture  {draw}")
+        draw_plan(made, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
+        print(f"picture  {picture}")
 
 
 def _cost(quadratic_cost: str | None, model: Path | None) -> Cost:

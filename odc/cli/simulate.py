@@ -22,34 +22,36 @@ def simulate(
     given: dict[str, Any],
     file: Annotated[str | None, Argument(help="YAML file with any of the options below, by name.")] = None,
     slow: Annotated[
-        list[str] | None, Option(help="RANK=FACTOR on its compute time; repeatable.", rich_help_panel="Machine")
+        str | None,
+        Option(help="RANK:FACTOR on its compute time, with commas.", show_default="none", rich_help_panel="Machine"),
     ] = None,
     sweeps: Annotated[
         str | None,
-        Option("--sweep", help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.", **_OUTPUT),
+        Option(
+            "--sweep",
+            help="all, or samples_per_rank, max_length, packing_ratio, ranks, with commas.",
+            show_default="none",
+            **_OUTPUT,
+        ),
     ] = None,
     picture: Annotated[
         str | None, Option(help="Where the sweeps are drawn. (default: simulated.png)", **_OUTPUT)
     ] = None,
-    json: Annotated[str | None, Option(help="Where figures are written.", **_OUTPUT)] = None,
+    json: Annotated[str | None, Option(help="Where figures are written.", show_default="nowhere", **_OUTPUT)] = None,
     reproduce: Annotated[
-        str | None, Option(help="Write published ratios beside simulated ones there, as a page.", **_OUTPUT)
+        str | None,
+        Option(help="Write published ratios beside simulated ones there.", show_default="nowhere", **_OUTPUT),
     ] = None,
 ) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""
     if slow:
-        given["slow"] = _slow(slow)
+        from odc.experiments.config import factors_by_rank
+
+        given["slow"] = factors_by_rank(slow)
     if reproduce:
         _reproduce(given, file, reproduce, json)
     else:
         _simulate(file, given, sweeps, picture, json)
-
-
-def _slow(pairs: list[str]) -> dict[int, float]:
-    try:
-        return {int(rank): float(factor) for rank, factor in (pair.split("=") for pair in pairs)}
-    except ValueError:
-        raise ConfigError(f"slow: write RANK=FACTOR, for example 3=1.5, not {' '.join(pairs)!r}") from None
 
 
 def _simulate(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -11,46 +13,92 @@ if TYPE_CHECKING:
     from odc.runtime.daemon import RankStatus
 
 _MIB = float(1 << 20)
+_EVERY_S = 1.0
 
 
-def status(as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
+def status(
+    job: Annotated[
+        int | None, Option(help="Only ranks that this process started, as the column `job` says. (default: all)")
+    ] = None,
+    watch: Annotated[bool, Option("--watch", help="Ask again every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Show what every rank of the jobs on this host is doing, from another terminal."""
-    from odc.runtime.daemon import ask_all  # loads torch
-
-    answers = ask_all()
-    if as_json:
-        print(json.dumps([vars(answer) for answer in answers], indent=2))
-        return
     from rich.console import Console
 
-    if not answers:
-        Console().print("no odc job of this user runs on this host")
+    if as_json:
+        answers = [{"job": started_by(answer.pid), **vars(answer)} for answer in _asked(job)]
+        print(json.dumps(answers, indent=2))
+    elif watch:
+        _watch(job)
+    else:
+        Console().print(_shown(_asked(job), job), highlight=False)
+
+
+def _watch(job: int | None) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    try:
+        with Live(console=Console(), auto_refresh=False) as live:
+            while True:
+                live.update(_shown(_asked(job), job), refresh=True)
+                time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
         return
-    Console().print(table(answers))
+
+
+def _asked(job: int | None) -> list[RankStatus]:
+    from odc.runtime.daemon import ask_all  # loads torch
+
+    answers = sorted(ask_all(), key=lambda answer: (started_by(answer.pid) or 0, answer.rank, answer.pid))
+    return [answer for answer in answers if job is None or started_by(answer.pid) == job]
+
+
+def started_by(pid: int) -> int | None:
+    """The process that started `pid` (torchrun, or what `odc train` forks ranks from): the ranks of a job share it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])  # behind the name, which may hold anything, and the state
+
+
+def _shown(answers: list[RankStatus], job: int | None) -> Any:
+    if not answers:
+        return f"no rank of job {job} runs on this host" if job is not None else "no odc job of this user runs here"
+    return table(answers)
 
 
 def table(answers: list[RankStatus]) -> Any:
-    """A rich table of `answers`."""
+    """A rich table of `answers`, which 80 columns hold: columns that say nothing are left out."""
+    from rich.console import Group
     from rich.table import Table
 
-    heads = ("rank", "pid", "root", "epoch", "state", "microbatch", "claimed", "fetched MiB", "pushed MiB", "slots")
-    made = Table(*heads, "waits for", title="odc status")
+    several = any(len(answer.roots) > 1 for answer in answers)
+    queued = any(root.get("queue") is not None for answer in answers for root in answer.roots)
+    heads = ["job", "rank", "pid", *["root"] * several, "epoch", "state", "mb", *["claimed"] * queued]
+    heads += ["in/out MiB", "slots", "waits for"]
+    made = Table(*heads, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    troubles = []
     for answer in answers:
+        who = [str(started_by(answer.pid) or "-"), str(answer.rank), str(answer.pid)]
+        if answer.error is not None:
+            troubles.append(f"rank {answer.rank}, process {answer.pid}: {answer.error}")
         if answer.error is not None or not answer.roots:
-            state = answer.error or "no root yet"
-            made.add_row(str(answer.rank), str(answer.pid), "-", "-", state, *["-"] * 6)
+            state = "no answer" if answer.error is not None else "no root yet"
+            made.add_row(*who, *["-"] * several, "-", state, *["-"] * (len(heads) - len(who) - several - 2))
         for root in answer.roots:
-            made.add_row(*_row(answer, root))
-    return made
+            made.add_row(*who, *[root["root"]] * several, *_row(root, queued))
+    return Group(made, *troubles)
 
 
-def _row(answer: RankStatus, root: dict[str, Any]) -> list[str]:
-    waits = "-" if root["waits_for"] is None else f"rank {root['waits_for']} (epoch {root['waits_in_epoch']})"
+def _row(root: dict[str, Any], queued: bool) -> list[str]:
+    waits = "-" if root["waits_for"] is None else f"{root['waits_for']} (epoch {root['waits_in_epoch']})"
     return [
-        *map(str, (answer.rank, answer.pid, root["root"], root["epoch"], root["state"], root["microbatch"])),
-        _claimed(root.get("queue")),
-        f"{root['fetched_bytes'] / _MIB:.1f}",
-        f"{root['pushed_bytes'] / _MIB:.1f}",
+        *map(str, (root["epoch"], root["state"], root["microbatch"])),
+        *[_claimed(root.get("queue"))] * queued,
+        f"{root['fetched_bytes'] / _MIB:.1f}/{root['pushed_bytes'] / _MIB:.1f}",
         f"{root['slots_in_use']}/{root['slots']}",
         waits,
     ]

@@ -56,7 +56,10 @@ def train_mm(
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
     from odc.experiments.multimodal.figures import table
     from odc.experiments.multimodal.workload import MultimodalWorkload
+    from odc.experiments.preflight import require
 
+    for package in ("transformers", "PIL", "soundfile"):
+        require(package, "multimodal", "train-mm")
     if "data" not in fields:
         say("making a corpus")
         fields["data"] = str(write_corpus(Path(folder) / "corpus", CorpusConfig(seed=fields.get("seed", 0))))

@@ -170,13 +170,7 @@ class JobConfig:
 
     def slowed(self) -> dict[int, float]:
         """Slowdown by rank, of `slow`."""
-        found: dict[int, float] = {}
-        for entry in self.slow.split(",") if self.slow is not None else []:
-            rank, _, factor = entry.partition(":")
-            try:
-                found[int(rank)] = float(factor)
-            except ValueError:
-                raise ConfigError(f"slow must be RANK:FACTOR, for example 1:1.5, not {self.slow!r}") from None
+        found = factors_by_rank(self.slow) if self.slow is not None else {}
         if any(not 0 <= rank < self.ranks or not 1 <= factor < math.inf for rank, factor in found.items()):
             raise ConfigError(f"slow needs ranks below {self.ranks} and factors of at least 1, not {self.slow!r}")
         return found
@@ -204,6 +198,14 @@ _WHOLE = (
     | dict.fromkeys(("warmup", "save_every", "valid_every", "lora", "seed", "least_piece"), 0)
 )
 _NUMBERS = ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s", "lora_alpha", "lora_dropout")
+
+
+def factors_by_rank(text: str) -> dict[int, float]:
+    """RANK:FACTOR, several with commas, as `--slow` is written; ConfigError for anything else."""
+    try:
+        return {int(rank): float(factor) for rank, factor in (entry.split(":") for entry in text.split(","))}
+    except ValueError:
+        raise ConfigError(f"slow must be RANK:FACTOR, for example 1:1.5, not {text!r}") from None
 
 
 def check_fields(

@@ -23,6 +23,12 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     rank that gives one of them up gives up all, and AbandonedMinibatchError is raised. OdcError inside a minibatch of
     one of the roots, or where one is given twice. Calls no collective.
     """
+    for module in roots:
+        if not isinstance(module, compat.FSDPModule):
+            raise UnsupportedError(
+                f"minibatch() was given a {type(module).__name__} that is not sharded: call odc.fully_shard on it too, "
+                "last, after its layers"
+            )
     opened = [root_of(root) for root in roots]
     for number, root in enumerate(opened):
         if root.minibatch.explicit:

@@ -74,8 +74,11 @@ def fully_shard(
         settings: of the runtime; the root's hold for its tree, others must agree or be None.
 
     Raises:
+        TypeError: `settings` are no `Settings`.
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings must be odc.Settings(...), not {type(settings).__name__} {settings!r}")
     mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
@@ -145,7 +148,10 @@ def shutdown() -> None:
 def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:
     """Over the world, on the device of the parameters; those on no device yet go where the process computes."""
     if not dist.is_initialized():
-        raise UnsupportedError("fully_shard needs a process group: call torch.distributed.init_process_group first")
+        raise UnsupportedError(
+            "fully_shard needs a process group: start the program by torchrun (torchrun --nproc-per-node 2 loop.py) "
+            "and call torch.distributed.init_process_group first"
+        )
     modules = module if isinstance(module, list) else [module]
     kinds = {parameter.device.type for one in modules for parameter in one.parameters()}
     cuda = "cuda" in kinds or ("cpu" not in kinds and torch.cuda.is_available())

@@ -29,7 +29,10 @@ def test_what_is_optional_does_not_fail(monkeypatch: pytest.MonkeyPatch, capfd: 
 
 def test_what_is_needed_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert call(monkeypatch, [WELL, NO_MEMORY]) == 1
-    assert "odc cannot run here" in capfd.readouterr().out
+    said = capfd.readouterr().out.splitlines()
+    assert said[:3] == ["odc cannot run here", "  shared memory: refused", "    -> allow memfd_create"], (
+        "what counts first"
+    )
     assert call(monkeypatch, [WELL, NO_GPU], "--need", "cuda") == 1
     assert "odc cannot run here, with cuda" in capfd.readouterr().out
 

@@ -32,8 +32,8 @@ def lengths(tmp_path: Path) -> str:
 def test_prints_saves_and_draws(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib", reason="needs the plot extra")
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    options = ("--ranks", "2", "--max-tokens", "100", "--json", str(out), "--draw", str(picture))
-    assert plan(lengths, *options) == 0
+    options = ("--ranks", "2", "--max-tokens", "100", "--json", str(out), "--picture", str(picture))
+    assert plan("--lengths", lengths, *options) == 0
     expected = lb_mini(SIZES, 2, 100)
     assert capsys.readouterr().out == f"{expected}\nplan     {out}\npicture  {picture}\n"
     assert Plan.from_json(out.read_text()) == expected
@@ -41,9 +41,17 @@ def test_prints_saves_and_draws(lengths: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_options_reach_the_policy(lengths: str, capsys: pytest.CaptureFixture) -> None:
-    assert plan(lengths, "--ranks", "2", "--policy", "lb_micro", "--equal-samples", "--quadratic", "1,0.5") == 0
+    assert (
+        plan("--lengths", lengths, "--ranks", "2", "--policy", "lb-micro", "--equal-samples", "--quadratic", "1,0.5")
+        == 0
+    )
     assert capsys.readouterr().out == f"{lb_micro(SIZES, 2, 100, quadratic(1, 0.5), equal_samples=True)}\n"
-    assert plan(lengths, "--ranks", "2", "--speeds", "1,0.5", "--max-tokens", "120,60", "--group-field", "uid") == 0
+    assert (
+        plan(
+            "--lengths", lengths, "--ranks", "2", "--speeds", "1,0.5", "--max-tokens", "120,60", "--group-field", "uid"
+        )
+        == 0
+    )
     expected = lb_mini(SIZES, 2, [120, 60], speeds=[1.0, 0.5], groups=[i // 2 for i in range(8)])
     assert capsys.readouterr().out == f"{expected}\n"
 
@@ -51,7 +59,7 @@ def test_options_reach_the_policy(lengths: str, capsys: pytest.CaptureFixture) -
 def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib", reason="needs the plot extra")
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    options = ("--ranks", "4", "--policy", "lb_split", "--quadratic", "1,1", "--json", str(out), "--draw", str(picture))
+    options = ("--ranks", "4", "--policy", "lb-split", "--quadratic", "1,1", "--json", str(out), "--picture", str(picture))
     assert plan(lengths, *options, "--floor", "2", "--node", "2", "--contiguous") == 0
     expected = lb_split(SIZES, 4, 100, quadratic(1, 1), floor=2, node=2, one_slice=True)
     said = capsys.readouterr().out
@@ -71,8 +79,8 @@ def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys
         (["--field", "tokens"], "element 0 has no field 'tokens'"),
         (["--group-field", "prompt"], "has no field 'prompt'"),
         (["--speeds", "1,fast"], "odc: speeds must be numbers"),
-        (["--floor", "9"], "odc: floor, node and contiguous are options of lb_split, not of lb_mini"),
-        (["--equal-samples"], "odc: equal-samples is an option of lb_micro, not of lb_mini"),
+        (["--floor", "9"], "odc: floor, node and contiguous are options of lb-split, not of lb-mini"),
+        (["--equal-samples"], "odc: equal-samples is an option of lb-micro, not of lb-mini"),
         (["--quadratic", "1"], "odc: quadratic must be two numbers A,B, not '1'"),
         (["--quadratic", "1,1", "--model", "x"], "odc: quadratic and model are two costs"),
         (["--model", "nowhere.json"], "odc: model: nowhere.json cannot be read"),
@@ -80,6 +88,6 @@ def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys
     ],
 )
 def test_bad_input_is_one_line(lengths: str, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    assert plan(lengths, *options) == 2
+    assert plan("--lengths", lengths, *options) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

@@ -22,7 +22,7 @@ def simulate(*arguments: str) -> int:
 
 def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
-    assert simulate(*_SMALL, "--arms", "fsdp2,odc", "--slow", "1=2", "--json", str(path)) == 0
+    assert simulate(*_SMALL, "--arms", "fsdp2,odc", "--slow", "1:2", "--json", str(path)) == 0
     shown = capsys.readouterr()
     assert "simulated" in shown.out and "odc" in shown.out and "bubble" in shown.out
     figures = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--lengths", "nowhere"), "longalign"),
-        (("--slow", "one"), "RANK=FACTOR"),
+        (("--slow", "1=2"), "RANK:FACTOR"),
         (("--arms", "fsdp3"), "odc-dynamic"),
         (("--picture", "a.png"), "--sweep"),
         (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),

@@ -160,3 +160,22 @@ def test_adapters_need_weights_to_adapt(
     model = tmp_path / "model" / "config.json"
     assert odc("train", *options, "--model", model, "--lora", 4) == 2
     assert f"odc: lora: {model} holds no weights to adapt; name a model folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["PIL", "soundfile"])
+def test_train_mm_says_what_is_missing_before_it_makes_a_folder(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert odc("train-mm", "--demo", "--output", tmp_path / "out") == 2
+    assert f"train-mm needs {missing}: pip install -e '.[multimodal]'" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_compare_says_what_is_missing_before_it_makes_a_folder(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert odc("compare", *options, "--output", tmp_path / "out") == 2
+    assert "training a model needs transformers: " in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()

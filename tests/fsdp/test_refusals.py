@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from odc import OdcError, Settings, fully_shard
+from odc import OdcError, Settings, fully_shard, minibatch
 from odc.errors import LayoutMismatchError, UnsupportedError
 
 Pools = Callable[[int], RankPool]
@@ -42,6 +42,19 @@ def run_once(model: Any) -> None:
 @refused(UnsupportedError, "3-D mesh", "(shard,)")
 def three_mesh_dimensions() -> object:
     return fully_shard(make(PLAIN), mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")))
+
+
+@refused(TypeError, "settings must be odc.Settings(...), not dict {'timeout_s': 5.0}")
+def settings_as_a_dict() -> object:
+    return fully_shard(make(PLAIN), settings={"timeout_s": 5.0})  # type: ignore[arg-type]
+
+
+@refused(UnsupportedError, "a Sequential that is not sharded: call odc.fully_shard on it too, last")
+def minibatch_of_a_plain_root() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0])
+    with minibatch(model):  # type: ignore[arg-type]
+        pass
 
 
 @refused(UnsupportedError, "2-D mesh", "names")
@@ -133,7 +146,7 @@ def test_refused(ranks: Pools, name: str) -> None:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(UnsupportedError, match="init_process_group"):
+    with pytest.raises(UnsupportedError, match="start the program by torchrun .*init_process_group"):
         fully_shard(nn.Linear(2, 2))
 
 

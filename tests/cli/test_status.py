@@ -1,0 +1,89 @@
+"""`odc status`: a table that 80 columns hold, jobs told apart, and watching until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from odc.cli import main, status
+from odc.runtime.daemon import RankStatus
+
+pytest.importorskip("rich", reason="needs the cli extra")
+
+QUEUE = {"total": 20, "offered": 9, "claimed": 2, "handed_out": 17}
+MINE = os.getpid()
+
+
+def root(name: str = "0-1", **changes: Any) -> dict[str, Any]:
+    told = {"root": name, "epoch": 12345, "state": "finishing", "microbatch": 12, "queue": None, "waits_for": 1}
+    told |= {"fetched_bytes": 98765 << 20, "pushed_bytes": 98765 << 20, "slots_in_use": 12, "slots": 64}
+    return told | {"waits_in_epoch": 12345} | changes
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[RankStatus]:
+    """Of two jobs: this process, and one that is gone."""
+    found = [RankStatus(0, MINE, [root()]), RankStatus(1, 4_190_000, [root(queue=QUEUE)])]
+    monkeypatch.setattr(sys.modules[RankStatus.__module__], "ask_all", lambda: found)
+    monkeypatch.setenv("COLUMNS", "80")
+    return found
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_eighty_columns_hold_it(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:
+    del answers[1]
+    assert call() == 0
+    head, line, row = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert " ".join(head.split()) == "job rank pid epoch state mb in/out MiB slots waits for"
+    expected = f"{os.getppid()} 0 {MINE} 12345 finishing 12 98765.0/98765.0 12/64 1 (epoch 12345)"
+    assert " ".join(row.split()) == expected
+    assert max(map(len, (head, line, row))) <= 80
+
+
+def test_columns_that_say_something_are_added(
+    answers: list[RankStatus], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    answers[0].roots.append(root("0-2"))
+    answers.append(RankStatus(2, 4_190_001, [], "TimeoutError: silent"))
+    answers.append(RankStatus(3, 4_190_002, []))
+    assert call() == 0
+    said = capsys.readouterr().out
+    for text in ("root", "0-2", "claimed", "2 (all: 17/20)", "no answer", "no root yet"):
+        assert text in said, text
+    assert "rank 2, process 4190001: TimeoutError: silent" in said
+
+
+def test_a_job_is_chosen(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--json", "--job", str(os.getppid())) == 0
+    assert [(one["job"], one["pid"]) for one in json.loads(capsys.readouterr().out)] == [(os.getppid(), MINE)]
+    assert call("--job", "1") == 0
+    assert capsys.readouterr().out == "no rank of job 1 runs on this host\n"
+    answers.clear()
+    assert call() == 0
+    assert capsys.readouterr().out == "no odc job of this user runs here\n"
+
+
+def test_watching_asks_again_until_interrupted(
+    answers: list[RankStatus], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        answers[0].roots[0]["epoch"] = 777
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    assert call("--watch") == 0
+    assert len(looks) == 2 and "777" in capsys.readouterr().out
