@@ -14,6 +14,7 @@ from pathlib import Path
 from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
+from bench import quoted_split as splits
 
 ROOT = Path(__file__).parent.parent
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "results" / "README.md")
@@ -26,7 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         *(plans.volume, plans.exchange, plans.simulator, plans.trust),
         plans.pieces,
         *(runs.evaluation, runs.gather, runs.handover, runs.grpo, runs.inputs, runs.train_mm, runs.order),
-        *(speed.emulated, speed.verbs, speed.overlap),
+        *(speed.emulated, speed.verbs, speed.overlap, splits.split, splits.split_trust),
     )
 }
 
