@@ -138,7 +138,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("keep", "checkpoint"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("keep", "checkpoint"), [(True, False), pytest.param(False, True, marks=pytest.mark.thorough)])
 def test_a_piece_that_fails_costs_the_minibatch_on_all_ranks(ranks: Any, keep: bool, checkpoint: bool) -> None:
     """Every fault in its turn, and a good minibatch after each."""
     faults = [fault for how in CAUGHT for fault in (Fault(1, 1, how), None)]
