@@ -15,6 +15,7 @@ from bench import quoted_hosts
 from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
+from bench import quoted_split as splits
 
 ROOT = Path(__file__).parent.parent
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "results" / "README.md")
@@ -36,7 +37,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             runs.train_mm,
             runs.order,
         ),
-        *(speed.emulated, speed.verbs, speed.overlap, quoted_hosts.hosts),
+        *(speed.emulated, speed.verbs, speed.overlap, quoted_hosts.hosts, splits.split, splits.split_trust),
     )
 }
 

@@ -17,28 +17,31 @@ def split() -> str:
     lines = [
         {"lengths": f"{lengths}: {what}", **{f"{count} a rank": cell(result, count) for count in counts}}
         for lengths, result in results.items()
-        for what, cell in (("step / ideal", _over_mean), ("speed-up over `fsdp2`", _over_fsdp2), ("pieces", _pieces))
+        for what, cell in (
+            ("step / ideal, `odc` -> `odc-split`", _over_ideal),
+            ("speed-up over `fsdp2`", lambda result, count: _speed_up(result, count, "fsdp2")),
+            ("over `fsdp2-equal-samples`", lambda result, count: _speed_up(result, count, "fsdp2-equal-samples")),
+            ("pieces a step", lambda result, count: f"{_row(result, count, 'odc-split')['pieces']:.0f}"),
+        )
     ]
     control = span([result["control"]["fsdp2"] / result["control"]["odc"] for result in results.values()])
     command = next(iter(results.values()))["command"].partition(" --results")[0]
     emulated = prose(
-        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`); `odc` -> `odc-split`. Ideal is the mean rank's "
-        f"compute. On a control of equal samples `fsdp2` takes {control} times as long as `odc`."
+        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`). Ideal is the mean rank's compute. On a control "
+        f"of equal samples `fsdp2` takes {control} times as long as `odc`."
         + "".join(note(result, 8) for result in results.values())
     )
     return "\n\n".join([emulated, table(lines), _measured(load("split_demo"))])
 
 
-def _over_mean(result: Result, count: int) -> str:
+def _over_ideal(result: Result, count: int) -> str:
     return " -> ".join(f"{_row(result, count, arm)['over mean']:.2f}" for arm in ("odc", "odc-split"))
 
 
-def _over_fsdp2(result: Result, count: int) -> str:
-    return " -> ".join(f"{_row(result, count, arm)['over fsdp2']:.2f}" for arm in ("odc", "odc-split"))
-
-
-def _pieces(result: Result, count: int) -> str:
-    return f"{_row(result, count, 'odc-split')['pieces']:.0f}"
+def _speed_up(result: Result, count: int, base: str) -> str:
+    if count == 1 and base != "fsdp2":  # with one sample a rank it is `fsdp2`
+        return "-"
+    return f"{_row(result, count, base)['step_s'] / _row(result, count, 'odc-split')['step_s']:.2f}"
 
 
 def _row(result: Result, count: int, arm: str) -> Result:
@@ -67,4 +70,4 @@ def split_trust() -> str:
         for row in load(f"split_{name}")["rows"]
         if row["arm"] == "odc-split"
     ]
-    return f"* Under `odc-split` they are {span(ratios)} ([emulated](split.md#when-it-helps))."
+    return f"* Under `odc-split` simulated steps are {span(ratios)} of the [emulated](split.md#when-it-helps) ones."

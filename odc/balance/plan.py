@@ -182,8 +182,8 @@ class Plan:
             pieces = sum(len(split.ranks) for split in self.splits)
             rows.append(f"{len(self.splits)} samples run first, split into {pieces} pieces, each counted as a sample")
             for split in self.splits[:_SHOWN]:
-                on, sizes = ", ".join(map(str, split.ranks)), "-".join(map(str, sorted({*split.tokens})))
-                rows.append(f"  sample {split.sample} of {split.length} tokens in pieces of {sizes} on ranks {on}")
+                on, most = ", ".join(map(str, split.ranks)), max(split.tokens)
+                rows.append(f"  sample {split.sample} of {split.length} tokens, at most {most} a piece, on ranks {on}")
             if len(self.splits) > _SHOWN:
                 rows.append(f"  and {len(self.splits) - _SHOWN} that start later")
         rows.append(f"longest {self.longest:.5g}, mean {mean:.5g}, lower bound {self.bound:.5g}, gap {self.gap:.2%}")

@@ -34,8 +34,8 @@ def plan(
         Option(help="Field of JSON objects whose equals stay on one rank, such as uid.", show_default="none"),
     ] = None,
     equal_samples: Annotated[bool, Option("--equal-samples", help="lb-micro with equal sample counts.")] = False,
-    floor: Annotated[int | None, Option(help="lb-split: fewest tokens of a piece. (default: 2048)")] = None,
-    node: Annotated[int | None, Option(help="lb-split: ranks of one host. (default: all)")] = None,
+    floor: Annotated[int | None, Option(help="lb-split: fewest tokens of a piece.", show_default="2048")] = None,
+    node: Annotated[int | None, Option(help="lb-split: ranks of one host.", show_default="all")] = None,
     contiguous: Annotated[
         bool, Option("--contiguous", help="lb-split: each piece one slice, not two that make up for each other.")
     ] = False,
