@@ -13,6 +13,8 @@ from odc.errors import ConfigError
 
 _HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
 _CUDA_ONLY = [name for name in PARTS if name not in _HERE]
+_QUICK_SIZES = "64K,1M,16M"
+_SIZES = f"{_QUICK_SIZES},64M,256M"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -22,9 +24,9 @@ def bench(
         Option(help=f"With commas, of {', '.join(_HERE)}; on CUDA also {', '.join(_CUDA_ONLY)}. (default: all)"),
     ] = None,
     ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. (default: what fits)")] = None,
-    sizes: Annotated[str, Option(help="Bytes, with commas.")] = "64K,1M,16M,64M,256M",
+    sizes: Annotated[str | None, Option(help=f"Bytes, with commas. (default: {_SIZES}; quick: {_QUICK_SIZES})")] = None,
     device: Annotated[str | None, Option(help="cpu or cuda. (default: cuda where there is one)")] = None,
-    quick: Annotated[bool, Option("--quick", help="Few rounds: does it run, not how fast.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Few rounds, small sizes: does it run, not how fast.")] = False,
     json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -44,7 +46,7 @@ def bench(
     on = _device(device)
     parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
-    wanted = [_bytes(word) for word in sizes.split(",")]
+    wanted = [_bytes(word) for word in (sizes or (_QUICK_SIZES if quick else _SIZES)).split(",")]
     result = suite.run(parts, worlds, wanted, on, QUICK if quick else THOROUGH, tables.to_stderr)
     if on == "cuda" and not only:
         result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
