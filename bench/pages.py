@@ -24,7 +24,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for made in (
         *(plans.planners, plans.policies, plans.post_balancing, plans.node_wise, plans.node_exact, plans.overhead),
         *(plans.volume, plans.exchange, plans.simulator, plans.trust),
-        plans.pieces,
         *(runs.evaluation, runs.gather, runs.handover, runs.grpo, runs.inputs, runs.train_mm, runs.order),
         *(speed.emulated, speed.verbs, speed.overlap),
     )
