@@ -26,7 +26,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     for made in (
         *(plans.planners, plans.policies, plans.post_balancing, plans.node_wise, plans.node_exact, plans.overhead),
         *(plans.volume, plans.exchange, plans.simulator, plans.trust),
-        plans.pieces,
         *(
             runs.evaluation,
             runs.generation,

@@ -53,25 +53,6 @@ def policies() -> str:
     )
 
 
-def pieces() -> str:
-    """docs/split.md: processor time of pieces, and how long planning takes."""
-    result = load("pieces")
-    ratio = {
-        dtype: find(result, what=f"two pieces of 4096 tokens, {dtype}")["pieces_over_whole"]
-        for dtype in ("float32", "bfloat16")
-    }
-    took = {
-        ranks: span([find(result, what=f"plan, {each} a rank on {ranks}")["lb_split_ms"] for each in (1, 2, 4)], ".0f")
-        for ranks in (8, 64, 4096)
-    }
-    return prose(
-        f"Two pieces take {ratio['float32']} times the processor time of the whole sample in fp32, "
-        f"{ratio['bfloat16']} in bf16 (*measured*, 4,096 tokens, on the CPU). `lb_split` plans for {took[8]} ms for 8 "
-        f"ranks, {took[64]} ms for "
-        f"64 and {took[4096]} ms for 4,096, with 1 to 4 samples a rank.{note(result, 2)}"
-    )
-
-
 def post_balancing() -> str:
     """bench/results/README.md: planning one phase."""
     result = load("dispatch")

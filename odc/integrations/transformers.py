@@ -137,7 +137,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             )
         if args is not None:
             refuse_arguments(args)
-        self._max_tokens, self._split, self._pieces = max_tokens, split, None
+        self._max_tokens, self._split = max_tokens, split
+        self._pieces: TrainerPieces | None = None
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
@@ -199,6 +200,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         loss = torch.zeros((), device=self.args.device)
         with model.minibatch(), local_metrics(self.accelerator):
             if inputs.split is not None:
+                assert self._pieces is not None, "made with the loader that planned the step"
                 for piece in self._pieces.of(inputs.split):
                     loss += super().training_step(model, piece, num_items_in_batch)
             for microbatch in inputs.microbatches:
