@@ -23,6 +23,7 @@ from bench import host_arms
 from bench.host_arms import Work, bytes_out
 from odc.bench.report import store
 from odc.provenance import begin
+from odc.ranks.processes import RanksFailed
 from odc.runtime.engines.nixl import installed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
@@ -120,13 +121,21 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [int(one) for one in arguments.cases.split(",")] if arguments.cases else range(len(CASES))
     begun = begin()
-    rows = [row for number in chosen for row in measure(CASES[number])]
+    rows: list[dict[str, Any]] = []
+    failed: list[int] = []
+    for number in chosen:
+        try:
+            rows += measure(CASES[number])
+        except RanksFailed as error:
+            failed.append(number)
+            print(f"case {number} failed: {error}", file=sys.stderr, flush=True)
     work = CASES[0].work
     title = (
         f"Hosts as namespaces of one machine: minibatches of {work.units} units of {work.side**2 * 4 / 2**20:.0f} MiB, "
         "fp32"
     )
     store(arguments.results, arguments.name, title, rows, begun=begun)
+    sys.exit(f"cases that failed: {failed}" if failed else 0)
 
 
 if __name__ == "__main__":

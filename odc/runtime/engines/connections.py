@@ -146,14 +146,6 @@ class Connections:
             hang_up(connection)
             self._changed.notify_all()
 
-    def hang_up(self, rank: int) -> None:
-        """End all connections to `rank`, which is dead; whoever waits on one raises."""
-        with self._changed:
-            self._idle.pop(rank, None)
-            for connection in self._all.pop(rank, set()):
-                hang_up(connection)
-            self._changed.notify_all()
-
     def close(self) -> None:
         self._closed = True  # without the lock, which a thread of a forked child's parent may hold
         for some in list(self._all.values()):

@@ -65,10 +65,6 @@ class Engine(Protocol):
         """
         ...
 
-    def hang_up(self, rank: int) -> None:
-        """End the connections to and from `rank`, which is dead: reads of it raise at once."""
-        ...
-
     def close(self) -> None:
         """End connections and threads; reads that go on raise. Idempotent, and called in forked children."""
         ...

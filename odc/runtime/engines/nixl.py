@@ -262,11 +262,6 @@ class NixlEngine:
         finally:
             self._agent.deregister_memory(registration)
 
-    def hang_up(self, rank: int) -> None:
-        """End whatever goes on with `rank`, which is dead."""
-        self._connections.hang_up(rank)
-        self._server.hang_up(rank)
-
     def close(self) -> None:
         self._connections.close()
         self._server.close()

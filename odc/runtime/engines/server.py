@@ -98,14 +98,6 @@ class RegionServer:
             thread.start()
         return epoll
 
-    def hang_up(self, rank: int) -> None:
-        """End the connections of `rank`, which is dead."""
-        with self._lock:
-            found = [one for one in self._conversations.values() if one.rank == rank]
-        for one in found:
-            with contextlib.suppress(OSError):
-                one.sock.shutdown(socket.SHUT_RDWR)  # the threads see it and close
-
     def close(self) -> None:
         self._closed = True
         wake, self._wake = self._wake, -1

@@ -50,11 +50,6 @@ class SocketEngine:
             if answers.ask(request(READ, region, offset, len(view)), view) != len(view):
                 raise refused(self.me, rank, what, region, offset, len(view))
 
-    def hang_up(self, rank: int) -> None:
-        """End whatever goes on with `rank`, which is dead."""
-        self._connections.hang_up(rank)
-        self._server.hang_up(rank)
-
     def close(self) -> None:
         self._connections.close()
         self._server.close()
