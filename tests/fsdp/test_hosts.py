@@ -259,6 +259,8 @@ def refused(rank: int, world: int) -> tuple[str, str, str]:
         arena.get("rows", 0, (rank + 2) % world)
     model = Exact()
     fully_shard(model)
+    with model.minibatch():
+        pass
     with pytest.raises(UnsupportedError, match="weights are exported within one host"):
         weight_handle(model)
     return told[0], told[1], str(caught.value)
