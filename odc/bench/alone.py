@@ -147,10 +147,10 @@ def host(nbytes: int, device: str) -> list[Action]:
         return [Action(name, lambda: None, 0, ("its memmoves alone",)) for name in _NAMES] + [
             Action("its memmoves alone", lambda: None)
         ]
-    here = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     members = Members(here, lanes_of(here), Settings(), OWNERS, SLICES, SLICE)
     held.closing = [members]
-    calls = UnitCalls(members, torch.device("cpu") if device == "cpu" else here)
+    calls = UnitCalls(members, here)
     alone = Action("its memmoves alone", UnitCalls(members, torch.device("cpu")).copies)
     fetch, push = _NAMES
     return [

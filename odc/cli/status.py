@@ -66,7 +66,11 @@ def started_by(pid: int) -> int | None:
 
 def _shown(answers: list[RankStatus], job: int | None) -> Any:
     if not answers:
-        return f"no rank of job {job} runs on this host" if job is not None else "no odc job of this user runs here"
+        return (
+            f"no rank of job {job} runs on this host"
+            if job is not None
+            else "no odc job of this user runs on this host"
+        )
     return table(answers)
 
 

@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 from odc.doctor.finding import Finding, absent, broken, ok, version_of
-from odc.errors import UnsupportedError
+from odc.errors import UnsupportedError, install
 from odc.runtime.engines import choose_engine
 
 _NIXL = ("nixl-cu13", "nixl-cu12")
-_EXTRA = "pip install 'odc-fsdp[nixl]' (works without CUDA)"
+_EXTRA = f"{install('nixl')}, which works without CUDA"
 _TRANSPORTS = {"ib": "InfiniBand and RoCE", "ib_mlx5": "mlx5", "ib_efa": "EFA", "cuda": "device memory"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
 from odc.runtime.arena import Arena
+from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
 from odc.runtime.fetch import PublishedShards
@@ -12,7 +13,7 @@ from odc.runtime.hosts import locate
 from odc.runtime.layout import HeapLayout
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
 from odc.runtime.node import parts
-from odc.runtime.protocol import AbsentMember, MemberProtocol
+from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
 from odc.runtime.service import Service, reading_token

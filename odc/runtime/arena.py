@@ -2,7 +2,7 @@
 
 Its size is fixed when it is made, so an overflow raises an error that names the size needed. In a small arena fast
 ranks wait for slow ones. A member with nothing to read neither waits nor is waited for. The words by which an owner and
-its readers agree are `odc.runtime.protocol.ArenaWords`.
+its readers agree are `odc.runtime.arena_protocol.ArenaWords`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap
+from odc.runtime.arena_protocol import AbsentMember, ArenaWords
 from odc.runtime.connect import Rendezvous
 from odc.runtime.grid import RankGrid
 from odc.runtime.member import Member
-from odc.runtime.protocol import AbsentMember, ArenaWords
 from odc.runtime.store import JobStore, KeyValueStore, announce_process
 from odc.runtime.words import Word
 from odc.settings import Settings

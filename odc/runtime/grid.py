@@ -84,6 +84,12 @@ class RankGrid:
     def is_remote(self, member: int) -> bool:
         return bool(self.hosts) and self.hosts[member] != self.hosts[self.me]
 
+    def steps_to(self, member: int) -> int:
+        """From this rank's host forward to the member's, 0 to hosts - 1; who visits hosts in this order meets no other
+        host there.
+        """
+        return (self.host(member) - self.here) % self.host_count
+
     @property
     def here(self) -> int:
         """This rank's host."""

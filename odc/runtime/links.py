@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from odc.memory import close_after_fork
@@ -43,6 +44,7 @@ _SEEN_BY_ALL = frozenset(
 )
 _NOW_AND_THEN = (Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
+_COUNT = ">i8"  # a push count on the wire
 _DEAD = (ConnectionResetError, BrokenPipeError)
 
 
@@ -162,7 +164,7 @@ class Links:
             self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
 
     def tell_counts(self, counts: torch.Tensor) -> None:
-        self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(">i8").tobytes()))
+        self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
 
     def _tell(self, *frames: Frame) -> None:
         with self._changing:
@@ -216,8 +218,7 @@ class Links:
         elif len(frame.body) != 8 * self._layout.param_base[-1]:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
-            counts = torch.frombuffer(bytearray(frame.body), dtype=torch.int64)
-            peer.pushes.copy_(torch.from_numpy(counts.numpy().byteswap()))
+            peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
 
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""

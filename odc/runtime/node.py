@@ -54,8 +54,10 @@ class NodeCache:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         grid = protocol.grid
         owners = [member for member in grid.shard_group if grid.is_remote(member)]
-        # This rank's own partners first, so that the ranks of a host read from different owners.
-        self._owners = sorted(owners, key=lambda member: (grid.index(member) - grid.index(grid.me)) % len(grid.local))
+        # This rank's own partners first, so that the ranks of a host read from different owners; of these that on the
+        # next host, so that hosts read from different hosts.
+        apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
+        self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
@@ -100,7 +102,7 @@ def _holds(cached: Words, epoch: int) -> bool:
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
     """Read what other hosts hold of this rank's gradients, of the units that are `used`. They have been completed."""
     grid = layout.grid
-    for number, member in enumerate(layout.contributors):
+    for number, member in sorted(enumerate(layout.contributors), key=lambda one: grid.steps_to(one[1])):
         into = layout.arrived(number)
         if grid.shards_span_hosts:
             region = f"sums/{grid.row(grid.here, seen_from=grid.host(member))}"

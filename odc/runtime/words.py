@@ -1,4 +1,4 @@
-"""The 64-bit words of the protocol, which `protocol` alone stores (docs/protocol.md, "Words on the board")."""
+"""The 64-bit words of the protocols, which only `protocol` and `arena_protocol` store (docs/protocol.md)."""
 
 from __future__ import annotations
 

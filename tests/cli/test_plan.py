@@ -61,7 +61,7 @@ def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     options = ("--ranks", "4", "--policy", "lb-split", "--quadratic", "1,1")
     where = ("--json", str(out), "--picture", str(picture))
-    assert plan(lengths, *options, *where, "--floor", "2", "--node", "2", "--contiguous") == 0
+    assert plan("--lengths", lengths, *options, *where, "--floor", "2", "--node", "2", "--contiguous") == 0
     expected = lb_split(SIZES, 4, 100, quadratic(1, 1), floor=2, node=2, one_slice=True)
     said = capsys.readouterr().out
     assert said == f"{expected}\nplan     {out}\npicture  {picture}\n" and expected.splits

@@ -70,7 +70,7 @@ def test_a_job_is_chosen(answers: list[RankStatus], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "no rank of job 1 runs on this host\n"
     answers.clear()
     assert call() == 0
-    assert capsys.readouterr().out == "no odc job of this user runs here\n"
+    assert capsys.readouterr().out == "no odc job of this user runs on this host\n"
 
 
 def test_watching_asks_again_until_interrupted(

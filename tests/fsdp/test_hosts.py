@@ -256,7 +256,7 @@ def refused(rank: int, world: int) -> tuple[str, str, str]:
         told.append(str(caught.value))
     arena = Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "over hosts")
     with pytest.raises(UnsupportedError) as caught:
-        arena.layout.attach_all()
+        arena.get("rows", 0, (rank + 2) % world)
     model = Exact()
     fully_shard(model)
     with pytest.raises(UnsupportedError, match="weights are exported within one host"):

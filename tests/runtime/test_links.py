@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 from odc.runtime import Outcome, Word
 from odc.runtime import links as module
@@ -27,19 +27,19 @@ class Linked:
     """Four members on two hosts; 0 and 2 have links, over TCP of this host."""
 
     def __init__(self) -> None:
-        self.crew = Crew(LAYOUT, 4, settings=Settings(timeout_s=60.0), hosts=HOSTS)
+        self.group = HeapGroup(LAYOUT, 4, settings=Settings(timeout_s=60.0), hosts=HOSTS)
         self.aborts: dict[int, list[tuple[str, int]]] = {0: [], 2: []}
         self.links, self.readers, self.sockets = dict[int, Links](), dict[int, Callable[[], bool]](), dict[int, int]()
-        for layout in self.crew.layouts:
+        for layout in self.group.layouts:
             for member in layout.grid.local:
                 layout.local(member).attach()
         for me in (0, 2):
-            self.links[me] = Links(self.crew.layouts[me], self._abort(me))
+            self.links[me] = Links(self.group.layouts[me], self._abort(me))
 
     def _abort(self, me: int) -> Callable[[str, int], None]:
         def abort(reason: str, culprit: int) -> None:
             self.aborts[me].append((reason, culprit))
-            self.crew.members[me].protocol.abort(reason, culprit)
+            self.group.members[me].protocol.abort(reason, culprit)
 
         return abort
 
@@ -65,7 +65,7 @@ class Linked:
     def close(self) -> None:
         for one in self.links.values():
             one.close()
-        self.crew.close()
+        self.group.close()
 
 
 @pytest.fixture
@@ -76,12 +76,12 @@ def linked() -> Iterator[Linked]:
 
 
 def seen(linked: Linked, by: int, of: int, word: int) -> int:
-    return linked.crew.layouts[by].peer(of).board.load(word)
+    return linked.group.layouts[by].peer(of).board.load(word)
 
 
 def test_every_rank_of_a_host_sees_what_one_of_the_other_stores(linked: Linked) -> None:
     linked.join()
-    board = linked.crew.members[0].protocol.board
+    board = linked.group.members[0].protocol.board
     for word in (Word.PUBLISHED, Word.OUTCOME_ODD, Word.DONE, Word.COMPLETE, Word.READ, Word.LEFT):
         board.store(word, 100 + word)
         linked.receive(2, lambda word=word: seen(linked, 2, 0, word) == 100 + word)
@@ -90,43 +90,43 @@ def test_every_rank_of_a_host_sees_what_one_of_the_other_stores(linked: Linked) 
 
 
 def test_a_link_begins_with_how_the_rank_fares(linked: Linked) -> None:
-    mine = linked.crew.layouts[0].mine
+    mine = linked.group.layouts[0].mine
     mine.board.store(Word.PUBLISHED, 5)
     mine.set_abandonment(5, "too long")
     mine.board.store(outcome_word(5), encode_outcome(5, Outcome.ABANDONED))
     mine.board.store(Word.DONE, 5)
     linked.join().receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 5)
-    theirs = linked.crew.layouts[3].peer(0)
+    theirs = linked.group.layouts[3].peer(0)
     assert theirs.abandonment(5) == "too long"
     assert decode_outcome(theirs.board.load(outcome_word(5)), 5) is Outcome.ABANDONED
 
 
 def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked) -> None:
     linked.join()
-    protocol, counts = linked.crew.members[0].protocol, torch.tensor([3, 1 << 40, 0])
+    protocol, counts = linked.group.members[0].protocol, torch.tensor([3, 1 << 40, 0])
     protocol.links = linked.links[0]
-    linked.crew.publish(0)
+    linked.group.publish(0)
     linked.links[0].tell_counts(counts)
     protocol.explain("a bad sample")
     protocol.close(Outcome.ABANDONED)
     linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
-    theirs = linked.crew.layouts[3].remote(0)
+    theirs = linked.group.layouts[3].remote(0)
     assert theirs.pushes.tolist() == counts.tolist()
     assert theirs.abandonment(1) == "a bad sample"
-    assert linked.crew.layouts[3].remote(1).pushes.tolist() == [0, 0, 0]
+    assert linked.group.layouts[3].remote(1).pushes.tolist() == [0, 0, 0]
 
 
 def test_an_abort_reaches_every_rank_of_the_other_host_with_its_reason(linked: Linked) -> None:
     linked.join()
-    linked.crew.members[1].protocol.abort("rank 10 died", 10)  # a rank without a link, which this rank is attached to
-    linked.crew.members[0].protocol.abort("rank 13 died", 13)
-    assert linked.crew.layouts[0].mine.reason == "rank 10 died", "the first reason stays"
-    linked.crew.layouts[0].mine.board.store(Word.ABORT, 0)
-    linked.crew.members[0].protocol.abort("rank 13 died", 13)
+    linked.group.members[1].protocol.abort("rank 10 died", 10)  # a rank without a link, which this rank is attached to
+    linked.group.members[0].protocol.abort("rank 13 died", 13)
+    assert linked.group.layouts[0].mine.reason == "rank 10 died", "the first reason stays"
+    linked.group.layouts[0].mine.board.store(Word.ABORT, 0)
+    linked.group.members[0].protocol.abort("rank 13 died", 13)
     linked.receive(2, lambda: bool(linked.aborts[2]))
     assert linked.aborts[2][0] == ("rank 13 died", 13)
     for member in (2, 3):
-        mine = linked.crew.layouts[member].mine
+        mine = linked.group.layouts[member].mine
         assert (mine.board.load(Word.ABORT), mine.reason) == (1 + 13, "rank 13 died")
 
 
@@ -137,16 +137,16 @@ def test_progress_is_told_now_and_then_only(linked: Linked, monkeypatch: pytest.
     clock = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     for _ in range(100):
-        linked.crew.members[0].protocol.touch("testing")
+        linked.group.members[0].protocol.touch("testing")
     assert len(told) == 1
     clock[0] += 1.0
-    linked.crew.layouts[0].pushed_board.refresh()
+    linked.group.layouts[0].pushed_board.refresh()
     assert len(told) == 2
 
 
 def test_the_end_of_a_link_is_a_death_unless_the_rank_has_shut_down(linked: Linked) -> None:
     linked.join()
-    linked.crew.members[0].protocol.leave("")
+    linked.group.members[0].protocol.leave("")
     linked.links[0].close()
     assert linked.receive(2, lambda: seen(linked, 2, 0, Word.LEFT) == 1) in (True, False)
     with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def test_the_end_of_a_link_is_a_death_unless_the_rank_has_shut_down(linked: Link
 
 def test_a_death_names_the_rank_at_the_other_end(linked: Linked) -> None:
     linked.join()
-    linked.crew.publish(0)
+    linked.group.publish(0)
     linked.receive(2, lambda: seen(linked, 2, 0, Word.PUBLISHED) == 1)
     linked.links[0].close()
     linked.receive(2, lambda: bool(linked.aborts[2]))

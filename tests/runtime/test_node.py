@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import F32, Crew
+from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
@@ -23,45 +23,45 @@ HOSTS = (0, 0, 1, 1)
 class Copies:
     """An engine that reads the heap of the other member; it counts."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.reads, self.nbytes = crew, list[tuple[int, int]](), 0
+    def __init__(self, group: HeapGroup) -> None:
+        self.group, self.reads, self.nbytes = group, list[tuple[int, int]](), 0
         self.fails = False
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         if self.fails:
             raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
-        member = self.crew.ranks.index(rank)
-        heap = self.crew.layouts[member].heap
+        member = self.group.ranks.index(rank)
+        heap = self.group.layouts[member].heap
         into.copy_(heap.whole(member)[offset : offset + into.numel()])  # type: ignore[attr-defined]
         self.reads.append((rank, into.numel()))
         self.nbytes += into.numel()
 
 
 class Spread:
-    """A crew on two hosts, whose mirrors are written by hand."""
+    """A group on two hosts, whose mirrors are written by hand."""
 
     def __init__(self, accumulate: Accumulate = "server") -> None:
         settings = Settings(timeout_s=60.0, accumulate=accumulate)
-        self.crew = Crew(LAYOUT, 4, settings=settings, hosts=HOSTS)
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
         self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
-        for member in self.crew.members:
-            engine = Copies(self.crew)
-            heaps = RemoteHeaps("crew", engine, member.protocol)  # type: ignore[arg-type]
+        for member in self.group.members:
+            engine = Copies(self.group)
+            heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
             self.engines.append(engine)
             self.heaps.append(heaps)
 
     def publish(self, value: float = 0.0) -> None:
         for member in range(4):
-            self.crew.publish(member, value + member)
-        for layout in self.crew.layouts:  # what links would do
+            self.group.publish(member, value + member)
+        for layout in self.group.layouts:  # what links would do
             for other in layout.grid.remote:
-                layout.peer(other).board.store(Word.PUBLISHED, self.crew.members[other].protocol.epoch)
+                layout.peer(other).board.store(Word.PUBLISHED, self.group.members[other].protocol.epoch)
 
     def fetch(self, me: int, unit: int) -> list[float]:
-        spec = self.crew.units[unit]
+        spec = self.group.units[unit]
         out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
-        self.crew.members[me].shards.fetch(spec, out)
+        self.group.members[me].shards.fetch(spec, out)
         return [values.item() for values in out[0].view(4, -1)[:, 0]]
 
 
@@ -69,7 +69,7 @@ class Spread:
 def spread() -> Iterator[Spread]:
     made = Spread()
     yield made
-    made.crew.close()
+    made.group.close()
 
 
 def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
@@ -78,8 +78,8 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
         for unit in (0, 1):
             assert spread.fetch(me, unit) == [5.0, 6.0, 7.0, 8.0]
     reads = sorted(spread.engines[0].reads + spread.engines[1].reads)
-    sizes = [spread.crew.units[unit].published_bytes for unit in (0, 1)]
-    assert reads == sorted((spread.crew.ranks[owner], size) for owner in (2, 3) for size in sizes)
+    sizes = [spread.group.units[unit].published_bytes for unit in (0, 1)]
+    assert reads == sorted((spread.group.ranks[owner], size) for owner in (2, 3) for size in sizes)
     assert not spread.engines[2].reads
     spread.publish(50.0)
     assert spread.fetch(1, 0) == [50.0, 51.0, 52.0, 53.0], "the cache is of the last epoch"
@@ -87,10 +87,10 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
 
 def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     spread.publish()
-    peer, unit = spread.crew.layouts[0].remote(2), spread.crew.units[0]
+    peer, unit = spread.group.layouts[0].remote(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
     peer.claims(unit).store(0, 1)  # member 1 has claimed the shard of member 2, and has not read it
-    spread.crew.layouts[1].mine.board.store(Word.LEFT, 1)
+    spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
     with pytest.raises(PeerLostError, match="waiting for rank 13 to read unit 'u0' of epoch 1 from rank 16"):
         spread.fetch(0, 0)
     assert [rank for rank, _ in spread.engines[0].reads] == [19], "it has read what was not claimed"
@@ -99,8 +99,8 @@ def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
 def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
     spread.publish()
     spread.engines[0].fails = True
-    spread.crew.layouts[0].mine.set_reason("rank 16 died in epoch 1")
-    board = spread.crew.layouts[0].mine.board
+    spread.group.layouts[0].mine.set_reason("rank 16 died in epoch 1")
+    board = spread.group.layouts[0].mine.board
     read = spread.engines[0].read
 
     def told_meanwhile(*arguments: Any, **options: Any) -> None:
@@ -115,37 +115,41 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
 @pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
 def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate) -> None:
     spread = Spread(accumulate)
-    crew = spread.crew
+    group = spread.group
     for epoch in (1, 2):  # what was summed in the first must not be there in the second
         spread.publish()
         for me in range(4):
-            for unit in crew.units[:2]:
+            for unit in group.units[:2]:
                 gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
                 for _ in range(epoch):
-                    crew.members[me].pusher.push(unit, gradients)
+                    group.members[me].pusher.push(unit, gradients)
         for me in range(4):
-            gather_sums(crew.layouts[me], spread.heaps[me], [True, True, False])
-            for unit in crew.units[:2]:
-                found = parts(crew.layouts[me], unit)
+            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            for unit in group.units[:2]:
+                found = parts(group.layouts[me], unit)
                 expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
                 assert [part[0].item() for part in found] == [epoch * value for value in expected]
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
     assert len(sums) == 2 * 4, "units that follow each other are read together"
-    crew.close()
+    group.close()
 
 
 def test_units_that_nobody_used_do_not_cross(spread: Spread) -> None:
     spread.publish()
-    gather_sums(spread.crew.layouts[0], spread.heaps[0], [False, False, False])
+    gather_sums(spread.group.layouts[0], spread.heaps[0], [False, False, False])
     assert not spread.engines[0].reads
-    gather_sums(spread.crew.layouts[0], spread.heaps[0], [True, False, True])
+    gather_sums(spread.group.layouts[0], spread.heaps[0], [True, False, True])
     assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
 
 
 def test_the_ledger_says_what_hosts_cost() -> None:
-    with Crew(LAYOUT, 4) as one, Crew(LAYOUT, 4, hosts=HOSTS) as two, Crew(LAYOUT, 4, hosts=(0, 1, 2, 3)) as four:
-        single, double, quadruple = (crew.layouts[0].ledger() for crew in (one, two, four))
+    with (
+        HeapGroup(LAYOUT, 4) as one,
+        HeapGroup(LAYOUT, 4, hosts=HOSTS) as two,
+        HeapGroup(LAYOUT, 4, hosts=(0, 1, 2, 3)) as four,
+    ):
+        single, double, quadruple = (group.layouts[0].ledger() for group in (one, two, four))
         assert "cache" not in single
         published = sum(max(64, unit.published_bytes) for unit in one.units)
         sums = sum(-(-unit.accumulator_bytes // 64) * 64 for unit in one.units)

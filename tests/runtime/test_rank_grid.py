@@ -107,3 +107,12 @@ def test_hosts_are_refused_that_a_mirror_cannot_be_laid_out_for() -> None:
     for hosts in ((0, 0, 1), (0, 2, 2, 0), (0, 0, 0, 1), (1, 0, 1, 0)):
         with pytest.raises(ValueError, match="hosts"):
             RankGrid((0, 1, 2, 3), 4, 0, hosts)
+
+
+def test_hosts_visit_each_other_in_turn() -> None:
+    """Each step, every host goes to another one."""
+    for me in range(6):
+        grid = RankGrid(tuple(range(6)), 6, me, hosts=(0, 0, 1, 1, 2, 2))
+        order = sorted(grid.partners, key=grid.steps_to)
+        assert [grid.host(member) for member in order] == [(me // 2 + step) % 3 for step in (1, 2)]
+    assert RankGrid((4, 7), 2, 0).steps_to(1) == 0

@@ -55,7 +55,9 @@ def visit(host: Host, secret: bytes = SECRET) -> bytes:
     with socket.create_connection(host.address, 30) as connection:
         assert admit(connection, "client", secret, 3, purpose="link 0.a", timeout_s=30) == 7
         connection.sendall(b"hello")
-        return connection.recv(7)
+        said = connection.recv(7)
+        assert connection.recv(1) == b"", "the end comes once it is noted"
+        return said
 
 
 def until_closed(connection: socket.socket) -> int:

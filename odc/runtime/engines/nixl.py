@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from odc.errors import UnsupportedError
+from odc.errors import UnsupportedError, install
 from odc.runtime.engines.connections import Answers, Connections, late
 from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
 from odc.runtime.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.runtime.wait import Backoff, Deadline
 
 MODULES = ("nixl_cu13", "nixl_cu12")
-EXTRA = "pip install 'odc-fsdp[nixl]'"
+EXTRA = install("nixl")
 _PROGRESS_DELAY_US = 100  # the progress thread sleeps in poll until traffic wakes it; 0, the Python API's, spins
 _TCP_SETTINGS = {
     "UCX_TCP_TX_SEG_SIZE": "128k",

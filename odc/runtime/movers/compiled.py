@@ -28,8 +28,14 @@ class CompiledMover(CudaMover):
     publish = staticmethod(triton.publish)
     add = staticmethod(triton.add)
     accumulate = staticmethod(triton.accumulate)
-    add_all = staticmethod(add_all)
-    differ = staticmethod(differ)
+
+    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See `DeviceMover.add_all`; one launch a pair of dtypes."""
+        add_all(places, values)
+
+    def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory."""
+        differ(places, shards, found)
 
     def _gather_rest(
         self,
