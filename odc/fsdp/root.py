@@ -46,9 +46,10 @@ class Root:
         if any(compat.is_manual(below) for below in compat.states_below(self.state)):
             raise OdcError("set_manual_backward_finalization() must be called on the root")
         call = registered(module)
+        grid = grid_of(groups, call.rank)
         self.settings = settings = agreed_settings(module, call)
         store = compat.default_store()
-        self.grid = grid = locate(JobStore(store, settings.timeout_s, call.rank), grid_of(groups, call.rank))
+        self.grid = grid = locate(JobStore(store, settings.timeout_s, call.rank), grid)
         self.rank = call.rank
         for group in groups:
             group.odc_params = list(params_of(group))
