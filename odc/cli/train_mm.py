@@ -18,7 +18,7 @@ from odc.errors import ConfigError
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 _ARM = "TRANSPORT/BALANCE: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
-_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
+_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow", "least_piece")
 _NOT_YET = ("valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
 
 
@@ -37,7 +37,7 @@ def train_mm(
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
-    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}")] = None,
+    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM} (default: compare)")] = None,
     arms: Annotated[str | None, Option(help="Compare these arms, with commas. (default: all)")] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Repeats = 1,

@@ -123,7 +123,7 @@ def test_compare_writes_one_table_and_what_it_names(
     [
         (
             ["train", "--arm", "zero1"],
-            "odc-equal, odc, odc-dynamic, odc-hybrid, not 'zero1'",
+            "odc-equal, odc, odc-split, odc-dynamic, odc-hybrid, not 'zero1'",
             2,
         ),
         (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),

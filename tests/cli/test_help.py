@@ -18,7 +18,7 @@ import odc  # noqa: E402
 from odc.cli import main  # noqa: E402
 from odc.cli.app import app  # noqa: E402
 
-COMMANDS = ("train", "train-mm", "compare", "grpo", "plan", "simulate", "bench", "doctor", "status")
+COMMANDS = ("train", "train-mm", "compare", "compare-grpo", "grpo", "plan", "simulate", "bench", "doctor", "status")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
