@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
@@ -24,7 +25,7 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     one of the roots, or where one is given twice. Calls no collective.
     """
     for module in roots:
-        if not isinstance(module, compat.FSDPModule):
+        if isinstance(module, nn.Module) and not isinstance(module, compat.FSDPModule):
             raise UnsupportedError(
                 f"minibatch() was given a {type(module).__name__} that is not sharded: call odc.fully_shard on it too, "
                 "last, after its layers"
