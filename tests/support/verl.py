@@ -90,7 +90,7 @@ def sft_changes(model: Path, data: Path, out: Path, changes: dict[str, Any]) -> 
 def join_as_verl(rank: int, world: int) -> None:
     """Set what torchrun would have set; the process group is there."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = "1"
+    os.environ |= {"MASTER_PORT": "1", "LOCAL_WORLD_SIZE": str(world)}
     import_verl("verl.workers.engine_workers")
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead

@@ -19,7 +19,7 @@ from odc.settings import Settings
 
 @dataclass
 class OdcEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
-    """verl's `FSDPEngineConfig` with `odc`, which holds `rebalance` and any field of `odc.Settings` (see `options_of`).
+    """verl's `FSDPEngineConfig` with `odc`: `rebalance`, `split` and any field of `odc.Settings`.
 
     The strategies "fsdp" and "fsdp2" are accepted because RL sets the strategy only after construction.
     """
@@ -39,21 +39,26 @@ class EngineOptions:
     """What odc has to know of one engine.
 
     With `rebalance`, rows of each training minibatch are spread over the data-parallel ranks by LB-Mini; without, ranks
-    train on the rows that verl's trainer gave to each.
+    train on the rows that verl's trainer gave to each. With `split` besides, long rows run as pieces on several ranks.
     """
 
     rebalance: bool
+    split: bool
     settings: Settings
 
 
 def options_of(config: Any) -> EngineOptions:
     """The `odc` options of an engine configuration; the defaults for verl's own. Raises ConfigError."""
     given: Mapping[str, Any] = dict(getattr(config, "odc", None) or {})
-    known = {"rebalance", *(one.name for one in fields(Settings))}
+    own = {"rebalance", "split"}
+    known = {*own, *(one.name for one in fields(Settings))}
     if unknown := given.keys() - known:
         raise ConfigError(f"odc has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     try:
-        settings = Settings(**{key: value for key, value in given.items() if key != "rebalance"})
+        settings = Settings(**{key: value for key, value in given.items() if key not in own})
     except ValueError as error:
         raise ConfigError(f"engine.odc: {error}") from error
-    return EngineOptions(bool(given.get("rebalance", True)), settings)
+    rebalance, split = bool(given.get("rebalance", True)), bool(given.get("split", False))
+    if split and not rebalance:
+        raise ConfigError("engine.odc.split=true moves rows between ranks: leave rebalance=false out")
+    return EngineOptions(rebalance, split, settings)

@@ -1,12 +1,14 @@
 """verl engines on `odc.fully_shard`: strategy `odc`, for language models and for value heads. For verl 0.9 only.
 
-Subclasses of verl's FSDP engines replace two things: how the module is sharded, and the loop over microbatches; the
-rest stays verl's code. verl makes all ranks run equally many microbatches; here each rank runs as many as its own
-samples need, and ranks meet once for each minibatch. Importing this module registers the engines.
+Subclasses of verl's FSDP engines replace how the module is sharded, the loop over microbatches, and what the model is
+given of a row that runs in pieces; the rest stays verl's code. verl makes all ranks run equally many microbatches; here
+each rank runs as many as its own samples need, and ranks meet once for each minibatch. Importing this module registers
+the engines.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +27,20 @@ from odc.balance import Cost, cost_from_config
 from odc.errors import PlanError, UnsupportedError
 from odc.fsdp import fully_shard
 from odc.integrations.verl.config import options_of
+from odc.integrations.verl.pieces import (
+    RowPieces,
+    cut,
+    divide,
+    inputs_of,
+    most_pieces,
+    refuse_batch,
+    refuse_options,
+    spread,
+)
 from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long
 from odc.integrations.verl.seqlen_balancing import WORKLOAD, rearrange_micro_batches, row_lengths
 from odc.integrations.verl.units import units_of
+from odc.split import SamplePiece
 
 _DEVICES = ["cpu", "cuda"]  # odc.fully_shard refuses what it cannot shard
 
@@ -47,6 +60,10 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         for name, wanted in refused.items():
             if wanted:
                 raise UnsupportedError(f"strategy odc does not support {name}")
+        self._rows: RowPieces | None = None
+        self._piece: SamplePiece | None = None  # that a forward step is for
+        if self._options.split:
+            refuse_options(self.model_config, self.engine_config)
 
     def _precision(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtypes of compute and of reduction, with verl's defaults."""
@@ -85,10 +102,13 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         dist.all_gather_object(told, mine, group=group)
         tokens = sum(count for _, count in told)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size, batch_num_tokens=tokens, dp_size=ranks)
-        data, (microbatches, indices) = self._divided(data, [lengths for lengths, _ in told], stay=keep)
+        if self._options.split and not keep:
+            refuse_batch(data, loss_function)
+        data, pieces, (microbatches, indices) = self._divided(data, [lengths for lengths, _ in told], stay=keep)
+        work = itertools.chain(pieces, zip(itertools.repeat(None), microbatches))
         outputs, weights = [], []
         with torch.no_grad() if forward_only else self.module.minibatch():
-            for number, microbatch in enumerate(microbatches):
+            for number, (self._piece, microbatch) in enumerate(work):
                 with torch.profiler.record_function(f"micro_batch{number}"):
                     loss, output = self.forward_step(microbatch, loss_function=loss_function, forward_only=forward_only)
                     if not forward_only:
@@ -101,16 +121,40 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         return postprocess_batch_func(outputs, indices, data) | {"metrics": metrics}
 
     def _divided(self, data: Any, lengths: list[list[int]], *, stay: bool) -> Any:
-        """The rows that this rank computes, and (its microbatches, the row indices of each, or None)."""
+        """The rows that this rank computes, its pieces, and (its microbatches, the row indices of each, or None)."""
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-            return data, prepare_micro_batches(data, same_micro_num_in_dp=False)
+            return data, (), prepare_micro_batches(data, same_micro_num_in_dp=False)
         together = tu.get_non_tensor_data(data, "force_group_size", default=1)
-        cap = data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size
+        cap, group = data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size, self.get_data_parallel_group()
+        if self._options.split and not stay:
+            refuse_long(lengths, cap, pieces=most_pieces(len(lengths)))
+            if self._rows is None:
+                self._rows = RowPieces(self.module, keep=not self.model_config.enable_gradient_checkpointing)
+            plan = self._rows.plan(lengths, cap, self._cost())
+            if plan is not None:
+                self._rows.prepare(plan, cap)
+                rows, microbatches = divide(data.to("cpu"), lengths, plan, group)
+                return data, self._rows.of(plan, rows), (microbatches, None)
         refuse_long(lengths, cap, together)
         if self._options.rebalance and not stay:
-            owners = owners_of(lengths, self._cost(), together)
-            data = move_rows(data.to("cpu"), owners, self.get_data_parallel_group())
-        return data, rearrange_micro_batches(data, cap, same_micro_num_in_dp=False, force_group_size=together)
+            data = move_rows(data.to("cpu"), owners_of(lengths, self._cost(), together), group)
+        return data, (), rearrange_micro_batches(data, cap, same_micro_num_in_dp=False, force_group_size=together)
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        """As verl's; in a forward step for a piece what the model takes for it."""
+        if self._piece is None:
+            return super().prepare_model_inputs(micro_batch)
+        _, arguments = super().prepare_model_inputs(cut(self._piece, micro_batch))
+        inputs, targets = inputs_of(self._piece, micro_batch)
+        return inputs, arguments | {"input_ids_rmpad_rolled": targets}
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        """As verl's; of a piece, for the whole row, with zeros where the piece has no tokens."""
+        if self._piece is None:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        part = cut(self._piece, micro_batch)
+        found = super().prepare_model_outputs(output, output_args, part, logits_processor_func)
+        return {name: spread(self._piece, micro_batch, one) for name, one in found.items()}
 
     def _cost(self) -> Cost:
         """FLOPs of a sample of the model, or verl's formula for models whose FLOPs odc cannot count."""
@@ -153,7 +197,7 @@ def _collapse_one(name: str, values: list[tuple[Any, float]], scale: float) -> A
         kind = next((AggregationType(word) for word in ("max", "min") if word in name), AggregationType.MEAN)
     each = [(float(_as_metric(kind, value).aggregate()), weight) for value, weight in values]
     if kind is AggregationType.MEAN:
-        whole = scale * sum(value * weight for value, weight in each)
+        whole = scale * sum(value * weight for value, weight in each if weight)  # a mean over no tokens may be nan
     else:
         whole = float(_as_metric(kind, [value for value, _ in each]).aggregate())
     return Metric(kind, whole) if isinstance(first, Metric) else [whole]

@@ -26,19 +26,21 @@ _WORTH = 0.01  # share of the longest rank's cost that a move of rows must save
 Lengths = Sequence[Sequence[int]]
 
 
-def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1) -> None:
+def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1, pieces: int = 1) -> None:
     """Raise PlanError, on every rank alike, if rows that stay together do not fit into one microbatch.
 
     `lengths` are the tokens of each row on each data-parallel rank; `group_size` consecutive rows stay together.
+    Rows may run as so many `pieces`.
     """
+    more = f", in {pieces} pieces" if pieces > 1 else ""
     for rank, rows in enumerate(lengths):
         if len(rows) % group_size:
             raise PlanError(f"data-parallel rank {rank} has {len(rows)} samples, not a multiple of {group_size}")
         for at in range(0, len(rows), group_size):
-            if (tokens := sum(rows[at : at + group_size])) > max_tokens:
+            if (tokens := sum(rows[at : at + group_size])) > max_tokens * pieces:
                 raise PlanError(
                     f"data-parallel rank {rank}: sample {at} ({group_size} together) has {tokens} tokens, more than a "
-                    f"microbatch may have ({max_tokens}: max_token_len_per_gpu x sequence-parallel ranks)"
+                    f"microbatch may have ({max_tokens}: max_token_len_per_gpu x sequence-parallel ranks{more})"
                 )
 
 
@@ -87,15 +89,24 @@ def _most_stays(stay: Mapping[tuple[int, int], int], ranks: int) -> list[int]:
 def move_rows(data: Any, owners: Sequence[Sequence[int]], group: Any) -> Any:
     """This rank's rows after each has moved to its owner: those that stay, then those that arrive, by source rank.
 
-    A collective over `group`, through CPU memory, unless no row moves at all. What the batch (a TensorDict on the CPU)
-    holds once instead of for each row (settings, counts) stays. `owners` come from `owners_of`, the same on every rank,
-    with at least one row for each.
+    `owners` come from `owners_of`, the same on every rank, with at least one row for each. Nothing is sent if no row
+    moves at all; otherwise as `send_rows`.
     """
-    me, ranks = dist.get_rank(group), len(owners)
     if all(owner == rank for rank, rows in enumerate(owners) for owner in rows):
         return data
+    return send_rows(data, [[(owner,) for owner in rows] for rows in owners], group)
+
+
+def send_rows(data: Any, goals: Sequence[Sequence[Sequence[int]]], group: Any) -> Any:
+    """The rows that have this rank among their goals: its own first, then those that arrive, by source rank.
+
+    A collective over `group`, through CPU memory. What the batch (a TensorDict on the CPU) holds once instead of for
+    each row (settings, counts) stays. `goals[rank][row]` are the ranks that a row goes to, the same on every rank;
+    every rank gets at least one row.
+    """
+    me = dist.get_rank(group)
     shared = {key: value for key, value in data.items() if isinstance(value, NonTensorData)}
-    leaving = [[i for i, owner in enumerate(owners[me]) if owner == rank] for rank in range(ranks)]
+    leaving = [[i for i, goal in enumerate(goals[me]) if rank in goal] for rank in range(len(goals))]
     mine = data.exclude(*shared)
     sent = [
         pickle.dumps(tu.index_select_tensor_dict(mine, rows)) if rows and rank != me else b""

@@ -19,7 +19,10 @@ def test_options() -> None:
 
     assert options_of(OdcEngineConfig(strategy="fsdp")).rebalance
     options = options_of(OdcEngineConfig(odc={"rebalance": False, "prefetch": 0}))
-    assert not options.rebalance and options.settings.prefetch == 0
+    assert not options.rebalance and not options.split and options.settings.prefetch == 0
+    assert options_of(OdcEngineConfig(odc={"split": True})).split
+    with pytest.raises(ConfigError, match="split=true moves rows between ranks"):
+        OdcEngineConfig(odc={"split": True, "rebalance": False})
     with pytest.raises(ConfigError, match="odc has no option prefech; it has accumulate, .*rebalance"):
         OdcEngineConfig(odc={"prefech": 1})
     with pytest.raises(ConfigError, match="timeout_s must be a positive number"):

@@ -105,13 +105,14 @@ def batch(rank: int, lengths: list[int]) -> Any:
     return data
 
 
-def moved(rank: int, world: int, lengths: list[list[int]], owners: list[list[int]]) -> Any:
+def moved(rank: int, world: int, lengths: list[list[int]], owners: list[list[Any]]) -> Any:
     import_verl()
     from verl.utils import tensordict_utils as tu
 
-    from odc.integrations.verl.rebalance import move_rows
+    from odc.integrations.verl.rebalance import move_rows, send_rows
 
-    data = move_rows(batch(rank, lengths[rank]), owners, dist.group.WORLD)
+    move = move_rows if isinstance(owners[0][0], int) else send_rows
+    data = move(batch(rank, lengths[rank]), owners, dist.group.WORLD)
     assert data["dp_size"] == 7 and data["name"] == f"of rank {rank}", "what is not of a row was mixed up"
     assert tu.get(data, "global_token_num") == [1, 2, 3], "a list of the batch was taken for rows"
     assert data.batch_size == torch.Size([len(data["reward"])]), data.batch_size
@@ -137,3 +138,9 @@ def test_rows_arrive_whole_those_that_stay_first(ranks, owners) -> None:
                     number = 100 * source + i
                     expected[here].append((number, lengths[source][i], float(number), f"{source}-{i}"))
     assert ranks(3).run(moved, lengths, owners) == expected
+
+
+def test_a_row_may_go_to_several_ranks(ranks) -> None:
+    found = ranks(3).run(moved, [[3, 5], [4], [6]], [[[0, 2], [1]], [[0, 1, 2]], [[2]]])
+    assert [[uid for *_, uid in rows] for rows in found] == [["0-0", "1-0"], ["1-0", "0-1"], ["2-0", "0-0", "1-0"]]
+    assert found[2][1] == (0, 3, 0.0, "0-0") and found[2][2] == (100, 4, 100.0, "1-0")

@@ -58,3 +58,11 @@ def test_a_checkpoint_of_fsdp2_is_resumed(ranks, inputs, tmp_path) -> None:
     assert len(curve(rest)) == 5
     for resumed, once in zip(curve(rest), curve(whole)[3:], strict=True):
         assert resumed == pytest.approx(once, rel=1e-4)
+
+
+def test_long_chats_in_pieces_train_to_the_same_curve(ranks, inputs, tmp_path) -> None:
+    whole = ranks(2).run(fit, ODC, *inputs, tmp_path / "whole")
+    split = ODC | {"+engine.odc.split": True, "data.max_token_len_per_gpu": 55}  # the longest chat has more than 100
+    pieces = ranks(2).run(fit, split, *inputs, tmp_path / "pieces")
+    for one, other in zip(curve(pieces[0][0]), curve(whole[0][0]), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)

@@ -1,0 +1,92 @@
+"""verl's engines on tiny rows: how to build one, what rows look like, and a loss with metrics of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def rows(lengths: list[int], first: int, packed: bool = False, **settings: Any) -> Any:
+    """Rows whose tokens follow from their number; the first two tokens are not predicted."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    ids, masks = [], []
+    for number, length in enumerate(lengths, first):
+        ids.append(torch.randint(4, 60, (length,), generator=torch.Generator().manual_seed(number)))
+        masks.append((torch.arange(length) > 1).long())
+    columns = {"input_ids": ids, "loss_mask": masks, "position_ids": [torch.arange(length) for length in lengths]}
+    nested = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
+    data = TensorDict(nested, batch_size=[len(lengths)])
+    tu.assign_non_tensor(data, use_remove_padding=packed, temperature=1.0, pad_token_id=0, **settings)
+    return data
+
+
+def build(
+    model: Path,
+    strategy: str,
+    model_type: str = "language_model",
+    odc: Any = None,
+    of_model: Any = None,
+    **changes: Any,
+) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from odc.integrations.verl.config import OdcEngineConfig
+
+    settings = {"mixed_precision": {"param_dtype": "fp32"}, "use_torch_compile": False, **changes}
+    config = FSDPEngineConfig(strategy=strategy, **settings) if strategy != "odc" else None
+    engine = EngineRegistry.new(
+        model_type=model_type,
+        backend=strategy,
+        model_config=HFModelConfig(
+            path=str(model),
+            tokenizer_path=str(model / "tokenizer"),
+            override_config={"attn_implementation": "sdpa"},
+            **{"enable_gradient_checkpointing": False, "use_remove_padding": False, **(of_model or {})},
+        ),
+        engine_config=config or OdcEngineConfig(odc=odc or {}, **settings),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="constant", total_training_steps=9),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.model_config.model_type = model_type
+    torch.manual_seed(0)  # of what no checkpoint holds
+    engine.initialize()
+    engine.computed = []  # rows of each microbatch
+    step = engine.forward_step
+
+    def forward_step(micro_batch: Any, **options: Any) -> Any:
+        engine.computed.append(len(micro_batch))
+        return step(micro_batch, **options)
+
+    engine.forward_step = forward_step
+    return engine
+
+
+def loss_with_metrics(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """Verl's SFT loss, and metrics of each kind over this microbatch's predicted tokens."""
+    from verl.utils.metric import Metric
+    from verl.workers.utils.losses import sft_loss
+
+    loss, _ = sft_loss(None, model_output, data)
+    mask = data["loss_mask"].values().roll(-1).bool()  # position t predicts token t + 1
+    likely = model_output["log_probs"].values()[mask].detach()
+    return loss, {
+        "mean": Metric("mean", likely.mean()),
+        "sum": Metric("sum", loss),
+        "max": Metric("max", float(mask.sum())),
+        "plain": likely.mean().item(),
+    }
+
+
+def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    """As `verl.utils.model.load_valuehead_model`, which asks for FlashAttention whatever the configuration says."""
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa"
+    )
