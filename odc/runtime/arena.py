@@ -158,6 +158,10 @@ class Arena:
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
         return ArenaEntry(self._heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes), signature)
 
+    def signature(self, channel: str, owner: int) -> int:
+        """What `owner` shows, or is about to show, in a channel; 0 before its first entry. Waits for nobody."""
+        return self._words.signature(self._number(channel), owner) if self._heap.attached(owner) else 0
+
     def _reach(self, owner: int) -> None:
         """Attach to a member; waits until it has come up, or is absent."""
         check = self._rendezvous.check

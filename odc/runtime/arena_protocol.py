@@ -76,6 +76,10 @@ class ArenaWords:
         offset, nbytes = words.load(base + EntryWord.OFFSET), words.load(base + EntryWord.NBYTES)
         return found, offset, nbytes, words.load(base + EntryWord.SIGNATURE)
 
+    def signature(self, channel: int, owner: int) -> int:
+        """SIGNATURE of the entry that `owner` shows, or is about to; 0 before its first."""
+        return self._heap.words(owner, self.TABLE).load(len(EntryWord) * channel + EntryWord.SIGNATURE)
+
     def done(self, channel: int, step: int, owner: int) -> None:
         """COPIED: this rank has copied what it needs of the owner's entry."""
         words = self._heap.words(owner, self.COPIED)

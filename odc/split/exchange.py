@@ -18,6 +18,9 @@ from odc.runtime import AbsentMember, Arena, KeyValueStore
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
 
+_PLAN = "plan"  # the channel in which each rank shows which split sample it has come to
+_MARK_BITS = 20
+
 
 @dataclass(frozen=True)
 class Rooms:
@@ -61,21 +64,37 @@ class PieceExchange:
         self.rooms = Rooms(rooms.layers, _up(rooms.kv_bytes), _up(rooms.grad_bytes), rooms.keep)
         held = rooms.layers if rooms.keep else 2
         kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]
-        self._kv = Arena(store, ranks, rank, self.rooms.kv_bytes * held, kv, timeout_s, f"{name}.kv")
+        nbytes = self.rooms.kv_bytes * held + _up(0)
+        self._kv = Arena(store, ranks, rank, nbytes, [_PLAN, *kv], timeout_s, f"{name}.kv")
         self._grads = Arena(store, ranks, rank, self.rooms.grad_bytes * 2, grads, timeout_s, f"{name}.dkv")
         self._rank, self._ranks = rank, list(ranks)
         self._minibatch: PieceMinibatch | None = None
+        self._shown = 0  # number of the split sample this rank has come to, and below it a mark of what it takes it for
 
     def join(self, minibatch: PieceMinibatch | None) -> None:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
         for arena in (self._kv, self._grads):
             if minibatch is None:
-                arena.absent_if(lambda member: False)
+                arena.absent_if(self._differs)
                 continue
             if before is not None and before.epoch != minibatch.epoch:
                 arena.forget()  # all ranks were done with that minibatch before this one began
-            arena.absent_if(lambda member: minibatch.absent(self._ranks[member]))
+            arena.absent_if(lambda member: minibatch.absent(self._ranks[member]) or self._differs(member))
+
+    def begin(self, number: int, mark: int) -> None:
+        """This rank has come to split sample `number`, of which `mark` tells what it takes it for. Waits for nobody."""
+        self._shown = number << _MARK_BITS | mark & (1 << _MARK_BITS) - 1
+        self._kv.put(_PLAN, number, 0, [])
+        self._kv.show(_PLAN, self._shown)
+
+    def _differs(self, member: int) -> bool:
+        """Whether a member takes this rank's split sample for another, or has gone by it.
+
+        One that has run its piece has put all before it goes on, so that what is not there then never will be.
+        """
+        shown = self._kv.signature(_PLAN, member)
+        return shown != self._shown and shown >> _MARK_BITS >= self._shown >> _MARK_BITS
 
     @property
     def lost(self) -> bool:
@@ -179,7 +198,8 @@ class PieceExchange:
             with recorder().span(WAIT, unit=channel, peer=self._ranks[owner]):
                 found = arena.get(channel, step, owner)
         except AbsentMember:
-            assert self._minibatch is not None, "only of a minibatch is a member absent"
+            if self._minibatch is None or not self._minibatch.absent(self._ranks[owner]):
+                raise self._different(owner, channel, step) from None
             self._minibatch.lose(self._ranks[owner], f"{channel} of step {step}")
             return None
         except OdcError as error:
@@ -187,13 +207,16 @@ class PieceExchange:
                 self.refuse(str(error))
             raise
         if found.signature != mark:
-            reason = (
-                f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "
-                f"{channel} of step {step}: every rank must make the same plan from the same lengths"
-            )
-            self.refuse(reason)
-            raise PlanError(reason)
+            raise self._different(owner, channel, step)
         return found.raw[: count * like.itemsize].view(like.dtype).to(like.device)
+
+    def _different(self, owner: int, channel: str, step: int) -> PlanError:
+        reason = (
+            f"rank {self._rank} and rank {self._ranks[owner]} have different plans or models for split sample "
+            f"{channel} of step {step}: every rank must make the same plan from the same lengths"
+        )
+        self.refuse(reason)
+        return PlanError(reason)
 
 
 def mark_of(*what: object) -> int:

@@ -17,7 +17,7 @@ from odc.fsdp import default_store
 from odc.runtime import KeyValueStore
 from odc.split import models
 from odc.split.cut import Cut
-from odc.split.exchange import PieceExchange, Rooms
+from odc.split.exchange import PieceExchange, Rooms, mark_of
 from odc.split.minibatch import PieceMinibatch, open_minibatch
 from odc.split.piece import SamplePiece
 from odc.split.rehearsal import rehearse
@@ -125,6 +125,7 @@ class Splitter:
             if exchange.lost:
                 return
             members, place = [rank - self._first for rank in split.ranks], split.ranks.index(self._me)
+            exchange.begin(number, mark_of(split.sample, split.ranks, split.slices))
             piece = SamplePiece(split, number, place, members, exchange, self._layers, self._extra)
             try:
                 yield piece
