@@ -92,6 +92,7 @@ class RankJob:
         self.saved: Path | None = None
         self.spans: list[Span] = []
         recorder().set_rank(self.rank)
+        recorder().time_by(devices.device_clock(device))
         torch.manual_seed(workload.job.seed + self.rank)
         self.trainer: Any = workload.trainer(progress, device)
         progress.phase("building the model")
