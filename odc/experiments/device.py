@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from odc.arms import Arm, ArmName, arm_named
+from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments.config import JobConfig
 from odc.fsdp import live_roots
@@ -84,14 +84,6 @@ def device_clock(device: torch.device) -> DeviceClock | None:
     return DeviceClock(
         lambda: torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(device), most=2 * CAPACITY
     )
-
-
-def can_time(device: str, arm: Arm) -> bool:
-    """Whether spans tell where an arm's time went: on CUDA, only where no compute stream waits for NCCL.
-
-    FSDP2 has its compute stream wait for a collective's event inside torch, after the collective's span.
-    """
-    return device == "cpu" or arm.on_demand
 
 
 def out_of_memory(error: BaseException) -> bool:

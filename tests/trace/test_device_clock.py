@@ -142,6 +142,8 @@ def test_other_lanes_keep_the_hosts_times(device: Device) -> None:
     assert fetched.end_ns - start < MS
     assert pushed.end_ns - pushed.start_ns < MS
     assert len(device.events) <= made + 1, "they record no event; the one more is the reference's"
+    recorder.add(FETCH, noted := recorder.now(), lane="fetch")
+    assert recorder.spans()[-1].start_ns == noted
 
 
 def test_events_are_bounded_and_the_oldest_spans_stay_the_hosts(device: Device) -> None:
