@@ -82,7 +82,7 @@ class Recorder:
         if not self.enabled:
             return
         if end_ns is None:
-            end_ns = self.now_on(lane)
+            end_ns = self.now() if lane == MAIN else _clock()
         self._appended()
         # One append of one tuple: no other thread can see a partial span.
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
