@@ -1,11 +1,14 @@
-"""FSDP2's collectives, recorded as spans through torch's public hooks, so that its arms are measured like the others.
+"""FSDP2's collectives, recorded as spans, so that its arms are measured like the others.
 
+On the processor, whose ranks wait inside them, this goes through torch's public hooks. On CUDA collectives run on
+streams of their own beside compute; what a step loses to them is the time for which the compute stream waits for one.
 FSDP2's copies into and out of its buffers count as compute. An asynchronous gather's span holds only its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
+from odc.trace import COLLECTIVE, FETCH, PUSH, WAIT, recorder
 
 # torch 2.13 renamed both and warns about the old names.
 _gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -70,3 +73,30 @@ def record_collectives(model: nn.Module, *, replicated: bool = False) -> None:
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             if replicated:
                 module.set_all_reduce_hook(reduce_scatter.all_reduced)
+
+
+@contextmanager
+def recorded_stalls(compute: torch.cuda.Stream | None) -> Iterator[None]:
+    """Records as a WAIT every time the stream `compute` is made to wait for another stream's event; None records none.
+
+    FSDP2 does so where it needs what a collective has gathered, and where it needs a collective's buffer or result.
+    Waiting for late ranks and transfer are not told apart. Replaces `torch.cuda.Stream.wait_event` for the process,
+    since each call makes its own stream object; the recorder must be timed by the device (`DeviceClock`).
+    """
+    if compute is None:
+        yield
+        return
+    plain = torch.cuda.Stream.wait_event
+
+    def wait_event(stream: torch.cuda.Stream, event: Any) -> None:
+        if stream != compute:
+            plain(stream, event)
+            return
+        with recorder().span(WAIT, peer=COLLECTIVE):
+            plain(stream, event)
+
+    torch.cuda.Stream.wait_event = wait_event  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.cuda.Stream.wait_event = plain  # type: ignore[method-assign]

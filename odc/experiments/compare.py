@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from odc.arms import arm_named
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.experiments.launch import start_server
 from odc.experiments.machine import processor_times, steal
@@ -76,12 +75,6 @@ class CompareConfig:
     def output(self) -> Path:
         assert self.workload.folder is not None
         return self.workload.folder
-
-    def can_time(self, arm: str) -> bool:
-        """Whether the arm's spans tell where its time went."""
-        from odc.experiments.device import can_time  # loads torch
-
-        return can_time(self.workload.device, arm_named(self.workload.with_arm(arm).job.arm))
 
 
 def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[str, list[ArmRun]]:
@@ -187,15 +180,12 @@ def write_pictures(config: CompareConfig, runs: Mapping[str, Sequence[ArmRun]]) 
     """The timeline of the windows whose times are the most typical, one panel an arm, and the trace files of that
     repeat; returns their paths by kind.
 
-    Arms whose spans say nothing are left out. Without matplotlib, or without any arm, there is no `"timeline"`.
+    Without matplotlib there is no `"timeline"`.
     """
-    timed = {arm: runs[arm] for arm in filter(config.can_time, config.arms)}
-    if not timed:
-        return {}
     written: dict[str, Path] = {}
     panels, headlines = [], {}
-    repeat, epochs = typical_windows(timed, config.workload.drawn_windows)
-    for arm, own in timed.items():
+    repeat, epochs = typical_windows(runs, config.workload.drawn_windows)
+    for arm, own in runs.items():
         recorded = read_spans(spans_folder(config, arm, repeat), config.workload.job.ranks)
         panels.append((arm, split_waits(recorded).spans_by_rank))
         measured = [run.measured.steps for run in own]

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from odc.arms import Arm, ArmName, arm_named
+from odc.arms import ArmName, arm_named
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments.config import JobConfig
 from odc.fsdp import live_roots
+from odc.trace import CAPACITY, DeviceClock
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
 _CPU = torch.device("cpu")
@@ -76,11 +77,13 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def can_time(device: str, arm: Arm) -> bool:
-    """Whether spans tell where an arm's time went: the processor measures them and waits for the device only at the end
-    of each microbatch, while NCCL's ranks wait for each other on the device.
-    """
-    return device == "cpu" or arm.on_demand
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """Times spans by this rank's compute stream, the current one; None on the processor, whose own clock does."""
+    if device.type != "cuda":
+        return None
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(device), most=2 * CAPACITY
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:

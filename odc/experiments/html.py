@@ -108,8 +108,6 @@ def _steps_chart(figures: Mapping[str, Any]) -> bytes:
     ):
         for number, (name, arm) in enumerate(figures["arms"].items()):
             runs = [run[key] for run in arm["runs"]]
-            if any(value is None for run in runs for value in run):
-                continue
             _line(axes, number, name, [[factor * value for value in run] for run in runs], figures["skipped_steps"] + 1)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(label)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from odc.arms import arm_named
 from odc.experiments import device as devices
 from odc.experiments.checkpoint import find_checkpoint, load, save
+from odc.experiments.collectives import recorded_stalls
 from odc.experiments.config import threads_per_rank
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
@@ -92,6 +93,7 @@ class RankJob:
         self.saved: Path | None = None
         self.spans: list[Span] = []
         recorder().set_rank(self.rank)
+        recorder().time_by(devices.device_clock(device))
         torch.manual_seed(workload.job.seed + self.rank)
         self.trainer: Any = workload.trainer(progress, device)
         progress.phase("building the model")
@@ -101,7 +103,9 @@ class RankJob:
         self.trainer.build()
 
     def run(self) -> Any:
-        with closing(self.trainer):
+        on_demand = arm_named(self.workload.job.arm).on_demand
+        compute = None if on_demand or self.device.type == "cpu" else torch.cuda.current_stream(self.device)
+        with closing(self.trainer), recorded_stalls(compute):
             return self._run()
 
     def _run(self) -> JobResult[Any]:
@@ -162,7 +166,7 @@ class RankJob:
     def _bubble(self) -> float | None:
         """The step's bubble over all ranks (`odc.trace.breakdown`); meets the other ranks.
 
-        None if a rank's recorder could not hold the whole step, or if spans do not tell (`can_time`).
+        None if a rank's recorder could not hold the whole step.
         """
         workload, spans = self.workload, recorder().spans()
         recorder().clear()
@@ -172,7 +176,7 @@ class RankJob:
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         starts, ends, busy = torch.stack(rows).unbind(2)  # [ranks, windows] each
-        if not ends.all() or not devices.can_time(workload.device, arm_named(workload.job.arm)):
+        if not ends.all():
             return None
         return 1.0 - float(busy.double().mean(0).sum()) / float((ends.amax(0) - starts.amin(0)).sum())
 

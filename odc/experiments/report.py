@@ -62,14 +62,14 @@ def write_report(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _arm(config: CompareConfig, arm: str, runs: list[ArmRun], reference: list[float]) -> dict[str, Any]:
-    measured, timed = [run.measured.steps for run in runs], config.can_time(arm)
+    measured = [run.measured.steps for run in runs]
     results = [result for run in runs for result in run.results]
     seconds = over_repeats(measured, lambda step: step.step_s)
     return {
         "step_s": Stat.of(seconds).to_dict(),
-        "bubble": Stat.of(over_repeats(measured, lambda step: step.bubble)).to_dict() if timed else None,
+        "bubble": Stat.of(over_repeats(measured, lambda step: step.bubble)).to_dict(),
         "breakdown": {
-            category: Stat.of(over_repeats(measured, methodcaller("mean_s", category))).to_dict() if timed else None
+            category: Stat.of(over_repeats(measured, methodcaller("mean_s", category))).to_dict()
             for category in CATEGORIES
         },
         "loss": _losses(runs, reference),
@@ -77,7 +77,7 @@ def _arm(config: CompareConfig, arm: str, runs: list[ArmRun], reference: list[fl
         "held_bytes": max((result.held_bytes or 0 for result in results), default=0) or None,
         "baseline_bytes": min(result.baseline_bytes for result in results),
         "steal": median(known) if (known := [run.steal for run in runs if run.steal is not None]) else None,
-        "runs": [_run(run, timed) for run in runs],
+        "runs": [_run(run) for run in runs],
         **config.workload.figures(runs, config.skip, seconds),
     }
 
@@ -87,9 +87,9 @@ def _losses(runs: list[ArmRun], reference: list[float]) -> dict[str, Any]:
     return {"final": runs[0].losses[-1], "steps": runs[0].losses, "largest_difference": max(gaps)}
 
 
-def _run(run: ArmRun, timed: bool) -> dict[str, Any]:
+def _run(run: ArmRun) -> dict[str, Any]:
     return {
         "step_s": [step.step_s for step in run.measured.steps],
-        "bubble": [step.bubble if timed else None for step in run.measured.steps],
+        "bubble": [step.bubble for step in run.measured.steps],
         "steal": run.steal,
     } | {name: [getattr(one, name) for one in run.results] for name in ("peak_bytes", "held_bytes", "baseline_bytes")}

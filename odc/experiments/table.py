@@ -94,7 +94,7 @@ def _rows(arms: Mapping[str, dict[str, Any]]) -> list[tuple[str, Callable[[dict[
 
 
 def _of(figure: str, cell: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
-    return lambda arm: "-" if arm[figure] is None else cell(arm[figure])
+    return lambda arm: cell(arm[figure])
 
 
 def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
@@ -135,8 +135,8 @@ def medians_over(figures: dict[str, Any]) -> str:
 
 def _caption(figures: dict[str, Any]) -> str:
     on_cuda = (
-        " On CUDA spans are of the processor: a fetch's copies count as compute, and NCCL's ranks wait on the device, "
-        "where no span sees it. Memory is torch's allocator's and the heaps'."
+        " On CUDA spans are of the device's compute stream; the fsdp2 arms' wait is for NCCL, late ranks and transfer "
+        "together. Memory is torch's allocator's and the heaps'."
     )
     return (
         f"{medians_over(figures)} Bubble and ms are measured, means over ranks. Memory is the largest "

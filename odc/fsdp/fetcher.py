@@ -75,7 +75,7 @@ class Fetcher:
         copied: list[object] = []
 
         def copy() -> None:
-            begin = recorder().now()
+            begin = recorder().now_on(lane)
             with lanes.lane("fetch"):
                 lanes.follow(allocated)
                 nbytes = self._shards.fetch(unit, by_shard, lane=lane)

@@ -30,7 +30,7 @@ class Sender:
         computed = lanes.mark()
 
         def push() -> None:
-            start = recorder().now()
+            start = recorder().now_on(lane)
             with lanes.lane("push"):
                 lanes.follow(computed)
                 nbytes = self._pusher.push(unit, gradients)  # settled when it returns: the gradients may go

@@ -139,7 +139,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
 
     def _one(self, lane: str) -> _PreparedInput | _Failed | None:
         """Pull and prepare one; the last call returns None, or the exception that was raised."""
-        begin = recorder().now()
+        begin = recorder().now_on(lane)
         try:
             raw = next(self._source)
             born_ns = begin if self._born is None else round(self._born(raw) * 1e9)

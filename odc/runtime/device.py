@@ -151,7 +151,7 @@ class DeviceDrain:
         batches = [(inbox, *batch) for inbox, batch in found if batch is not None]
         if not batches:
             return False
-        layout, begin = self._layout, recorder().now()
+        layout, begin = self._layout, recorder().now_on("server")
         places: dict[_Key, list[torch.Tensor]] = {}
         for _, unit, blocks in batches:
             for block in blocks:

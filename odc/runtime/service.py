@@ -54,7 +54,7 @@ class Service:
             if batch is None:
                 continue
             unit, blocks = batch
-            begin = recorder().now()
+            begin = recorder().now_on("server")
             self._adder.add(self.layout.grid.me, unit, blocks)
             inbox.take(len(blocks))
             source = self.layout.grid.ranks[inbox.source]

@@ -104,14 +104,15 @@ class Waiter:
         self.check(f"waiting for {what}")
         if ready():
             return
-        begin = recorder().now()
+        begin = recorder().now_on(lane)
         self._note(self._grid.ranks[member])
         try:
             self._poll(ready, member, what)
         finally:
             self._note(None)
-            if recorder().now() - begin > _SPAN_NS:
-                recorder().add(WAIT, begin, peer=self._grid.ranks[member], lane=lane)
+            end = recorder().now_on(lane)
+            if end - begin > _SPAN_NS:
+                recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
 
     def _poll(self, ready: Callable[[], bool], member: int, what: str) -> None:
         peer = self._layout.peer(member).board

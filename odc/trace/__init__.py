@@ -2,6 +2,7 @@
 
 from odc.trace.breakdown import Breakdown, EpochBreakdown, Stat, breakdown
 from odc.trace.collective_waits import SplitWaits, split_waits
+from odc.trace.device_clock import DeviceClock
 from odc.trace.perfetto import write_trace
 from odc.trace.recorder import CAPACITY, Mark, Recorder, recorder
 from odc.trace.spans import (
@@ -41,6 +42,7 @@ __all__ = [
     "WAIT",
     "WINDOW",
     "Breakdown",
+    "DeviceClock",
     "EpochBreakdown",
     "Mark",
     "Recorder",

@@ -5,6 +5,8 @@ span by itself, and one `add` costs well under a microsecond. A span takes about
 
 A span's epoch and microbatch are the recorder's at the time when the span *ends*; on background lanes this is where the
 training thread is by then.
+
+Times are the host's; with `time_by`, those of the main lane are a device's once `spans` is asked for them.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
+from odc.trace.device_clock import DeviceClock
 from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
 
 _clock: Final = time.monotonic_ns
@@ -23,7 +27,7 @@ CAPACITY: Final = 200_000
 
 
 class Recorder:
-    """Collects the newest `capacity` spans of one process. Never synchronizes and never raises for being full.
+    """Collects the newest `capacity` spans of one process. Adding one never synchronizes, nor raises for being full.
 
     Only the training thread may call `window` and `microbatch`, because they say where it is; any thread may call the
     others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
@@ -40,6 +44,8 @@ class Recorder:
         self._reads = 0
         self._read_lock = threading.Lock()
         self._depth = {WINDOW: 0, MICROBATCH: 0}
+        self._device_clock: DeviceClock | None = None
+        self.now: Callable[[], int] = _clock  # for the main lane; an attribute, as nothing is cheaper
 
     @property
     def dropped(self) -> int:
@@ -52,7 +58,14 @@ class Recorder:
     def set_rank(self, rank: int) -> None:
         self.rank = rank
 
-    now = staticmethod(_clock)
+    def time_by(self, clock: DeviceClock | None) -> None:
+        """Time the main lane by a device from now on, or by the host again. Call it between two steps."""
+        self._device_clock = clock
+        self.now = _clock if clock is None else clock.now
+
+    def now_on(self, lane: str) -> int:
+        """`now` for a thread of any lane: only the main lane is timed by a device."""
+        return self.now() if lane == MAIN else _clock()
 
     def add(
         self,
@@ -65,11 +78,11 @@ class Recorder:
         nbytes: int = 0,
         lane: str = MAIN,
     ) -> None:
-        """Append one span that began at `start_ns` (from `now()`) and ends at `end_ns`, or now."""
+        """Append one span that began at `start_ns` (from `now()` or `now_on(lane)`) and ends at `end_ns`, or now."""
         if not self.enabled:
             return
         if end_ns is None:
-            end_ns = _clock()
+            end_ns = self.now() if lane == MAIN else _clock()
         self._appended()
         # One append of one tuple: no other thread can see a partial span.
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
@@ -95,24 +108,31 @@ class Recorder:
         return Mark(self, MICROBATCH, index, unit)
 
     def spans(self) -> list[Span]:
-        """A copy of the newest spans, in the order they ended.
+        """A copy of the newest spans, in the order they ended. Waits for the device of `time_by`, if there is one.
 
         Where older spans were dropped, the oldest minibatch left has no WINDOW and no MICROBATCH marks here, because
         some of its spans may be missing.
         """
         # list() of a deque runs no Python code, so no other thread can append meanwhile.
         kept = [Span._make(span) for span in list(self._spans)]
+        if self._device_clock is not None:
+            kept = self._device_clock.translated(kept)
         if not self.dropped:
             return kept
         cut = next((span.epoch for span in kept if span.lane == MAIN), None)
         return [span for span in kept if span.epoch != cut or span.category not in MARKS]
 
     def clear(self) -> None:
-        """Forget all spans and the count of dropped ones; `epoch`, `microbatch_index` and open marks stay."""
+        """Forget all spans and the count of dropped ones; `epoch`, `microbatch_index` and open marks stay.
+
+        Waits for the device of `time_by`, if there is one.
+        """
         with self._read_lock:
             self._spans.clear()
             self._appended = count().__next__
             self._reads = 0
+        if self._device_clock is not None:
+            self._device_clock.clear()
 
 
 class _SpanContext:
@@ -125,7 +145,7 @@ class _SpanContext:
         self._unit, self._peer, self._nbytes, self._lane = unit, peer, nbytes, lane
 
     def __enter__(self) -> None:
-        self._start = _clock()
+        self._start = self._recorder.now_on(self._lane)
 
     def __exit__(self, *_: object) -> None:
         self._recorder.add(
@@ -150,7 +170,7 @@ class Mark:
                 recorder.epoch = self._number
             else:
                 recorder.microbatch_index = self._number
-            self._start = _clock()
+            self._start = recorder.now()
 
     def __exit__(self, *_: object) -> None:
         self._end(record=True)

@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from odc.experiments.collectives import record_collectives
-from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
+from odc.experiments.collectives import record_collectives, recorded_stalls
+from odc.trace import COLLECTIVE, FETCH, PUSH, WAIT, recorder
 
 Pools = Callable[[int], Any]
 
@@ -47,3 +48,25 @@ def test_stock_collectives_are_recorded_by_unit_and_change_nothing(ranks: Pools)
             (PUSH, "1", COLLECTIVE, last),
             (PUSH, "", COLLECTIVE, root),
         ]
+
+
+def test_only_waits_of_the_compute_stream_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, object]] = []
+
+    class Stream(str):
+        def wait_event(self, event: object) -> None:
+            made.append((str(self), event))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    plain = Stream.wait_event
+    recorder().clear()
+    with recorded_stalls(None):
+        Stream("compute").wait_event(0)
+    with recorded_stalls(Stream("compute")):  # type: ignore[arg-type]
+        Stream("compute").wait_event(1)
+        Stream("gather").wait_event(2)
+    Stream("compute").wait_event(3)
+    assert Stream.wait_event is plain
+    assert made == [("compute", 0), ("compute", 1), ("gather", 2), ("compute", 3)]
+    (span,) = recorder().spans()
+    assert (span.category, span.peer) == (WAIT, COLLECTIVE)

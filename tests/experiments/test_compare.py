@@ -240,25 +240,15 @@ def test_pictures_and_traces_are_written_from_the_ranks_files(tmp_path: Path) ->
     assert {event.get("cat") for event in events} >= {"fetch", "optimizer"}
 
 
-def test_on_cuda_collectives_have_no_bubble_and_no_picture(tmp_path: Path) -> None:
+def test_on_cuda_the_table_says_what_is_timed(tmp_path: Path) -> None:
     config = CompareConfig(job(tmp_path, device="cuda"), arms=("fsdp2", "odc"))
     run = run_of([[99, 60, 20], [99, 100, 100]], [3.0, 2.5, 2.0])
     made = report(config, {"fsdp2": [run], "odc": [run]}, ["odc", "compare"])
-    fsdp2, odc = made["arms"]["fsdp2"], made["arms"]["odc"]
-    assert fsdp2["bubble"] is None and set(fsdp2["breakdown"].values()) == {None}
-    assert fsdp2["runs"][0]["bubble"] == [None, None] and fsdp2["step_s"] == odc["step_s"]
-    assert odc["bubble"]["median"] > 0 and odc["breakdown"]["compute"]["median"] > 0
+    assert made["arms"]["fsdp2"]["bubble"]["median"] > 0
     console, shown = pytest.importorskip("rich.console", reason="needs the cli extra"), io.StringIO()
     console.Console(file=shown, width=80).print(table(made))
-    text = shown.getvalue()
-    assert re.search(r"bubble, measured +- +27.3%", text) and re.search(r"compute, ms +- +70", text), text
-    said = " ".join(text.split())
-    assert "fp32, on CUDA" in said and "NCCL's ranks wait on the device, where no span sees it" in said
-    for arm in config.arms:
-        for rank in range(2):
-            save_spans(spans_folder(config, arm, 0) / f"rank-{rank}.jsonl", spans_of([90, 90, 90]))
-    assert "trace fsdp2" not in write_pictures(config, {"fsdp2": [run], "odc": [run]})
-    assert write_pictures(replace(config, arms=("fsdp2",)), {"fsdp2": [run]}) == {}
+    said = " ".join(shown.getvalue().split())
+    assert "fp32, on CUDA" in said and "the fsdp2 arms' wait is for NCCL, late ranks and transfer together" in said
 
 
 def test_the_windows_drawn_are_the_most_typical_of_all_repeats() -> None:

@@ -83,12 +83,6 @@ def test_the_report_needs_no_other_file(tmp_path: Path, figures: dict) -> None:
     assert not re.search(r"<link|<script|@import|url\(", text)
 
 
-def test_an_arm_without_bubbles_is_drawn_all_the_same(tmp_path: Path, figures: dict) -> None:
-    for run in figures["arms"]["fsdp2"]["runs"]:
-        run["bubble"] = [None] * len(run["bubble"])
-    assert written(tmp_path, figures).stat().st_size > 0
-
-
 def test_without_jinja2_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: object) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(SystemExit):

@@ -39,8 +39,9 @@ def test_arms_train_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
         assert all(result.peak_bytes > result.baseline_bytes for result in only.results), "nothing lies on the device"
     figures = report(config, runs, ["odc", "compare"])
     assert figures["machine"]["devices"], "a device has a name"
-    assert figures["arms"]["odc"]["bubble"]["median"] < 1
-    assert "trace odc" in write_pictures(config)
+    for arm in arms:
+        assert 0 < figures["arms"][arm]["bubble"]["median"] < 1, arm
+    assert {f"trace {arm}" for arm in arms} <= write_pictures(config, runs).keys()
 
 
 def test_a_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
