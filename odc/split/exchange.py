@@ -6,8 +6,9 @@ them, and no put ever waits for room: it waits only for the readers of what its 
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,9 +65,9 @@ class PieceExchange:
         self.rooms = Rooms(rooms.layers, _up(rooms.kv_bytes), _up(rooms.grad_bytes), rooms.keep)
         held = rooms.layers if rooms.keep else 2
         kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]
-        nbytes = self.rooms.kv_bytes * held + _up(0)
-        self._kv = Arena(store, ranks, rank, nbytes, [_PLAN, *kv], timeout_s, f"{name}.kv")
-        self._grads = Arena(store, ranks, rank, self.rooms.grad_bytes * 2, grads, timeout_s, f"{name}.dkv")
+        nbytes, plan = (self.rooms.kv_bytes * held, self.rooms.grad_bytes * 2), _up(0)
+        self._kv = Arena(store, ranks, rank, nbytes[0] + plan, [_PLAN, *kv], timeout_s, f"{name}.kv")
+        self._grads = Arena(store, ranks, rank, nbytes[1] + plan, [_PLAN, *grads], timeout_s, f"{name}.dkv")
         self._rank, self._ranks = rank, list(ranks)
         self._minibatch: PieceMinibatch | None = None
         self._shown = 0  # number of the split sample this rank has come to, and below it a mark of what it takes it for
@@ -75,25 +76,30 @@ class PieceExchange:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
         for arena in (self._kv, self._grads):
+            differs = functools.partial(self._differs, arena)  # a rank that waits in an arena is attached to its peer's
             if minibatch is None:
-                arena.absent_if(self._differs)
+                arena.absent_if(differs)
                 continue
             if before is not None and before.epoch != minibatch.epoch:
                 arena.forget()  # all ranks were done with that minibatch before this one began
-            arena.absent_if(lambda member: minibatch.absent(self._ranks[member]) or self._differs(member))
+            arena.absent_if(functools.partial(self._absent, minibatch, differs))
 
     def begin(self, number: int, mark: int) -> None:
         """This rank has come to split sample `number`, of which `mark` tells what it takes it for. Waits for nobody."""
         self._shown = number << _MARK_BITS | mark & (1 << _MARK_BITS) - 1
-        self._kv.put(_PLAN, number, 0, [])
-        self._kv.show(_PLAN, self._shown)
+        for arena in (self._kv, self._grads):
+            arena.put(_PLAN, number, 0, [])
+            arena.show(_PLAN, self._shown)
 
-    def _differs(self, member: int) -> bool:
+    def _absent(self, minibatch: PieceMinibatch, differs: Callable[[int], bool], member: int) -> bool:
+        return minibatch.absent(self._ranks[member]) or differs(member)
+
+    def _differs(self, arena: Arena, member: int) -> bool:
         """Whether a member takes this rank's split sample for another, or has gone by it.
 
         One that has run its piece has put all before it goes on, so that what is not there then never will be.
         """
-        shown = self._kv.signature(_PLAN, member)
+        shown = arena.signature(_PLAN, member)
         return shown != self._shown and shown >> _MARK_BITS >= self._shown >> _MARK_BITS
 
     @property
