@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +76,10 @@ class PieceExchange:
     def join(self, minibatch: PieceMinibatch | None) -> None:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
-        for arena in (self._kv, self._grads):
-            differs = functools.partial(self._differs, arena)  # a rank that waits in an arena is attached to its peer's
-            if minibatch is None:
-                arena.absent_if(differs)
-                continue
-            if before is not None and before.epoch != minibatch.epoch:
+        for name, arena in (("kv", self._kv), ("grads", self._grads)):
+            if minibatch is not None and before is not None and before.epoch != minibatch.epoch:
                 arena.forget()  # all ranks were done with that minibatch before this one began
-            arena.absent_if(functools.partial(self._absent, minibatch, differs))
+            arena.absent_if(functools.partial(_absent, weakref.ref(self), name))
 
     def begin(self, number: int, mark: int) -> None:
         """This rank has come to split sample `number`, of which `mark` tells what it takes it for. Waits for nobody."""
@@ -91,13 +88,17 @@ class PieceExchange:
             arena.put(_PLAN, number, 0, [])
             arena.show(_PLAN, self._shown)
 
-    def _absent(self, minibatch: PieceMinibatch, differs: Callable[[int], bool], member: int) -> bool:
-        return minibatch.absent(self._ranks[member]) or differs(member)
+    def absent(self, arena: str, member: int) -> bool:
+        """Whether a member puts and reads nothing more for the split sample that this rank has come to."""
+        if self._minibatch is not None and self._minibatch.absent(self._ranks[member]):
+            return True
+        return self._differs(self._kv if arena == "kv" else self._grads, member)
 
     def _differs(self, arena: Arena, member: int) -> bool:
         """Whether a member takes this rank's split sample for another, or has gone by it.
 
-        One that has run its piece has put all before it goes on, so that what is not there then never will be.
+        One that has run its piece has put all before it goes on, so that what is not there then never will be. Who
+        waits in an arena is attached to its peer's.
         """
         shown = arena.signature(_PLAN, member)
         return shown != self._shown and shown >> _MARK_BITS >= self._shown >> _MARK_BITS
@@ -223,6 +224,12 @@ class PieceExchange:
         )
         self.refuse(reason)
         return PlanError(reason)
+
+
+def _absent(exchange: weakref.ref[PieceExchange], arena: str, member: int) -> bool:
+    # An arena must not hold the exchange that holds it: its heap is freed with its last reference.
+    found = exchange()
+    return found is not None and found.absent(arena, member)
 
 
 def mark_of(*what: object) -> int:
