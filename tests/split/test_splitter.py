@@ -222,18 +222,26 @@ def test_frozen_layers(ranks: Any) -> None:
     ranks(2).run(frozen_below, uuid.uuid4().hex)
 
 
-def orders_differ(rank: int, world: int, name: str) -> None:
+def orders_differ(rank: int, world: int, name: str, splits: list[Any]) -> None:
     model = model_of("own")
     splitter = splitter_of(model, name)
-    splits = [(40, [0, 1], "zigzag"), (60, [0, 1], "zigzag")]
     began = time.monotonic()
     with pytest.raises((PlanError, PeerLostError), match="have different plans or models for split sample"):
         step_of(model, splitter, Minibatch(splits if rank else splits[::-1]), rank, world)
     assert time.monotonic() - began < 20, "they waited for each other"
 
 
-def test_opposite_orders_are_named_at_once() -> None:
-    with spawn_ranks(2, orders_differ, uuid.uuid4().hex) as ranks:
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [(40, [0, 1], "zigzag"), (60, [0, 1], "zigzag")],
+        # Each rank has a second piece, which nobody reads and which waits for the first one.
+        [(40, [0, 1], "contiguous"), (40, [1, 0], "contiguous")],
+    ],
+    ids=["zigzag", "contiguous"],
+)
+def test_opposite_orders_are_named_at_once(splits: list[Any]) -> None:
+    with spawn_ranks(2, orders_differ, uuid.uuid4().hex, splits) as ranks:
         outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
