@@ -34,8 +34,9 @@ from odc.integrations.transformers_balance import (
     planned_loader,
     refuse_unplanned,
 )
-from odc.integrations.transformers_pieces import TrainerPieces, node, refuse_unsplittable
+from odc.integrations.transformers_pieces import TrainerPieces, refuse_unsplittable
 from odc.settings import Settings
+from odc.split import ranks_of_host
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
@@ -177,7 +178,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             world=world,
             seed=args.seed if args.data_seed is None else args.data_seed,
             drop_last=args.dataloader_drop_last,
-            split=node() if self._split else None,
+            split=ranks_of_host() if self._split else None,
         )
         if self._split:
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more

@@ -1,7 +1,7 @@
 """Each optimizer step's samples spread over the ranks by LB-Mini, for a Trainer: `OdcTrainer(..., max_tokens=...)`.
 
 Every rank draws the same order of samples and plans the same step from their lengths, so that nothing is exchanged; it
-then loads its own microbatches, as many as the plan gives it, also none.
+then loads its own microbatches, as many as the plan gives it, which may be none.
 """
 
 from __future__ import annotations

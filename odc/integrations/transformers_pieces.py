@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from odc.balance import Plan
 from odc.errors import ConfigError
-from odc.split import SamplePiece, Splitter
+from odc.split import SamplePiece, Splitter, ranks_of_host
 
 
 class SplitSamples(NamedTuple):
@@ -42,7 +41,7 @@ class TrainerPieces:
     def __init__(self, model: Any, longest: int, max_tokens: int, *, keep: bool) -> None:
         # In zig-zag pieces of two slices each, both rounded up.
         most = min(max_tokens, -(-longest // 2) + 1)
-        self._splitter = Splitter(model, longest, piece_tokens=most, keep=keep, node=node(), name="trainer")
+        self._splitter = Splitter(model, longest, piece_tokens=most, keep=keep, node=ranks_of_host())
 
     def of(self, samples: SplitSamples) -> Iterator[dict[str, Any]]:
         """The model's arguments for each piece of this rank, whose forward and backward come before the next."""
@@ -60,11 +59,6 @@ def refuse_unsplittable(trainer: Any) -> None:
         raise ConfigError("odc cannot apply split=True with label_smoothing_factor: set it to 0")
     if trainer.compute_loss_func is not None:
         raise ConfigError("odc cannot apply split=True with compute_loss_func: leave one of them out")
-
-
-def node() -> int:
-    """Ranks of this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
 
 
 def arguments_of(piece: SamplePiece, row: dict[str, Any]) -> dict[str, Any]:

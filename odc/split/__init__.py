@@ -2,6 +2,6 @@
 
 from odc.split.attention import attend
 from odc.split.piece import PieceInputs, SamplePiece
-from odc.split.splitter import Splitter
+from odc.split.splitter import Splitter, ranks_of_host
 
-__all__ = ["PieceInputs", "SamplePiece", "Splitter", "attend"]
+__all__ = ["PieceInputs", "SamplePiece", "Splitter", "attend", "ranks_of_host"]

@@ -5,6 +5,8 @@ docs/protocol.md, "Pieces of split samples", says why nothing hangs.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,12 @@ from odc.split.piece import SamplePiece
 from odc.split.rehearsal import rehearse
 
 _A_MINIBATCH = 1_000_000  # split samples, at most
+_nameless = itertools.count(1)  # splitters of this process, which all ranks make in the same order
+
+
+def ranks_of_host() -> int:
+    """Ranks of this host, as torchrun tells; all where nobody does. It is the `node` of `lb_split` and `Splitter`."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 
 class Splitter:
@@ -41,7 +49,7 @@ class Splitter:
         rank: this global rank; by the default process group unless given.
         store: of the job; that of the default process group unless given.
         timeout_s: seconds a wait may last without progress of the peer it waits for.
-        name: unlike that of any other splitter of these ranks.
+        name: unlike that of any other splitter of these ranks; numbered unless given.
 
     Raises UnsupportedError: samples of this model cannot be split; lists every reason found.
     """
@@ -59,9 +67,10 @@ class Splitter:
         rank: int | None = None,
         store: KeyValueStore | None = None,
         timeout_s: float = 600.0,
-        name: str = "split",
+        name: str | None = None,
     ) -> None:
-        self._model, self._keep, self._timeout_s, self._name = model, keep, timeout_s, name
+        self._model, self._keep, self._timeout_s = model, keep, timeout_s
+        self._name = name or f"split{next(_nameless)}"
         self._extra: dict[str, Any] = models.hook(model) if models.is_of_transformers(model) else {}
         if layers is None:
             if not self._extra:

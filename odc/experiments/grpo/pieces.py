@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from odc.balance import Plan
 from odc.experiments.data.packing import IGNORED
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.samples import Sample, SampleBatch, batch_of
-from odc.split import SamplePiece, Splitter
-
-_jobs = itertools.count()  # of this process, which may run several one after the other, as all ranks do
+from odc.split import SamplePiece, Splitter, ranks_of_host
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +36,7 @@ class ResponsePieces:
     """
 
     def __init__(self, model: Any, config: GrpoConfig) -> None:
-        world = dist.get_world_size()
-        self.node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.node = ranks_of_host()
         self._splitter = Splitter(
             model,
             config.longest,
@@ -50,7 +44,6 @@ class ResponsePieces:
             piece_tokens=min(config.max_tokens, -(-config.longest // 2) + 1),
             node=self.node,
             timeout_s=config.timeout_s,
-            name=f"responses{next(_jobs)}",
         )
 
     def prepare(self) -> None:

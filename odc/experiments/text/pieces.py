@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from odc.balance import Plan
 from odc.errors import ConfigError
@@ -17,9 +14,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
 from odc.experiments.text.model import empty_model
-from odc.split import SamplePiece, Splitter
-
-_jobs = itertools.count()  # of this process, which may run several one after the other, as all ranks do
+from odc.split import SamplePiece, Splitter, ranks_of_host
 
 
 def check_splittable(source: Path) -> None:
@@ -40,9 +35,7 @@ class DocumentPieces:
     """
 
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
-        self._device, world = device, dist.get_world_size()
-        self.node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        self._cap = config.max_tokens
+        self._device, self.node, self._cap = device, ranks_of_host(), config.max_tokens
         if longest > max(self._cap, self._most_pieces * (self._cap - 2)):
             raise ConfigError(
                 f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
@@ -57,7 +50,6 @@ class DocumentPieces:
             keep=not config.activation_checkpointing,
             node=self.node,
             timeout_s=config.timeout_s,
-            name=f"documents{next(_jobs)}",
         )
 
     def prepare(self) -> None:
