@@ -28,7 +28,8 @@ def split() -> str:
     control = span([result["control"]["fsdp2"] / result["control"]["odc"] for result in results.values()])
     command = next(iter(results.values()))["command"].partition(" --results")[0]
     emulated = prose(
-        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`). Ideal is the mean rank's compute: no plan gains more than `fsdp2` takes over it. On a control "
+        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`). Ideal is the mean rank's compute: "
+        "no plan gains more than `fsdp2` takes over it. On a control "
         f"of equal samples `fsdp2` takes {control} times as long as `odc`."
         + "".join(note(result, 8) for result in results.values())
     )
