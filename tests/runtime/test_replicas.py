@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.members import F32, HeapGroup
 
+from odc.errors import PeerLostError
 from odc.runtime import Word, parts
 from odc.runtime.node import RemoteHeaps
 from odc.runtime.replicas import gather_replicas
@@ -103,4 +104,17 @@ def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
             expected += (replicas - 1) * own + unit.numel - own if replicas > 2 else unit.numel
         assert nbytes == 4 * expected
     assert sum(found) <= 2 * 4 * 9 * 2 * (replicas - 1)
+    group.close()
+
+
+def test_a_replica_waits_for_the_sums_of_all_others() -> None:
+    group = HeapGroup(LAYOUT, 1, replicas=3)
+    group.publish_all()
+    for last in (1, 2):
+        group.layouts[last].mine.board.store(Word.LEFT, 1)  # before it has added its part up
+        with pytest.raises(PeerLostError, match=rf"waiting for rank {group.ranks[last]} to add up its part"):
+            group.members[0].gather_sums(USED)
+        group.layouts[last].mine.board.store(Word.SUMMED, 1)
+    group.members[0].gather_sums(USED)
+    assert group.layouts[0].mine.board.load(Word.SUMMED) == 1
     group.close()
