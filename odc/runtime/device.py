@@ -100,7 +100,7 @@ class DevicePusher(Pusher):
         """Add a run to all accumulators, this rank's too, atomically; returns the bytes that leave this rank."""
         layout, shards = self._layout, self._protocol.grid.shards
         places = [
-            (owner % shards, layout.peer(owner).accumulator(unit)[run.first : run.first + run.numel])
+            (owner % shards, layout.holder(owner).accumulator(unit)[run.first : run.first + run.numel])
             for owner in self._owners
         ]
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
