@@ -127,7 +127,8 @@ def test_a_host_is_a_node_unless_it_is_divided() -> None:
     assert grid.nodes.hosts == (0, 0, 1, 1, 2, 2, 3, 3)
     assert (grid.local_shard_group, grid.nodes.local_shard_group) == ((4, 5, 6, 7), (4, 5))
     assert (grid.partners, grid.nodes.partners) == ((1,), (1, 3, 7))
-    assert grid.nodes.nodes is grid.nodes
+    whole = RankGrid(grid.ranks, 8, 5, hosts, 4)
+    assert grid.nodes.nodes is grid.nodes and whole.nodes is whole
     for shards, size in ((8, 3), (8, 8), (4, 2)):
         with pytest.raises(ValueError, match="do not divide"):
             RankGrid(tuple(range(8)), shards, 5, (), size)
