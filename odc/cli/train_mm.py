@@ -12,7 +12,8 @@ from typer import Option
 
 from odc.cli.compare import Figures, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
-from odc.cli.train import carry_out_job, under_torchrun
+from odc.cli.torchrun import refuse_torchrun, under_torchrun
+from odc.cli.train import carry_out_job
 from odc.errors import ConfigError
 
 _MODEL = "mm-demo"
@@ -97,6 +98,7 @@ def _made_up(demo: bool, folder: Path, seed: int) -> str:
 def _compare(
     fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
 ) -> None:
+    refuse_torchrun("a comparison by odc train-mm")
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
