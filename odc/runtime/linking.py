@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from odc.errors import OdcError
+from odc.errors import OdcError, PeerLostError
 from odc.memory import ShmHeap
 from odc.runtime.connect import Rendezvous
 from odc.runtime.layout import HeapLayout
@@ -53,8 +53,12 @@ class HostMeeting:
         try:
             for partner in partners:
                 rendezvous.agreed(partner)
-                rank = self._grid.ranks[partner]
-                self._link(partner, self._network.dial(rank, self._purpose, rendezvous.check))
+                try:
+                    connection = self._network.dial(self._grid.ranks[partner], self._purpose, rendezvous.check)
+                except PeerLostError as error:
+                    self.links.missed(partner, str(error))
+                else:
+                    self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
                 self._abort(str(error), self._grid.rank if error.culprit is None else error.culprit)
