@@ -101,7 +101,7 @@ def test_the_last_message_of_torchrun_names_a_killed_rank_on_every_host(two: Hos
     said = [process.communicate(timeout=400)[0] for process in started]
     assert [process.returncode for process in started] == [1, 1], said
     last = [one.partition("FAILED")[2] for one in said]
-    # Or rank 2, which torchrun ends as soon as it has seen that rank 3 died: on a busy machine before the news gets out.
+    # Or rank 2, which torchrun ends once it sees that rank 3 died: on a busy machine before the news gets out.
     assert re.search(r"PeerLostError: rank [01] .*: rank [23] died in epoch \d", last[0]), said[0]
     assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", last[1]), said[1]
 
