@@ -23,9 +23,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc.fsdp import _torch_clip
+from odc.fsdp.module import OdcModule
+from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
 from odc.runtime import JobStore, RootState, Word, announce_failure
 
@@ -79,6 +82,7 @@ def _install_hooks() -> None:
     uncaught, in_thread, leave = sys.excepthook, threading.excepthook, sys.exit
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        advise(error)
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             report(error)
             _tell_launcher(error)
@@ -97,6 +101,12 @@ def _install_hooks() -> None:
 
     sys.excepthook, threading.excepthook = on_uncaught, on_uncaught_in_thread
     sys.exit = on_exit
+
+
+def advise(error: BaseException) -> None:
+    """Add the cure to an error of `model.minibatch()` and the like on a module that was never sharded."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module) and hasattr(OdcModule, error.name or ""):
+        error.add_note(f"This {type(error.obj).__name__} {NOT_SHARDED}")
 
 
 def _child_ends() -> None:

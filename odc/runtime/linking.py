@@ -87,7 +87,7 @@ class HostMeeting:
                 continue
             if peer.board.load(Word.DONE) < board.load(Word.PUBLISHED):
                 return True
-            sums = member in grid.partners if grid.shards_span_hosts else member in grid.replica_group
+            sums = member in (grid.nodes.partners if grid.shards_span_hosts else grid.replica_group)
             if sums and peer.board.load(Word.READ) < board.load(Word.COMPLETE):
                 return True
         return False
