@@ -236,7 +236,7 @@ class Rendezvous:
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
-        """The value of `key` once the member has set it; `what` it is waited for to do, `late` is said at the deadline."""
+        """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
         deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
