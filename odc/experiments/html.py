@@ -47,7 +47,7 @@ def write_html(path: Path, figures: Mapping[str, Any], tables: Sequence[Table], 
         facts=_facts(figures),
         tables=[_table(table) for table in tables],
         pictures=_pictures(figures, timeline),
-        settings=[(name, value) for name, value in figures["job"].items() if value not in (None, "")],
+        settings=[(name, value) for name, value in figures["job"].items() if name != "arm" and value not in (None, "")],
     )
     path.write_text(text, encoding="utf-8")
 
