@@ -10,6 +10,7 @@ Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it sa
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -32,9 +33,27 @@ class RemoteHeaps:
 
     def __init__(self, identity: str, engine: Engine, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
+        self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
+        """Fill `into`, uint8 [n] of the heap of a rank of this host, from byte `offset` of the member's `region`.
+
+        Returns when it has settled. Raises as `Engine.read` does.
+        """
+        layout = self._protocol.layout
+        landing = layout.landing if self._engine.only_into_own else None
+        if landing is None or layout.is_mine(into):
+            self._read(member, region, offset, into, what)
+            return
+        with self._landing:
+            for part in into.split(landing.numel()):
+                landed = landing[: part.numel()]
+                self._read(member, region, offset, landed, what)
+                layout.mover.put(part.data_ptr(), landed.data_ptr(), part.numel())
+                layout.heap.lanes.settle()
+                offset += part.numel()
+
+    def _read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
         try:
