@@ -92,10 +92,12 @@ class StoreGroup:
 
     def __init__(self, store: dist.Store, prefix: str, me: int, ranks: int) -> None:
         _module()
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _register_process_group
 
         self.group_name, self._ranks = f"{prefix}/{next(_numbers)}", ranks  # torch takes a name once
-        _SymmetricMemory.set_group_info(self.group_name, me, ranks, dist.PrefixStore(prefix, store))
+        make: Any = dist.ProcessGroup
+        self._group = make(dist.PrefixStore(prefix, store), me, ranks)  # without backends: it only says who is there
+        _register_process_group(self.group_name, self._group)  # type: ignore[arg-type]
 
     def size(self) -> int:
         return self._ranks

@@ -14,6 +14,7 @@ import torch
 
 from odc.runtime.layout import HeapLayout
 from odc.runtime.movers.choice import device_mover
+from odc.runtime.movers.cuda import Values
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Pusher, pieces_for
 from odc.runtime.units import UnitSpec
@@ -63,7 +64,7 @@ class DevicePusher(Pusher):
 
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
         super().__init__(protocol, notify)
-        self._kept: dict[tuple[int, tuple[tuple[int, torch.dtype], ...]], list[_Run]] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[_Run]] = {}
         grid = protocol.grid
         self._others = [owner for owner in self._owners if owner != grid.me and not grid.is_remote(owner)]
         self._remote = [owner for owner in self._owners if grid.is_remote(owner)]
@@ -78,7 +79,7 @@ class DevicePusher(Pusher):
         lanes, sent = self._layout.heap.lanes, 0
         computed = lanes.mark()
         for run in self._runs_of(unit, gradients):
-            values = [gradient.values for gradient in gradients[run.start : run.stop]]
+            values = Values([gradient.values for gradient in gradients[run.start : run.stop]])
             if accumulate == "direct":
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
@@ -97,7 +98,8 @@ class DevicePusher(Pusher):
 
     def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
         """`_runs`, which are the same for most pushes of a unit."""
-        key = unit.index, tuple([(gradient.param, gradient.values.dtype) for gradient in gradients])
+        params = tuple([gradient.param for gradient in gradients])
+        key = unit.index, params, tuple([gradient.values.dtype for gradient in gradients])
         runs = self._kept.get(key)
         if runs is None:
             runs = self._kept[key] = _runs(unit, gradients)
@@ -136,7 +138,7 @@ class DevicePusher(Pusher):
             return sum(self._stage(unit, owner, pieces_for(unit, mine, owner % grid.shards)) for owner in others)
         boxes = [self._outbox(owner) for owner in others]
         for box in boxes:
-            if box.credit() <= 0:
+            if not box.ready():
                 self._layout.heap.lanes.settle()
                 self._announce()
                 self._protocol.await_credit(box.owner, box.credit)
