@@ -70,7 +70,7 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or (_WHOLE if whole else _BLOCK_BYTES))
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=settings.kernels)
+        refuse_unsupported(grid, kernels=settings.kernels)
         self.sum_sources = min(self.sources, len(grid.local_shard_group))
         self.sums_at = [0]
         for unit in self.units:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from odc.errors import OdcError
 from odc.memory import ShmHeap
@@ -23,6 +23,7 @@ class HostMeeting:
     """The members of one root on other hosts, from this rank's side.
 
     `abort(reason, culprit)` ends the job; `attend(link, read)` has the daemon call `read` when the link is readable.
+    `answers` are functions by the name under which they answer members of other hosts.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class HostMeeting:
         network: HostNetwork,
         abort: Callable[[str, int], None],
         attend: Callable[[HostLink, Callable[[], bool]], None],
+        answers: Mapping[str, Callable[[], bytes]],
     ) -> None:
         assert isinstance(layout.heap, ShmHeap)
         self._identity, self._layout, self._grid = identity, layout, layout.grid
@@ -40,6 +42,9 @@ class HostMeeting:
         self._purpose = f"link {identity}"
         self._closed = False
         network.engine.expose(identity, layout.heap.whole(layout.grid.me))
+        self._names = [identity, *answers]
+        for name, function in answers.items():
+            network.engine.answer(name, function)
         network.expect(self._purpose, self._visited)
 
     def visit(self, rendezvous: Rendezvous) -> None:
@@ -92,5 +97,6 @@ class HostMeeting:
         """Hang up, expose nothing any more; on the daemon's thread, or when there is none."""
         self._closed = True
         self._network.expect_no_more(self._purpose)
-        self._network.engine.withdraw(self._identity)
+        for name in self._names:
+            self._network.engine.withdraw(name)
         self.links.close()

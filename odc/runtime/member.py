@@ -23,9 +23,9 @@ from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
+from odc.runtime.node import NodeCache, RemoteHeaps, answer_claim, claim_name, gather_sums
 from odc.runtime.peers.board import REASON_BYTES
-from odc.runtime.protocol import MemberProtocol
+from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
 from odc.runtime.service import Service
@@ -52,7 +52,7 @@ class Endpoint:
         self.shards = PublishedShards(self.protocol, cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
-        self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
+        self.queue = Queue(self.protocol, self._heaps) if layout.settings.queue_bytes else None
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.
@@ -106,7 +106,10 @@ class Member(Endpoint):
         self._hosts: HostMeeting | None = None
         if network is not None:
             attend = functools.partial(server.attend, service)
-            self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
+            answers = {}
+            if settings.queue_bytes and grid.me == HOME:
+                answers[claim_name(identity)] = functools.partial(answer_claim, self.protocol)
+            self._hosts = HostMeeting(identity, layout, network, service.abort, attend, answers)
             self.protocol.links = self._hosts.links
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)

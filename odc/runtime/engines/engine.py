@@ -18,6 +18,7 @@ Dial = Callable[[int], socket.socket]
 #: Raises if the job was aborted, given what this rank is doing.
 Check = Callable[[str], None]
 
+MOST_ANSWERED = 1 << 16
 LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
 _TOLD_DEAD_AFTER = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": 1500}
 _TIMEVAL = struct.Struct("ll")
@@ -39,8 +40,16 @@ class Engine(Protocol):
         """Let admitted ranks read `memory`, uint8 [n] and contiguous, under a name that is not exposed yet."""
         ...
 
-    def withdraw(self, region: str) -> None:
-        """Expose it no longer. Reads that are being answered may still look at the memory, which they keep alive."""
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        """Let admitted ranks have `function` called, once for each `ask`. It runs on a thread of the engine, beside
+        other calls, and returns at once: at most `MOST_ANSWERED` bytes.
+        """
+        ...
+
+    def withdraw(self, name: str) -> None:
+        """Expose the region, or answer, no longer. Reads that are being answered may still look at the memory, which
+        they keep alive.
+        """
         ...
 
     def adopt(self, connection: socket.socket, rank: int) -> None:
@@ -62,6 +71,12 @@ class Engine(Protocol):
         Waits until all have come. `what` is said after "reading" in messages. Raises PeerLostError if the rank is gone,
         or does not expose these bytes; WaitTimeoutError if nothing came for the engine's timeout; whatever `check`
         raises, which is called now and then. After an error `into` holds anything.
+        """
+        ...
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        """What the function that `rank` answers with under `name` returns. It is called exactly once, unless this
+        raises, as `read` does: then once or not at all.
         """
         ...
 

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -153,9 +153,12 @@ class NixlEngine:
         self._server.expose(region, memory)
         self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
 
-    def withdraw(self, region: str) -> None:
-        self._server.withdraw(region)
-        found = self._registered.pop(region, None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
+
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
+        found = self._registered.pop(name, None)
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
@@ -261,6 +264,9 @@ class NixlEngine:
             yield
         finally:
             self._agent.deregister_memory(registration)
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
 
     def close(self) -> None:
         self._connections.close()

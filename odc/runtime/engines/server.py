@@ -1,6 +1,6 @@
-"""The end of an engine that is asked: answers the reads of admitted connections from the regions that it exposes.
+"""The end of an engine that is asked: answers admitted connections from the regions that it exposes, or by a function.
 
-    reader -> operation, offset, bytes, digest of the region's name        server -> length, then as many bytes
+    reader -> operation, offset, bytes, digest of the name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
 stopped holds up nobody. They sleep in epoll while nothing is asked.
@@ -24,7 +24,7 @@ import torch
 from odc.memory import close_after_fork
 from odc.runtime.engines.engine import bytes_of, hang_up, set_for_server
 
-READ, DESCRIBE = b"read", b"desc"
+READ, DESCRIBE, ASK = b"read", b"desc", b"call"
 REQUEST = struct.Struct("!4sQQ16s")
 LENGTH = struct.Struct("!Q")
 REFUSED = (1 << 64) - 1  # in place of a length: the bytes are not exposed; the connection ends
@@ -62,6 +62,7 @@ class RegionServer:
     def __init__(self, describe: Callable[[str], bytes] | None = None) -> None:
         self._describe = describe
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
+        self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
         self._conversations: dict[int, _Conversation] = {}
         self._epoll: select.epoll | None = None
@@ -75,8 +76,14 @@ class RegionServer:
             raise ValueError(f"region {region!r} is exposed already")
         self._regions[digest(region)] = region, memory
 
-    def withdraw(self, region: str) -> None:
-        self._regions.pop(digest(region), None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        if digest(name) in self._functions:
+            raise ValueError(f"{name!r} is answered already")
+        self._functions[digest(name)] = function
+
+    def withdraw(self, name: str) -> None:
+        self._regions.pop(digest(name), None)
+        self._functions.pop(digest(name), None)
 
     def adopt(self, connection: socket.socket, rank: int) -> None:
         set_for_server(connection)
@@ -115,6 +122,7 @@ class RegionServer:
         self._epoll.close()
         os.close(wake)
         self._regions.clear()
+        self._functions.clear()
 
     # the threads -------------------------------------------------------------------------------------------------
 
@@ -155,20 +163,17 @@ class RegionServer:
     def _answer(self, asked: bytes) -> tuple[list[memoryview], bool]:
         """The answer, and whether it is the connection's last."""
         operation, offset, nbytes, name = REQUEST.unpack(asked)
+        if operation == ASK:
+            function = self._functions.get(name)
+            return _framed(None if function is None else memoryview(function()))
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            return [memoryview(LENGTH.pack(REFUSED))], True
+            return _framed(None)
         if operation == READ:
-            if memory.device.type != "cpu":
-                return [memoryview(LENGTH.pack(REFUSED))], True
-            found = bytes_of(memory)[offset : offset + nbytes]
-        elif self._describe is None:
-            found = memoryview(b"")
-        else:
-            found = memoryview(self._describe(region))
-        return [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])], False
+            return _framed(bytes_of(memory)[offset : offset + nbytes] if memory.device.type == "cpu" else None)
+        return _framed(memoryview(b"" if self._describe is None else self._describe(region)))
 
     def _end(self, epoll: select.epoll, one: _Conversation) -> None:
         with self._lock:
@@ -177,6 +182,13 @@ class RegionServer:
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
             one.sock.close()
+
+
+def _framed(found: memoryview | None) -> tuple[list[memoryview], bool]:
+    """An answer with its length, and whether it is the connection's last, as a refusal is: None."""
+    if found is None:
+        return [memoryview(LENGTH.pack(REFUSED))], True
+    return [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])], False
 
 
 def _send(one: _Conversation) -> None:

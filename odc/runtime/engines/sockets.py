@@ -7,6 +7,7 @@ in between. A read takes one connection; several reads of one rank at a time tak
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import torch
 
@@ -29,8 +30,11 @@ class SocketEngine:
         bytes_of(memory)
         self._server.expose(region, memory)
 
-    def withdraw(self, region: str) -> None:
-        self._server.withdraw(region)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
+
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
 
     def adopt(self, connection: socket.socket, rank: int) -> None:
         self._server.adopt(connection, rank)
@@ -49,6 +53,9 @@ class SocketEngine:
         with self._connections.lend(rank, what, check) as answers:
             if answers.ask(request(READ, region, offset, len(view)), view) != len(view):
                 raise refused(self.me, rank, what, region, offset, len(view))
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
 
     def close(self) -> None:
         self._connections.close()
