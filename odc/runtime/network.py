@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime.admission import AdmissionError, admit, job_secret
+from odc.runtime.admission import READER, AdmissionError, admit, export_purpose, job_secret, secret_for
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
 from odc.runtime.reception import Reception
@@ -70,29 +70,17 @@ class HostNetwork:
         Waits for the rank to listen; `check`, given what this rank is doing, may raise to end that. Raises
         WaitTimeoutError if it does not come up, PeerLostError if it is gone or does not belong to this job.
         """
-        address = self._address(rank, check)
-        where = f"rank {self.rank}, connecting to rank {rank} at {address[0]}:{address[1]}"
-        try:
-            connection = socket.create_connection(address, _CONNECT_S)
-        except OSError as error:
-            raise PeerLostError(
-                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
-                culprit=rank,
-            ) from error
-        try:
-            found = admit(connection, "client", self._secret, self.rank, purpose=purpose, timeout_s=_CONNECT_S)
-            if found != rank:
-                raise AdmissionError(f"rank {found} answers there")
-            connection.settimeout(None)
-        except OSError as error:
-            connection.close()
-            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
-        return connection
+        return connect(self.address(rank, check), self._secret, self.rank, rank, purpose)
 
     def _dial_engine(self, rank: int) -> socket.socket:
         return self.dial(rank, PURPOSE)
 
-    def _address(self, rank: int, check: Callable[[str], None]) -> tuple[str, int]:
+    def export_secret(self, identity: str) -> bytes:
+        """What a process outside the job must know to read the weights of a root."""
+        return secret_for(self._secret, export_purpose(identity))
+
+    def address(self, rank: int, check: Callable[[str], None] = lambda doing: None) -> tuple[str, int]:
+        """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         deadline, backoff = Deadline(self._store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to listen for other hosts"
         while not self._store.check([_key(rank)]):
@@ -108,6 +96,28 @@ class HostNetwork:
         """End the listener and the engine, with what goes on there."""
         self.reception.close()
         self.engine.close()
+
+
+def connect(address: tuple[str, int], secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
+    """An admitted connection of `me` to `rank`, which listens at `address`; blocking. Raises PeerLostError."""
+    who = "reader" if me == READER else f"rank {me}"
+    where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
+    try:
+        connection = socket.create_connection(address, _CONNECT_S)
+    except OSError as error:
+        raise PeerLostError(
+            f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
+            culprit=rank,
+        ) from error
+    try:
+        found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=_CONNECT_S)
+        if found != rank:
+            raise AdmissionError(f"rank {found} answers there")
+        connection.settimeout(None)
+    except OSError as error:
+        connection.close()
+        raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+    return connection
 
 
 def _key(rank: int) -> str:

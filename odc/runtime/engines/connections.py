@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from odc.errors import WaitTimeoutError
 from odc.memory import close_after_fork
-from odc.runtime.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, set_for_reader
+from odc.runtime.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, reading, set_for_reader
 from odc.runtime.engines.server import ASK, LENGTH, REFUSED, request
 from odc.runtime.wait import Deadline
 
@@ -165,5 +165,5 @@ class Connections:
 
 def late(me: int, rank: int, what: str, timeout_s: float) -> WaitTimeoutError:
     """The error of a read that takes too long."""
-    said = f"rank {me}, reading {what} of rank {rank}: nothing has come for {timeout_s:g} s"
+    said = f"{reading(me, rank, what)}: nothing has come for {timeout_s:g} s"
     return WaitTimeoutError(f"{said}; raise Settings.timeout_s if it is only slow", culprit=rank)

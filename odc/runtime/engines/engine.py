@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
 
 from odc.errors import PeerLostError
+from odc.runtime.admission import READER
 
 PURPOSE = "read"  # what a connection to the engine of another rank says at its admission
 #: Connects to the listener of a rank (global) and goes through admission for `PURPOSE`. Raises OSError.
@@ -52,8 +53,11 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now."""
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now.
+
+        With `only` it is a process outside the job, which gets nothing but regions and answers of these names.
+        """
         ...
 
     def read(
@@ -116,9 +120,14 @@ def hang_up(connection: socket.socket) -> None:
     connection.close()
 
 
+def reading(me: int, rank: int, what: str) -> str:
+    """The beginning of a message of rank `me`, or of a reader outside the job."""
+    return f"{'reader' if me == READER else f'rank {me}'}, reading {what} of rank {rank}"
+
+
 def lost(me: int, rank: int, what: str, why: object) -> PeerLostError:
     """The error of a read that found the other rank gone."""
-    return PeerLostError(f"rank {me}, reading {what} of rank {rank}: {why}", culprit=rank)
+    return PeerLostError(f"{reading(me, rank, what)}: {why}", culprit=rank)
 
 
 def refused(me: int, rank: int, what: str, region: str, offset: int, nbytes: int) -> PeerLostError:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -162,8 +162,8 @@ class NixlEngine:
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        self._server.adopt(connection, rank)
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:
         memory, registration = self._registered[region]

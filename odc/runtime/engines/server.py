@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,7 @@ def request(operation: bytes, region: str, offset: int = 0, nbytes: int = 0) -> 
 class _Conversation:
     sock: socket.socket
     rank: int
+    allowed: frozenset[bytes] | None  # of a process outside the job: digests of the names it may ask for
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
     last: bool = False  # end once the answer is sent
@@ -85,14 +86,15 @@ class RegionServer:
         self._regions.pop(digest(name), None)
         self._functions.pop(digest(name), None)
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        allowed = None if only is None else frozenset(digest(name) for name in only)
         set_for_server(connection)
         with self._lock:
             if self._closed:
                 hang_up(connection)
                 return
             epoll = self._epoll or self._begin()
-            self._conversations[connection.fileno()] = _Conversation(connection, rank)
+            self._conversations[connection.fileno()] = _Conversation(connection, rank, allowed)
             epoll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _begin(self) -> select.epoll:
@@ -155,14 +157,16 @@ class RegionServer:
                     raise ConnectionError("hung up")
                 one.asked += chunk
                 if len(one.asked) == REQUEST.size:
-                    one.answer, one.last = self._answer(bytes(one.asked))
+                    one.answer, one.last = self._answer(bytes(one.asked), one.allowed)
                     one.asked.clear()
         except BlockingIOError:
             return select.EPOLLOUT if one.answer else select.EPOLLIN
 
-    def _answer(self, asked: bytes) -> tuple[list[memoryview], bool]:
+    def _answer(self, asked: bytes, allowed: frozenset[bytes] | None) -> tuple[list[memoryview], bool]:
         """The answer, and whether it is the connection's last."""
         operation, offset, nbytes, name = REQUEST.unpack(asked)
+        if allowed is not None and (name not in allowed or operation == DESCRIBE):  # what that says opens more
+            return _framed(None)
         if operation == ASK:
             function = self._functions.get(name)
             return _framed(None if function is None else memoryview(function()))

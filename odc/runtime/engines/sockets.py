@@ -7,7 +7,7 @@ in between. A read takes one connection; several reads of one rank at a time tak
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -36,8 +36,8 @@ class SocketEngine:
     def withdraw(self, name: str) -> None:
         self._server.withdraw(name)
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        self._server.adopt(connection, rank)
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
 
     def read(
         self,

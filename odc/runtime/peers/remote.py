@@ -7,6 +7,8 @@ docs/protocol.md writes the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -43,6 +45,13 @@ def node_requests(grid: RankGrid, units: tuple[UnitSpec, ...], sources: int) -> 
     return requests
 
 
+def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Regions of every heap that hold further words of one member on each other host: bytes by the region's name."""
+    return (
+        [(f"mirror/{name}", (grid.host_count - 1) * nbytes) for name, nbytes in regions.items()] if grid.remote else []
+    )
+
+
 def sums_bytes(units: tuple[UnitSpec, ...], sources: int) -> int:
     """Bytes of the accumulators of all units, unit after unit; `sources` of each."""
     return sum(padded(unit, sources) for unit in units)
@@ -66,7 +75,7 @@ class RemotePeer(TellingPeer):
         self.member, self.rank = member, heap.ranks[member]
         self.column, self.row = grid.column(member), grid.row(grid.host(member))
         self._heap, self._parameters, self._sums_at, self._sources = heap, parameters, sums_at, sources
-        self._units = len(sums_at)
+        self._units, self._rows = len(sums_at), grid.host_count - 1
         self._slots = {shard: place for place, shard in enumerate(m % grid.shards for m in grid.local_shard_group)}
         self._board: Words | None = None
         self._views: dict[tuple[str, int, int], torch.Tensor] = {}
@@ -145,6 +154,13 @@ class RemotePeer(TellingPeer):
             mutex = RobustMutex(address, self._heap.words(self.column, "node/mutexes"), what)
             self._mutexes[at] = mutex
         return mutex
+
+    # an arena's ----------------------------------------------------------------------------------------------------
+
+    def mirrored(self, name: str) -> Words:
+        """Words of the member's region `name` (see `arena_requests`)."""
+        count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
+        return self._words(f"mirror/{name}", self.row * count, count)
 
     def _words(self, name: str, first: int, count: int) -> Words:
         keepalive = self._heap.words(self.column, name)
