@@ -37,6 +37,7 @@ class HostNetwork:
     def __init__(self, store: Any, rank: int, settings: Settings) -> None:
         self.rank, self._store, self.pid = rank, JobStore(store, max(5.0, settings.timeout_s), rank), os.getpid()
         address = own_address(store, settings.address)
+        self._settings = settings
         self._secret = job_secret(self._store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
         try:
@@ -49,6 +50,16 @@ class HostNetwork:
         self.engine: Engine = make_engine(settings.engine, rank, self._dial_engine, settings.timeout_s, address)
         self._purposes[PURPOSE] = self.engine.adopt
         self._store.set(_key(rank), json.dumps([self.reception.address, self.reception.port]))
+
+    def refuse_others(self, settings: Settings) -> None:
+        """Raise UnsupportedError if `settings` name another address or secret file than this listener was made with."""
+        for name in ("address", "secret_file"):
+            asked, have = getattr(settings, name), getattr(self._settings, name)
+            if asked not in ("", have):
+                raise UnsupportedError(
+                    f"rank {self.rank} listens already, with {name}={have!r} and not {asked!r}: give the first model, "
+                    "or exchange, these settings"
+                )
 
     def expect(self, purpose: str, welcome: Welcome) -> None:
         """Have `welcome(connection, rank)` called, on the daemon's thread, for everybody who comes for `purpose`."""

@@ -90,17 +90,19 @@ def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_die
             while not job.outcomes[0].told:
                 assert not any(one.failed for one in job.outcomes), [one.describe() for one in job.outcomes]
                 job.receive(0.05)
-            (tmp_path / "handle").write_text(job.outcomes[0].told[0][1])
+            (tmp_path / "handle").write_text(job.outcomes[0].told[0])
             (tmp_path / "read.py").write_text(READ)
-            reader = hosts[2].command(sys.executable, str(tmp_path / "read.py"), str(tmp_path / "handle"))
-            assert reader.stdout is not None
-            versions = [int(reader.stdout.readline()) for _ in range(20)]
-            assert versions == sorted(versions) and versions[0] > 0
-            job.kill(1)
-            begin = time.monotonic()
-            said = reader.communicate(timeout=60.0)[0].splitlines()[-1]
-    print(f"named {time.monotonic() - begin:.2f} s later: {said}")
-    assert "rank 1" in said and said.startswith("reader, ")
+            with hosts[2].command(sys.executable, str(tmp_path / "read.py"), str(tmp_path / "handle")) as reader:
+                assert reader.stdout is not None
+                lines = [reader.stdout.readline().strip() for _ in range(20)]
+                job.kill(1)
+                begin = time.monotonic()
+                lines += reader.stdout.read().splitlines()
+    assert all(line.isdigit() for line in lines[:20]), "\n".join(lines)
+    versions = [int(line) for line in lines[:20]]
+    assert versions == sorted(versions) and versions[0] > 0
+    print(f"named {time.monotonic() - begin:.2f} s later: {lines[-1]}")
+    assert "rank 1" in lines[-1] and lines[-1].startswith("reader, "), lines[-1]
 
 
 class _First:
