@@ -188,7 +188,7 @@ class Arena:
         return ArenaEntry(nbytes, signature, functools.partial(self._part, owner, offset, f"{channel} of step {step}"))
 
     def _part(self, owner: int, offset: int, what: str, first: int, nbytes: int) -> torch.Tensor:
-        if self._remote is None or not self.grid.is_remote(owner):
+        if not self.grid.is_remote(owner):
             return self._heap.tensor(owner, "arena", torch.uint8, offset=offset + first, numel=nbytes)
         found = torch.empty(nbytes, dtype=torch.uint8)
         self._remote.read(owner, "arena", offset + first, found, what)

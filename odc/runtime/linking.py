@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from odc.errors import OdcError
+from odc.errors import OdcError, PeerLostError
 from odc.runtime.connect import Rendezvous
 from odc.runtime.layout import HeapLayout
 from odc.runtime.links import HostLink, Links
@@ -50,8 +50,12 @@ class HostMeeting:
         try:
             for partner in partners:
                 rendezvous.agreed(partner)
-                rank = self._grid.ranks[partner]
-                self._link(partner, self._network.dial(rank, self._purpose, rendezvous.check))
+                try:
+                    connection = self._network.dial(self._grid.ranks[partner], self._purpose, rendezvous.check)
+                except PeerLostError as error:
+                    self.links.missed(partner, str(error))
+                else:
+                    self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
                 self._abort(str(error), self._grid.rank if error.culprit is None else error.culprit)
@@ -80,7 +84,7 @@ class HostMeeting:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):
                 continue
-            sums = member in grid.partners if grid.shards_span_hosts else member in grid.replica_group
+            sums = member in (grid.nodes.partners if grid.shards_span_hosts else grid.replica_group)
             if peer.board.load(Word.DONE) < board.load(Word.PUBLISHED) or (
                 sums and peer.board.load(Word.READ) < board.load(Word.COMPLETE)
             ):
@@ -91,9 +95,10 @@ class HostMeeting:
         """Its entries have been read. Other hosts must have heard that it shuts down, and ranks of this host look into
         the mirrors that its daemon writes until they shut down too.
         """
-        unheard = [partner for partner in self._grid.partners if not self.links.up(partner)]
-        peers = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
-        return unheard + [one.member for one in peers if one.attached and not one.board.load(Word.LEFT)]
+        there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
+        here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
+        unheard = [partner for partner in there if not self.links.up(partner)]
+        return unheard + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
 
     def close(self) -> None:
         """Hang up; on the daemon's thread, or when there is none."""

@@ -23,12 +23,12 @@ from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameErro
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.remote import RemotePeer
-from odc.runtime.words import BOARD_WORDS, Outcome, Word, decode_outcome
+from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 
 _KEEPALIVE_S, _KEEPALIVES = 1, 1
 _UNACKNOWLEDGED_MS = 1500
 _SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
-_REFRESH_S = 0.25  # between two looks of others at PROGRESS and WAITING of this rank
+_REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
     {
         Word.PUBLISHED,
@@ -43,7 +43,8 @@ _SEEN_BY_ALL = frozenset(
         Word.PUBLISHING,
     }
 )
-_NOW_AND_THEN = (Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
+_FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
+_NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _COUNT = ">i8"  # a push count on the wire
 _DEAD = (ConnectionResetError, BrokenPipeError)
@@ -159,6 +160,8 @@ class Links:
             self._tell(*self._explained(index, value))
         elif index == Word.PROGRESS:
             self.refresh()
+        elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
+            self._refresh()
 
     def _explained(self, index: int, value: int) -> list[Frame]:
         frames = [Frame(FrameKind.WORD, index, value)]
@@ -172,12 +175,14 @@ class Links:
         return frames
 
     def refresh(self) -> None:
-        """Tell what others look at only when they have waited for long, a few times a second."""
-        now = time.monotonic()
-        if now - self._refreshed >= _REFRESH_S:
-            self._refreshed = now
-            board = self._layout.pushed_board
-            self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
+        """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
+        if time.monotonic() - self._refreshed >= _REFRESH_S:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._refreshed = time.monotonic()
+        board = self._layout.pushed_board
+        self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
 
     def tell_counts(self, counts: torch.Tensor) -> None:
         self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
@@ -213,17 +218,22 @@ class Links:
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
             **{kind: 8 * words for kind, words in self._sizes.items()},
         }
-        frames = FrameReader(limits, BOARD_WORDS)
+        frames, heard = FrameReader(limits, BOARD_WORDS), False
 
         def read() -> bool:
+            nonlocal heard
             try:
                 while (data := link.receive()) is not None:
                     if not data:
                         raise ConnectionResetError("end of the stream")
+                    heard = True
                     for frame in frames.feed(data):
                         self._take(link.member, frame)
             except (OSError, MalformedFrameError) as error:
-                self._lost(link, error)
+                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                    self.missed(link.member)
+                else:
+                    self._lost(link, error)
                 return False
             return not self._closed
 
@@ -245,6 +255,18 @@ class Links:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
             peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+
+    def missed(self, partner: int, why: str = "") -> None:
+        """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
+
+        That ends no job: roots that were built and never run are shut down at any time. Who waits for it is told.
+        """
+        with self._changing:
+            if self._closed:  # the mirror's memory may be gone
+                return
+            peer = self._layout.remote(partner)
+            peer.set_reason(why)
+            peer.board.store(Word.LEFT, 1)
 
     def _mirror(self, peer: RemotePeer, frame: Frame) -> None:
         values = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).tolist()
@@ -271,9 +293,12 @@ class Links:
             there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
             what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
             reason = f"the host of ranks {there} {what} {at}: {error}"
-        # In the mirror too: there ranks of this host see it to which this rank is not attached.
-        peer.set_reason(reason)
-        board.store(Word.ABORT, 1 + peer.rank)
+        with self._changing:
+            if (
+                not self._closed
+            ):  # in the mirror too, where ranks of this host see it to which this rank is not attached
+                peer.set_reason(reason)
+                board.store(Word.ABORT, 1 + peer.rank)
         self._abort(reason, peer.rank)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from odc.runtime.node import NodeCache, RemoteHeaps, answer_claim, claim_name, g
 from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
+from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
 from odc.runtime.units import UnitSpec
@@ -42,10 +43,8 @@ class Endpoint:
     def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
-        self.heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = None
-        if self.heaps is not None and self.grid.shards_span_hosts:
-            cache = NodeCache(self.protocol, self.heaps)
+        self.heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
+        cache = NodeCache(self.protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
         self.shards = PublishedShards(self.protocol, cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
@@ -71,9 +70,11 @@ class Endpoint:
         self.protocol.close(outcome)
 
     def gather_sums(self, used: Sequence[bool]) -> None:
-        """Bring what other hosts hold of this rank's gradients here, of the units that are `used`; after `complete`."""
-        if self.heaps is not None:
+        """Bring what others hold of this rank's gradients here, of the units that are `used`; after `complete`."""
+        if self.grid.nodes.shards_span_hosts:
             gather_sums(self.layout, self.heaps, used)
+        else:
+            gather_replicas(self.protocol, self.heaps, used)
 
 
 class Member(Endpoint):

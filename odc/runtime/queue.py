@@ -8,7 +8,6 @@ docs/protocol.md says why it is right.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Queue:
     `heaps` reads what members of other hosts offer, and claims where home is one of them.
     """
 
-    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps | None = None) -> None:
+    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._order: list[tuple[int, int, int]] | None = None  # (member, offset, bytes), longest first
         self.offered = 0  # the newest epoch in which this rank did
@@ -108,22 +107,16 @@ class Queue:
     def _next_number(self) -> int:
         if not self._protocol.grid.is_remote(HOME):
             return self._protocol.claim_at_home()
-        assert self._heaps is not None
         number = self._heaps.claim(HOME)
         self._protocol.note_claim(number)
         return number
 
     def _copy(self, member: int, offset: int, nbytes: int, what: str) -> torch.Tensor:
         """uint8 [nbytes] from `offset` of what a member offers."""
-        raw = torch.empty(nbytes, dtype=torch.uint8)
+        raw, begin = torch.empty(nbytes, dtype=torch.uint8), recorder().now()
+        self._heaps.read(member, "queue", offset, raw, what)
         if self._protocol.grid.is_remote(member):
-            assert self._heaps is not None
-            begin = recorder().now()
-            self._heaps.read(member, "queue", offset, raw, what)
             recorder().add(FETCH, begin, unit="queue", peer=self._protocol.grid.ranks[member], nbytes=nbytes)
-        else:
-            source = self._layout.local(member).offers()  # held: the memory stays mapped while it is copied
-            ctypes.memmove(raw.data_ptr(), source.data_ptr() + offset, nbytes)
         return raw
 
     @property
