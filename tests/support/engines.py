@@ -7,6 +7,7 @@ Tasks are functions of `(rank, world, name of the engine, name of the meeting)`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -184,6 +185,38 @@ def read_what_is_refused(rank: int, world: int, engine: str, name: str) -> None:
             mine.read(1 - rank, "heap", 0, torch.empty(10))
         with pytest.raises(ValueError, match="exposed already"):
             mine.expose("heap", into)
+        dist.barrier()
+
+
+def ask_for_numbers(rank: int, world: int, engine: str, name: str) -> None:
+    """Eight threads, beside one that reads: each number is given once."""
+    with meeting(rank, engine, name) as mine:
+        numbers, given = itertools.count(), list[int]()
+        mine.answer("heap", lambda: next(numbers).to_bytes(8, "big"))
+        mine.answer("nothing", bytes)
+        dist.barrier()
+
+        def live() -> None:
+            given.extend(int.from_bytes(mine.ask(1 - rank, "heap"), "big") for _ in range(25))
+
+        threads = [threading.Thread(target=live) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        into = torch.empty(100, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        assert torch.equal(into, pattern(1 - rank)[:100]), "a region of that name is another thing"
+        for thread in threads:
+            thread.join()
+        assert sorted(given) == list(range(200))
+        assert mine.ask(1 - rank, "nothing") == b""
+        dist.barrier()
+        mine.withdraw("nothing")
+        dist.barrier()
+        said = f"rank {rank}, reading a number of rank {1 - rank}: it does not answer 'nothing'"
+        with pytest.raises(PeerLostError, match=said):
+            mine.ask(1 - rank, "nothing", what="a number")
+        with pytest.raises(ValueError, match="answered already"):
+            mine.answer("heap", bytes)
         dist.barrier()
 
 
