@@ -39,7 +39,7 @@ _INK, _SOFT_INK = "#20262c", "#66707a"
 # Inches.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.68, 0.62
 _HEADER, _GAP = 0.68, 0.14
-_HOSTS = 0.42  # that hosts' names take at the left
+_HOSTS = 0.55  # that hosts' names take at the left
 _HOST_GAP = 0.4  # rows between two hosts
 _DPI = 150
 
@@ -122,7 +122,7 @@ def draw(
             source, figures.bubble.median, figures.step_s.median, len(figures.steps)
         )
         _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
-        _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT))
+        _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT), row)
         last = panel is prepared[-1]
         axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
         if last:
@@ -249,15 +249,16 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
                   color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
 
 
-def _draw_hosts(axes: Axes, panel: _Panel, left: float) -> None:
-    """The name of each host beside its rows, `left` of them in axes widths, and a line along them."""
+def _draw_hosts(axes: Axes, panel: _Panel, left: float, row: float) -> None:
+    """The name of each host beside its rows, `left` of them in axes widths, and a line along them; a row in inches."""
     beside = axes.get_yaxis_transform()
     for host in sorted(set(panel.hosts.values())):
-        rows = [row for rank, row in panel.rows.items() if panel.hosts.get(rank) == host]
-        top, bottom = rows[0] - 0.4, rows[-1] + 0.4
+        own = [at for rank, at in panel.rows.items() if panel.hosts.get(rank) == host]
+        top, bottom = own[0] - 0.4, own[-1] + 0.4
+        turned = 90 if (bottom - top) * row > 0.6 else 0
         axes.plot([-left] * 2, [top, bottom], transform=beside, color=_SOFT_INK, linewidth=1.2, clip_on=False)
-        axes.text(-left - 0.006, (top + bottom) / 2, f"host {host}", transform=beside, rotation=90, color=_INK,
-                  fontsize=10, ha="right", va="center")  # fmt: skip
+        axes.text(-left - 0.006, (top + bottom) / 2, f"host {host}", transform=beside, rotation=turned, color=_INK,
+                  fontsize=10 if turned else 8, ha="right", va="center")  # fmt: skip
 
 
 def _draw_legend(

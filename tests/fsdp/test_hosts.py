@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
 from odc.handover import weight_handle
 from odc.runtime import Arena
+from odc.runtime.daemon import ask_all
 
 HostPools = Callable[[int, int], Any]
 HIDDEN, LAYERS = 24, 3
@@ -242,6 +244,31 @@ def test_each_byte_crosses_the_network_once(host_ranks: HostPools, per_host: int
     """Whatever the microbatches and the ranks of a host: half of the shards, and half of the sums."""
     for found, formula in host_ranks(2, per_host).run(crossing, microbatches):
         assert formula < found < 1.05 * formula, (found, formula)
+
+
+def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
+    """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
+    model = Exact()
+    fully_shard(model)
+    for step in range(9):
+        with model.minibatch():
+            model(batch(rank, step, 0)).sum().backward()
+    deadline, found = time.monotonic() + 60, {}
+    while len(found) < world or any(root["state"] != "closed" for _, root in found.values()):
+        assert time.monotonic() < deadline, found
+        roots = [(one, root) for one in ask_all() for root in one.roots if root["epoch"] == 9]
+        found = {one.rank: (one, root) for one, root in roots}
+    dist.barrier()
+    return [
+        (number, root["host"], one.elsewhere, root["state"], root["fetched_bytes"] > 0)
+        for number, (one, root) in sorted(found.items())
+    ]
+
+
+def test_every_host_knows_what_all_ranks_are_doing(host_ranks: HostPools) -> None:
+    for rank, found in enumerate(host_ranks(2, 2).run(told_of_all)):
+        there = [one // 2 != rank // 2 for one in range(4)]
+        assert found == [(one, one // 2, there[one], "closed", True) for one in range(4)]
 
 
 def refused(rank: int, world: int) -> tuple[str, str, str]:
