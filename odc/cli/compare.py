@@ -37,8 +37,10 @@ _DEMO: dict[str, Any] = {
 }
 _WIDE = 10_000  # characters: all arms in one table
 Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
-Output = Annotated[str | None, Option(help="Folder for figures, pictures and traces. (default: runs/COMMAND-DATE)")]
-Figures = Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/COMMAND.json)")]
+Output = Annotated[
+    str | None, Option(help="Folder for figures, pictures and traces.", show_default="runs/COMMAND-DATE")
+]
+Figures = Annotated[str | None, Option(help="Where the figures go.", show_default="OUTPUT/COMMAND.json")]
 Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
 Report = Annotated[bool, Option("--report", help="Write OUTPUT/report.html as well: tables, pictures and settings.")]
 

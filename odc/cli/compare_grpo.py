@@ -12,7 +12,7 @@ from odc.cli.compare import Figures, Output, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
 from odc.cli.torchrun import refuse_torchrun
 
-_ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts. (default: these four)"
+_ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts."
 
 
 @options_from(
@@ -20,7 +20,7 @@ _ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl
 )
 def compare_grpo(
     given: dict[str, Any],
-    arms: Annotated[str | None, Option(help=_ARMS)] = None,
+    arms: Annotated[str | None, Option(help=_ARMS, show_default="these four")] = None,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Output = None,

@@ -18,7 +18,7 @@ _EVERY_S = 1.0
 
 def status(
     job: Annotated[
-        int | None, Option(help="Only ranks that this process started, as the column `job` says. (default: all)")
+        int | None, Option(help="Only ranks that this process started, as the column `job` says.", show_default="all")
     ] = None,
     watch: Annotated[bool, Option("--watch", help="Ask again every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,

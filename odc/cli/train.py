@@ -20,7 +20,8 @@ from odc.experiments.config import JobConfig
 def train(
     given: dict[str, Any],
     plan: Annotated[
-        str | None, Option(help=f"How to balance a step: {', '.join(PLANS)}; short for an --arm. (default: lb-mini)")
+        str | None,
+        Option(help=f"How to balance a step: {', '.join(PLANS)}; short for an --arm.", show_default="lb-mini"),
     ] = None,
 ) -> None:
     """Fine-tune a causal language model on text, sharded over ranks.

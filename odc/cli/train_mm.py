@@ -38,16 +38,20 @@ def train_mm(
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
-    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM} (default: compare)")] = None,
-    arms: Annotated[str | None, Option(help="Compare these arms, with commas. (default: all)")] = None,
+    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}", show_default="compare")] = None,
+    arms: Annotated[str | None, Option(help="Compare these arms, with commas.", show_default="all")] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Annotated[
         str | None,
-        Option(help="Folder for checkpoints and steps.jsonl of one arm; for a comparison's files (default: runs/...)."),
+        Option(
+            help="Folder for checkpoints and steps.jsonl of one arm, or for a comparison's files.",
+            show_default="none, or runs/train-mm-DATE",
+        ),
     ] = None,
     json: Figures = None,
+    plan: Annotated[str | None, Option(hidden=True, show_default="none")] = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model: one arm, or every balance and transport compared.
 
@@ -55,8 +59,11 @@ def train_mm(
     """
     from odc.experiments.preflight import require
 
+    if plan is not None:
+        raise ConfigError(f"plan: train-mm balances each phase and splits no sample; choose one by --arm. {_ARM}")
     for package in ("transformers", "PIL", "soundfile"):
         require(package, "multimodal", "train-mm")
+    _refuse_unknown([arm] if arm is not None else arms.split(",") if arms is not None else [])
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     folder = Path(output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}")
     if "data" not in fields:
@@ -67,6 +74,14 @@ def train_mm(
         raise ConfigError("arm trains one job; --arms, --repeats, --skip and --json are options of a comparison")
     else:
         _train(fields | {"output": output}, per_node, arm)
+
+
+def _refuse_unknown(arms: list[str]) -> None:
+    from odc.experiments.multimodal.workload import MultimodalWorkload
+
+    for arm in arms:
+        if arm.strip() not in MultimodalWorkload.arms:
+            raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm.strip()!r}")
 
 
 def _made_up(demo: bool, folder: Path, seed: int) -> str:
@@ -105,8 +120,6 @@ def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
     transport, _, balance = arm.partition("/")
-    if arm not in MultimodalWorkload.arms:
-        raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm!r}")
     if under_torchrun():
         fields = fields | {"ranks": int(os.environ["WORLD_SIZE"])}
     job: Any = JobConfig(**fields, arm=transport)  # type: ignore[arg-type]

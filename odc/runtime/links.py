@@ -194,17 +194,22 @@ class Links:
             FrameKind.ABANDONMENT: REASON_BYTES,
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
         }
-        frames = FrameReader(limits, BOARD_WORDS)
+        frames, heard = FrameReader(limits, BOARD_WORDS), False
 
         def read() -> bool:
+            nonlocal heard
             try:
                 while (data := link.receive()) is not None:
                     if not data:
                         raise ConnectionResetError("end of the stream")
+                    heard = True
                     for frame in frames.feed(data):
                         self._take(link.member, frame)
             except (OSError, MalformedFrameError) as error:
-                self._lost(link, error)
+                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                    self.missed(link.member)
+                else:
+                    self._lost(link, error)
                 return False
             return not self._closed
 
@@ -224,6 +229,18 @@ class Links:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
             peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+
+    def missed(self, partner: int, why: str = "") -> None:
+        """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
+
+        That ends no job: roots that were built and never run are shut down at any time. Who waits for it is told.
+        """
+        with self._changing:
+            if self._closed:  # the mirror's memory may be gone
+                return
+            peer = self._layout.remote(partner)
+            peer.set_reason(why)
+            peer.board.store(Word.LEFT, 1)
 
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""

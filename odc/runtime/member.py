@@ -28,6 +28,7 @@ from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
+from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
 from odc.runtime.units import UnitSpec
@@ -45,10 +46,8 @@ class Endpoint:
     def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
-        self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = None
-        if self._heaps is not None and self.grid.shards_span_hosts:
-            cache = NodeCache(self.protocol, self._heaps)
+        self._heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
+        cache = NodeCache(self.protocol, self._heaps) if self.grid.nodes.shards_span_hosts else None
         self.shards = PublishedShards(self.protocol, cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
@@ -74,9 +73,11 @@ class Endpoint:
         self.protocol.close(outcome)
 
     def gather_sums(self, used: Sequence[bool]) -> None:
-        """Bring what other hosts hold of this rank's gradients here, of the units that are `used`; after `complete`."""
-        if self._heaps is not None:
+        """Bring what others hold of this rank's gradients here, of the units that are `used`; after `complete`."""
+        if self.grid.nodes.shards_span_hosts:
             gather_sums(self.layout, self._heaps, used)
+        else:
+            gather_replicas(self.protocol, self._heaps, used)
 
 
 class Member(Endpoint):

@@ -7,6 +7,7 @@
     claim     wait: all OFFERED | CLAIMED + 1 at home | copy
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
+              three replicas or more, before that: add an N-th of their sums up | SUMMED | wait: theirs
 
 An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
 """
@@ -101,8 +102,9 @@ class MemberProtocol:
             self._await_word(Word.READ, readers, self.epoch, "to read the accumulators of")
 
     def _summed_with(self) -> tuple[int, ...]:
-        """Members that read this rank's accumulators or its host's sums, and it theirs; itself included."""
-        return self.grid.replica_group + (self.grid.partners if self.grid.shards_span_hosts else ())
+        """Members that read this rank's accumulators or its node's sums, and it theirs; itself included."""
+        nodes = self.grid.nodes
+        return self.grid.replica_group + (nodes.partners if nodes.shards_span_hosts else ())
 
     def begin_publishing(self) -> int:
         """PUBLISHING; returns the epoch. Shards may be written after it."""
@@ -240,7 +242,7 @@ class MemberProtocol:
 
     def await_accumulated(self) -> None:
         """Wait until this rank's daemon has added every block that was posted to it."""
-        for source in self.grid.local_shard_group:
+        for source in self.grid.nodes.local_shard_group:
             ring = self.ring(self.grid.me, source)
 
             def added(ring: RingWords = ring) -> bool:
@@ -263,6 +265,14 @@ class MemberProtocol:
         self.board.store(Word.COMPLETE, self.epoch)
         if len(others := self._summed_with()) > 1:
             self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
+
+    def end_summing(self) -> None:
+        """SUMMED: this rank's N-th of its replicas' accumulators is added up, in its own."""
+        self.board.store(Word.SUMMED, self.epoch)
+
+    def await_summed(self, replica: int) -> None:
+        """Wait until a replica has added its N-th up."""
+        self._await_word(Word.SUMMED, (replica,), self.epoch, "to add up its part of the gradients of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""

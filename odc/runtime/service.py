@@ -38,7 +38,7 @@ class Service:
         self._inboxes: list[Inbox] = []
         if layout.settings.accumulate == "server":
             grid = layout.grid
-            self._inboxes = [Inbox(layout, source) for source in grid.local_shard_group if source != grid.me]
+            self._inboxes = [Inbox(layout, source) for source in grid.nodes.local_shard_group if source != grid.me]
         self._adder = Adder(layout)
         self._most = max(1, layout.ring.slots // 4)  # the rest of the ring is filled while a batch is added
 

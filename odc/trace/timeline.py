@@ -117,10 +117,7 @@ def draw(
         box = (left / _WIDTH, (top - rows) / height, (_WIDTH - left - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
         _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
-        figures = panel.figures
-        said = (headlines or {}).get(panel.title) or headline(
-            source, figures.bubble.median, figures.step_s.median, len(figures.steps)
-        )
+        said = (headlines or {}).get(panel.title) or _headline_of(panel.figures, source)
         _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
         _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT), row)
         last = panel is prepared[-1]
@@ -130,6 +127,10 @@ def draw(
         top -= rows + _GAP
     _draw_legend(figure, prepared, left, height, dict(passes))
     figure.savefig(os.fspath(path), format="png")
+
+
+def _headline_of(figures: Breakdown, source: str) -> str:
+    return headline(source, figures.bubble.median, figures.step_s.median, len(figures.steps))
 
 
 def headline(source: str, bubble: float, step_s: float, count: int, repeats: int = 1) -> str:
