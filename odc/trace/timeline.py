@@ -120,11 +120,9 @@ def draw(
         said = (headlines or {}).get(panel.title) or _headline_of(panel.figures, source)
         _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
         _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT), row)
-        last = panel is prepared[-1]
-        axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
-        if last:
-            axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
+        axes.tick_params(axis="x", labelbottom=panel is prepared[-1], length=4 if panel is prepared[-1] else 0)
         top -= rows + _GAP
+    axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
     _draw_legend(figure, prepared, left, height, dict(passes))
     figure.savefig(os.fspath(path), format="png")
 
