@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
 from odc.runtime import Arena, queue
+from odc.runtime.daemon import ask_all
 
 HostPools = Callable[[int, int], Any]
 
@@ -276,6 +278,31 @@ def test_a_queue_over_hosts_gives_each_microbatch_once(
     found = host_ranks(hosts, per_host).run(claimed, counts, hybrid)
     for step, row in enumerate(counts):
         assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
+
+
+def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
+    """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
+    model = Exact()
+    fully_shard(model)
+    for step in range(9):
+        with model.minibatch():
+            model(batch(rank, step, 0)).sum().backward()
+    deadline, found = time.monotonic() + 60, {}
+    while len(found) < world or any(root["state"] != "closed" for _, root in found.values()):
+        assert time.monotonic() < deadline, found
+        roots = [(one, root) for one in ask_all() for root in one.roots if root["epoch"] == 9]
+        found = {one.rank: (one, root) for one, root in roots}
+    dist.barrier()
+    return [
+        (number, root["host"], one.elsewhere, root["state"], root["fetched_bytes"] > 0)
+        for number, (one, root) in sorted(found.items())
+    ]
+
+
+def test_every_host_knows_what_all_ranks_are_doing(host_ranks: HostPools) -> None:
+    for rank, found in enumerate(host_ranks(2, 2).run(told_of_all)):
+        there = [one // 2 != rank // 2 for one in range(4)]
+        assert found == [(one, one // 2, there[one], "closed", True) for one in range(4)]
 
 
 def refused(rank: int, world: int) -> tuple[str, str]:
