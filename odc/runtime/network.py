@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime.admission import AdmissionError, admit, job_secret
+from odc.runtime.admission import AdmissionError, HungUpError, admit, job_secret
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
 from odc.runtime.reception import Reception
@@ -22,6 +22,7 @@ from odc.runtime.wait import Backoff, Deadline
 from odc.settings import Settings
 
 _CONNECT_S = 30.0  # that a live rank may take to answer: its daemon may wait for the interpreter lock
+_TRIES = 6  # where the other end hangs up during admission
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 
 Welcome = Callable[[socket.socket, int], None]
@@ -72,21 +73,36 @@ class HostNetwork:
         """
         address = self._address(rank, check)
         where = f"rank {self.rank}, connecting to rank {rank} at {address[0]}:{address[1]}"
-        try:
-            connection = socket.create_connection(address, _CONNECT_S)
-        except OSError as error:
-            raise PeerLostError(
-                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
-                culprit=rank,
-            ) from error
+        tries, backoff = 0, Backoff(_POLL_S, 1.0, growth=4.0)
+        while True:
+            try:
+                connection = socket.create_connection(address, _CONNECT_S)
+            except OSError as error:
+                raise PeerLostError(
+                    f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
+                    culprit=rank,
+                ) from error
+            tries += 1
+            try:
+                return self._admitted(connection, rank, purpose)
+            except (HungUpError, ConnectionResetError, BrokenPipeError) as error:
+                if tries == _TRIES:
+                    raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+            except OSError as error:
+                raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+            check(f"connecting to rank {rank}")
+            backoff.sleep()  # it may be overrun by visitors, or this process was stopped for longer than it waits
+
+    def _admitted(self, connection: socket.socket, rank: int, purpose: str) -> socket.socket:
+        """The connection once it has gone through admission; one that does not is closed."""
         try:
             found = admit(connection, "client", self._secret, self.rank, purpose=purpose, timeout_s=_CONNECT_S)
             if found != rank:
                 raise AdmissionError(f"rank {found} answers there")
-            connection.settimeout(None)
-        except OSError as error:
+        except BaseException:
             connection.close()
-            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+            raise
+        connection.settimeout(None)
         return connection
 
     def _dial_engine(self, rank: int) -> socket.socket:
