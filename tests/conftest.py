@@ -61,6 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest_first(items, Path(__file__).parent)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> None:
+    """What loads torch, odc and transformers for ranks does so once in a process, for tests and for jobs."""
+    from support.ranks import share_server
+
+    share_server()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], object]]:
     """`ranks(world).run(function, *args)` runs a module-level function on every rank of a lasting pool."""

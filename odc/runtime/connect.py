@@ -267,14 +267,14 @@ class Rendezvous:
                     raise LayoutMismatchError(self._difference(json.loads(said), rank, identity))
 
     def meet(self) -> None:
-        """Return once every member has called it, before its device memory is mapped. Raises as `connect` does."""
+        """Return once every member of this host has called it, before device memory is mapped. Raises as `connect`."""
         late = (
             f"it has not mapped that of heap {self._identity} in {self.timeout_s:g} s; on CUDA the ranks of a mesh "
             "meet when they first run a model, so with several models they must run them in the same order"
         )
         self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
-            for member in self.grid.others():
+            for member in self.grid.local:
                 self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
             self.on_failure(str(error), self.grid.rank if error.culprit is None else error.culprit)
