@@ -28,7 +28,7 @@ from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
-_LINK_S = 2.0  # that a link may take longer than a read to notice an end
+_LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
 class RemoteHeaps:

@@ -185,20 +185,24 @@ class RegionServer:
     def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
         if one.allowed is not None and (name not in one.allowed or operation == DESCRIBE):  # what that says opens more
-            return _refuse(one)
+            _refuse(one)
+            return
         if operation == ASK:
             function = self._functions.get(name)
-            return _refuse(one) if function is None else _frame(one, memoryview(function()))
+            if function is None:
+                _refuse(one)
+            else:
+                _frame(one, memoryview(function()))
+            return
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            return _refuse(one)
+            _refuse(one)
+            return
         if operation == READ and self._stages.needed(memory):
-            one.answer, one.rest = (
-                [memoryview(LENGTH.pack(nbytes))],
-                self._stages.pieces(memory[offset : offset + nbytes]),
-            )
+            one.rest = self._stages.pieces(memory[offset : offset + nbytes])
+            one.answer = [memoryview(LENGTH.pack(nbytes))]
         elif operation == READ:
             _frame(one, bytes_of(memory)[offset : offset + nbytes])
         else:
