@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 
 from odc.errors import OdcError, PeerLostError
-from odc.memory import ShmHeap
 from odc.runtime.connect import Rendezvous
 from odc.runtime.layout import HeapLayout
 from odc.runtime.links import HostLink, Links
@@ -33,7 +32,6 @@ class HostMeeting:
         abort: Callable[[str, int], None],
         attend: Callable[[HostLink, Callable[[], bool]], None],
     ) -> None:
-        assert isinstance(layout.heap, ShmHeap)
         self._identity, self._layout, self._grid = identity, layout, layout.grid
         self._network, self._abort, self._attend = network, abort, attend
         self.links = Links(layout, abort)

@@ -11,6 +11,7 @@ says what it saves.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -37,17 +38,36 @@ class RemoteHeaps:
 
     def __init__(self, identity: str, engine: Engine | None, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
+        self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
-        layout, check = self._protocol.layout, self._protocol.waiter.check
+        """Fill `into`, uint8 [n] of the heap of a rank of this host, from byte `offset` of the member's `region`.
+
+        Returns when it has settled. Raises as `Engine.read` does.
+        """
+        layout, engine = self._protocol.layout, self._engine
         if not layout.grid.is_remote(member):
             into.copy_(layout.heap.tensor(member, region, torch.uint8, offset=offset, numel=into.numel()))
+            layout.heap.lanes.settle()
             return
-        assert self._engine is not None
+        assert engine is not None
+        landing = layout.landing if engine.only_into_own else None
+        if landing is None or layout.is_mine(into):
+            self._read(engine, member, region, offset, into, what)
+            return
+        with self._landing:
+            for part in into.split(landing.numel()):
+                landed = landing[: part.numel()]
+                self._read(engine, member, region, offset, landed, what)
+                layout.mover.put(part.data_ptr(), landed.data_ptr(), part.numel())
+                layout.heap.lanes.settle()
+                offset += part.numel()
+
+    def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+        layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
         try:
-            self._engine.read(rank, self._identity, start, into, what=what, check=check)
+            engine.read(rank, self._identity, start, into, what=what, check=check)
         except PeerLostError:
             deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
             while not deadline.passed():  # the links know more: who died, or which host has vanished

@@ -37,7 +37,7 @@ _SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
 # Inches.
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.68, 0.62
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.86, 0.62
 _HEADER, _GAP = 0.68, 0.14
 _HOSTS = 0.42  # that hosts' names take at the left
 _HOST_GAP = 0.4  # rows between two hosts
@@ -284,9 +284,12 @@ def _draw_legend(
         handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
         handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
-    if any(any(panel.background.values()) for panel in panels):
-        notes.append("the thin strip shows background threads, which are not counted")
-    figure.text(left / _WIDTH, 1 - 0.5 / height, "; ".join(notes), ha="left", va="center", fontsize=9, color=_SOFT_INK)
+    uncounted = ["background threads (the thin strip)"] * any(any(panel.background.values()) for panel in panels)
+    uncounted += ["time between minibatches (blank)"] * any(len(panel.steps) > 1 for panel in panels)
+    lines = ["; ".join(notes), f"not counted: {', '.join(uncounted)}" if uncounted else ""]
+    figure.text(
+        left / _WIDTH, 1 - 0.4 / height, "\n".join(lines), va="top", fontsize=9, color=_SOFT_INK, linespacing=1.4
+    )
 
 
 def _side_by_side(colours: Sequence[str]) -> tuple[Any, ...]:

@@ -83,7 +83,7 @@ def seen(linked: Linked, by: int, of: int, word: int) -> int:
 def test_every_rank_of_a_host_sees_what_one_of_the_other_stores(linked: Linked) -> None:
     linked.join()
     board = linked.group.members[0].protocol.board
-    for word in (Word.PUBLISHED, Word.OUTCOME_ODD, Word.DONE, Word.COMPLETE, Word.READ, Word.LEFT):
+    for word in (Word.PUBLISHED, Word.OUTCOME_ODD, Word.DONE, Word.COMPLETE, Word.REDUCED, Word.READ, Word.LEFT):
         board.store(word, 100 + word)
         linked.receive(2, lambda word=word: seen(linked, 2, 0, word) == 100 + word)
         assert seen(linked, 3, 0, word) == 100 + word, "the mirror is of the whole host"

@@ -96,6 +96,8 @@ def test_all_arms_train_alike(ranks: Pools, tmp_path: Path, changes: dict[str, A
 def test_two_nodes_of_two_ranks_train_like_four_ranks(ranks: Pools, tmp_path: Path) -> None:
     arms: tuple[ArmName, ...] = ("fsdp2", "fsdp2-hybrid", "odc-hybrid")
     runs = {arm: ranks(4).run(run_job, tiny_job(tmp_path, arm=arm, ranks=4, minibatch_size=12)) for arm in arms}
+    world = tiny_job(tmp_path, arm="odc-hybrid", ranks=4, minibatch_size=12, optimizer_sharding="world")
+    runs["world"] = ranks(4).run(run_job, world)
     reference = runs["fsdp2"][0].steps
     for arm, results in runs.items():
         for mine, *others in zip(*(result.steps for result in results), strict=True):
