@@ -12,7 +12,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -70,8 +69,8 @@ class Outbox:
         self._data = peer.staging_address(distance)
         self._ring_bytes: Callable[[], torch.Tensor] = functools.partial(peer.staging, distance)
         self._slots: dict[int, torch.Tensor] = {}
-        self._headers: Any = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
-        self._raw_headers = memoryview(self._headers).cast("B")
+        self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._raw_headers = self._headers.data.cast("B")
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
         self._told = self.posted
