@@ -11,6 +11,7 @@ Kernels = Literal["auto", "torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
+OptimizerSharding = Literal["mesh", "world"]  # of `fully_shard`
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
 
 

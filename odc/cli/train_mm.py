@@ -19,7 +19,17 @@ from odc.errors import ConfigError
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 _ARM = "TRANSPORT/BALANCE: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
-_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
+_TEXT_ONLY = (
+    "tokenizer",
+    "vocab",
+    "precision",
+    "activation_checkpointing",
+    "cache",
+    "device",
+    "long",
+    "slow",
+    "optimizer_sharding",
+)
 _NOT_YET = ("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
 
 

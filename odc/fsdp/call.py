@@ -9,7 +9,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
+from typing import Any, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,7 @@ from odc.fsdp.root import live_roots, root_above, root_at
 from odc.fsdp.root_layout import register
 from odc.memory import require_add
 from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
-from odc.settings import Settings
-
-OptimizerSharding = Literal["mesh", "world"]
+from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
 _joined: tuple[int, weakref.ref[Any]] | None = None  # the process and the store of its job

@@ -144,17 +144,17 @@ def open_heap(
             raise UnsupportedError(f"unit {name!r} is on {compat.device_of(group)}, the first unit on {device}")
     if device.type == "cpu":
         return host
+    from odc.memory.cuda import CudaHeap, CudaLanes, StoreGroup
+
+    lanes = CudaLanes(device, compat.lane_streams(state))
     if grid.remote:
-        raise UnsupportedError(
-            f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts; on CUDA odc works within one"
-        )
+        name, place = f"odc/{identity}/devices/{grid.here}", grid.index(grid.me)
+        here = StoreGroup(compat.default_store(), name, place, len(grid.local))
+        return CudaHeap(host, device, lanes, here, rendezvous.meet, grid.local)
     process_group = compat.process_group_of(groups[0])
     if process_group is None:
         raise UnsupportedError(
             f"no process group has exactly the ranks {grid.ranks} of the mesh, in this order: on CUDA a mesh is "
             "1-D, or 2-D over the whole world"
         )
-    from odc.memory.cuda import CudaHeap, CudaLanes
-
-    lanes = CudaLanes(device, compat.lane_streams(state))
     return CudaHeap(host, device, lanes, process_group, rendezvous.meet)

@@ -37,6 +37,10 @@ class AdmissionError(ConnectionError):
     """The other end does not know the job's secret, or does not speak this protocol."""
 
 
+class HungUpError(AdmissionError):
+    """The other end hung up: it does not know this secret, was waited for too long, or is overrun by visitors."""
+
+
 class Visitor:
     """The server's side of one admission, without a socket: feed it what arrives, send what it returns.
 
@@ -146,7 +150,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: Deadline) -> byte
         _remain(connection, deadline)
         chunk = connection.recv(nbytes - len(found))
         if not chunk:
-            raise AdmissionError("hung up: it may not know the job's secret, or belong to another job")
+            raise HungUpError("hung up: it may not know the job's secret, or belong to another job")
         found += chunk
     return bytes(found)
 

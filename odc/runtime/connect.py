@@ -236,7 +236,7 @@ class Rendezvous:
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
-        """The value of `key` once the member has set it; `what` it is waited for to do, `late` is said at the deadline."""
+        """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
         deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
@@ -267,14 +267,14 @@ class Rendezvous:
                     raise LayoutMismatchError(self._difference(json.loads(said), rank, identity))
 
     def meet(self) -> None:
-        """Return once every member has called it, before its device memory is mapped. Raises as `connect` does."""
+        """Return once every member of this host has called it, before device memory is mapped. Raises as `connect`."""
         late = (
             f"it has not mapped that of heap {self._identity} in {self.timeout_s:g} s; on CUDA the ranks of a mesh "
             "meet when they first run a model, so with several models they must run them in the same order"
         )
         self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
-            for member in self.grid.others():
+            for member in self.grid.local:
                 self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
             self.on_failure(str(error), self.grid.rank if error.culprit is None else error.culprit)

@@ -153,10 +153,8 @@ class RankGrid:
     @cached_property
     def nodes(self) -> RankGrid:
         """The same members, each on its node as if that were a host; this grid where nodes are hosts."""
-        if not self.node_size:
-            return self
-        numbers = tuple(member // self.node_size for member in self.members)
-        return dataclasses.replace(self, hosts=numbers, node_size=0)
+        numbers = tuple(member // self.node_size for member in self.members) if self.node_size else self.hosts
+        return self if numbers == self.hosts else dataclasses.replace(self, hosts=numbers, node_size=0)
 
     def distance(self, source: int, owner: int) -> int:
         """Steps from member `source` forward to member `owner` in the shard group of their node; names the staging

@@ -22,9 +22,11 @@ from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 _BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
+_LANDING_BYTES = 16 << 20
 _DATA = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "arrived"}
+    {"published", "accumulator", "staging", "cache", "sums", "arrived", "landing"}
 )  # regions on the heap's device; the others are words
+_ACCOUNTS = {"headers": "words", "arrived": "sums", "landing": "cache"}  # of regions, by their names' first part
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,14 +66,16 @@ class HeapLayout:
     ) -> None:
         self.heap, self.grid, self.units, self.settings = heap, grid, tuple(units), settings
         self.mover = mover_for(settings, heap.device, grid.shard)
+        self._on_device = heap.lanes.asynchronous
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
-        whole = heap.lanes.asynchronous  # a device copies a chunk at once, and every block costs it a wait
-        self.ring = Ring.fit(self.units, settings.staging_block_bytes or (_WHOLE if whole else _BLOCK_BYTES))
+        most = _WHOLE if self._on_device else _BLOCK_BYTES  # a device copies a chunk at once; every block is a wait
+        self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        refuse_unsupported(grid, kernels=settings.kernels)
+        kernels = "auto" if heap.device.type == "cuda" else settings.kernels
+        refuse_unsupported(grid, kernels=kernels)
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
@@ -103,8 +107,9 @@ class HeapLayout:
         if self.grid.remote:
             self.pushed_board = self.mine.push_board()
         if self.grid.nodes.shards_span_hosts:
-            address, size = self.heap.address(self.grid.me, "node/mutexes"), self.heap.layout.size("node/mutexes")
-            for at in range(0, size, MUTEX_BYTES):
+            region = self.grid.me, "node/mutexes"
+            address, nbytes = self.heap.address(*region), 8 * len(self.heap.words(*region))
+            for at in range(0, nbytes, MUTEX_BYTES):
                 RobustMutex.initialize(address + at)
 
     def _requests(self) -> list[tuple[str, int]]:
@@ -134,6 +139,9 @@ class HeapLayout:
         requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
         if grid.nodes.shards_span_hosts:
             requests += node_requests(grid.nodes, self.units, self.sum_sources)
+            if self._reads_land:
+                most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
+                requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
         arrived = max(64, sums_bytes(self.units, self.sum_sources, self.shares))
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
 
@@ -190,6 +198,23 @@ class HeapLayout:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `sums_at` says."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
+    @property
+    def _reads_land(self) -> bool:
+        """Whether this rank reads from other hosts into memory of its peers' devices."""
+        return self._on_device and bool(self.grid.remote) and self.grid.nodes.shards_span_hosts
+
+    @property
+    def landing(self) -> torch.Tensor | None:
+        """uint8: where this rank's reads for peers of its host land, on a device where shards span hosts."""
+        if not self._reads_land:
+            return None
+        return self.heap.tensor(self.grid.me, "landing", torch.uint8)
+
+    def is_mine(self, memory: torch.Tensor) -> bool:
+        """Whether `memory`, of the heap of a rank of this host, is of this rank's."""
+        mine = self.heap.whole(self.grid.me)
+        return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
+
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
         """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
         return epoch % self.buffers * unit.published_bytes
@@ -198,8 +223,8 @@ class HeapLayout:
         """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
         for peer in self._peers:
             peer.attach()
-        if not self.grid.remote:
-            self.heap.base_addresses()
+        for member in self.grid.local:
+            self.heap.whole(member)
 
     def close(self) -> None:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""
@@ -214,5 +239,5 @@ class HeapLayout:
             account |= {"cache": 0, "sums": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]
-            account[{"headers": "words", "arrived": "sums"}.get(kind, kind if kind in account else "words")] += nbytes
+            account[_ACCOUNTS.get(kind, kind if kind in account else "words")] += nbytes
         return account

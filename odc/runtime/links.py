@@ -36,6 +36,7 @@ _SEEN_BY_ALL = frozenset(
         Word.OUTCOME_EVEN,
         Word.OUTCOME_ODD,
         Word.COMPLETE,
+        Word.REDUCED,
         Word.READ,
         Word.ABORT,
         Word.LEFT,

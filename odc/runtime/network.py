@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime.admission import READER, AdmissionError, admit, export_purpose, job_secret, secret_for
+from odc.runtime.admission import READER, AdmissionError, HungUpError, admit, export_purpose, job_secret, secret_for
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
 from odc.runtime.reception import Reception
@@ -22,6 +22,7 @@ from odc.runtime.wait import Backoff, Deadline
 from odc.settings import Settings
 
 _CONNECT_S = 30.0  # that a live rank may take to answer: its daemon may wait for the interpreter lock
+_TRIES = 6  # where the other end hangs up during admission
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 
 Welcome = Callable[[socket.socket, int], None]
@@ -81,7 +82,7 @@ class HostNetwork:
         Waits for the rank to listen; `check`, given what this rank is doing, may raise to end that. Raises
         WaitTimeoutError if it does not come up, PeerLostError if it is gone or does not belong to this job.
         """
-        return connect(self.address(rank, check), self._secret, self.rank, rank, purpose)
+        return connect(self.address(rank, check), self._secret, self.rank, rank, purpose, check)
 
     def _dial_engine(self, rank: int) -> socket.socket:
         return self.dial(rank, PURPOSE)
@@ -109,25 +110,50 @@ class HostNetwork:
         self.engine.close()
 
 
-def connect(address: tuple[str, int], secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
-    """An admitted connection of `me` to `rank`, which listens at `address`; blocking. Raises PeerLostError."""
+def connect(
+    address: tuple[str, int],
+    secret: bytes,
+    me: int,
+    rank: int,
+    purpose: str,
+    check: Callable[[str], None] = lambda doing: None,
+) -> socket.socket:
+    """An admitted connection of `me` to `rank`, which listens at `address`; blocking. Raises PeerLostError, and as
+    `check` does between two tries.
+    """
     who = "reader" if me == READER else f"rank {me}"
     where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
-    try:
-        connection = socket.create_connection(address, _CONNECT_S)
-    except OSError as error:
-        raise PeerLostError(
-            f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
-            culprit=rank,
-        ) from error
+    tries, backoff = 0, Backoff(_POLL_S, 1.0, growth=4.0)
+    while True:
+        try:
+            connection = socket.create_connection(address, _CONNECT_S)
+        except OSError as error:
+            raise PeerLostError(
+                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
+                culprit=rank,
+            ) from error
+        tries += 1
+        try:
+            return _admitted(connection, secret, me, rank, purpose)
+        except (HungUpError, ConnectionResetError, BrokenPipeError) as error:
+            if tries == _TRIES:
+                raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        except OSError as error:
+            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        check(f"connecting to rank {rank}")
+        backoff.sleep()  # it may be overrun by visitors, or this process was stopped for longer than it waits
+
+
+def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
+    """The connection once it has gone through admission; one that does not is closed."""
     try:
         found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=_CONNECT_S)
         if found != rank:
             raise AdmissionError(f"rank {found} answers there")
-        connection.settimeout(None)
-    except OSError as error:
+    except BaseException:
         connection.close()
-        raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        raise
+    connection.settimeout(None)
     return connection
 
 

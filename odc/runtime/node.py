@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,7 +28,7 @@ from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
-_LINK_S = 2.0  # that a link may take longer than a read to notice an end
+_LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
 class RemoteHeaps:
@@ -38,17 +39,36 @@ class RemoteHeaps:
 
     def __init__(self, identity: str, engine: Engine | None, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
+        self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
-        layout, check = self._protocol.layout, self._protocol.waiter.check
+        """Fill `into`, uint8 [n] of the heap of a rank of this host, from byte `offset` of the member's `region`.
+
+        Returns when it has settled. Raises as `Engine.read` does.
+        """
+        layout, engine = self._protocol.layout, self._engine
         if not layout.grid.is_remote(member):
             into.copy_(layout.heap.tensor(member, region, torch.uint8, offset=offset, numel=into.numel()))
+            layout.heap.lanes.settle()
             return
-        assert self._engine is not None
+        assert engine is not None
+        landing = layout.landing if engine.only_into_own else None
+        if landing is None or layout.is_mine(into):
+            self._read(engine, member, region, offset, into, what)
+            return
+        with self._landing:
+            for part in into.split(landing.numel()):
+                landed = landing[: part.numel()]
+                self._read(engine, member, region, offset, landed, what)
+                layout.mover.put(part.data_ptr(), landed.data_ptr(), part.numel())
+                layout.heap.lanes.settle()
+                offset += part.numel()
+
+    def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+        layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
         with self._explained(rank, what):
-            self._engine.read(rank, self._identity, start, into, what=what, check=check)
+            engine.read(rank, self._identity, start, into, what=what, check=check)
 
     def claim(self, home: int) -> int:
         """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""

@@ -7,7 +7,7 @@
     claim     wait: all OFFERED | CLAIMED + 1 at home | copy
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
-              three replicas or more, before that: add an N-th of their sums up | SUMMED | wait: theirs
+              three replicas or more, before that: add an N-th of their sums up | REDUCED | wait: theirs
 
 An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
 """
@@ -269,13 +269,13 @@ class MemberProtocol:
         if len(others := self._summed_with()) > 1:
             self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
 
-    def end_summing(self) -> None:
-        """SUMMED: this rank's N-th of its replicas' accumulators is added up, in its own."""
-        self.board.store(Word.SUMMED, self.epoch)
+    def end_reducing(self) -> None:
+        """REDUCED: this rank's N-th of its replicas' accumulators is added up, in its own."""
+        self.board.store(Word.REDUCED, self.epoch)
 
-    def await_summed(self, replica: int) -> None:
+    def await_reduced(self, replica: int) -> None:
         """Wait until a replica has added its N-th up."""
-        self._await_word(Word.SUMMED, (replica,), self.epoch, "to add up its part of the gradients of")
+        self._await_word(Word.REDUCED, (replica,), self.epoch, "to add up its part of the gradients of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""

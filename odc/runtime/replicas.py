@@ -1,8 +1,8 @@
 """Hybrid sharding: what the replicas of a shard accumulated is added up, in rank order, so that all hold the same bits.
 
     two replicas    wait: COMPLETE | read the other's accumulators | add
-    N > 2           wait: COMPLETE | read the others' N-ths | add this rank's N-th up | SUMMED
-                    wait: SUMMED | read the sums of the others' N-ths
+    N > 2           wait: COMPLETE | read the others' N-ths | add this rank's N-th up | REDUCED
+                    wait: REDUCED | read the sums of the others' N-ths
 
 The second way moves 2 (N-1)/N of an accumulator in place of N-1.
 """
@@ -34,13 +34,13 @@ def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence
         total = first.clone()
         for part in others:
             total.add_(part)
-        layout.mine.accumulator(unit)[_own_share(layout, unit)] = total  # which nobody else reads before SUMMED
+        layout.mine.accumulator(unit)[_own_share(layout, unit)] = total  # which nobody else reads before REDUCED
     layout.heap.lanes.settle()
-    protocol.end_summing()
+    protocol.end_reducing()
     group = grid.replica_group
     place = group.index(grid.me)
     for member in group[place + 1 :] + group[:place]:
-        protocol.await_summed(member)  # it has read its N-th of this rank's accumulators, so there is room for the sum
+        protocol.await_reduced(member)  # it has read its N-th of this rank's accumulators, so there is room for the sum
         for unit in units:
             share = _share(unit, group.index(member), layout.shares)
             into = layout.mine.accumulator(unit)[share].view(torch.uint8)

@@ -129,7 +129,7 @@ class JobStore:
         self._call("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there and stays; torch's store waits for one that is not, and all calls with it."""
+        """The value of a key that is there and stays: for one that is not torch waits, and all calls with it."""
         value: bytes = self._call("get", self._prefix + key)
         return value
 

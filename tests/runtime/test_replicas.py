@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.members import F32, HeapGroup
 
+from odc.errors import PeerLostError
 from odc.runtime import Word, parts
 from odc.runtime.node import RemoteHeaps
 from odc.runtime.replicas import gather_replicas
@@ -19,7 +20,7 @@ USED = [True, True, False]
 
 
 class Wires:
-    """An engine that copies between heaps and counts bytes, and says SUMMED where links would."""
+    """An engine that copies between heaps and counts bytes, and says REDUCED where links would."""
 
     def __init__(self, group: HeapGroup) -> None:
         self.group, self.nbytes = group, 0
@@ -45,20 +46,20 @@ def gathered(replicas: int, accumulate: Accumulate, spread: bool) -> tuple[HeapG
                 values = torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
                 layout.mine.accumulator(unit, source).copy_(values)
         for other in layout.grid.remote:  # as if it had said so already: here nobody reads before
-            layout.peer(other).board.store(Word.SUMMED, 0)
+            layout.peer(other).board.store(Word.REDUCED, 0)
 
     def gather(member: int) -> None:
         protocol = group.members[member].protocol
         heaps = RemoteHeaps("group", wires[member], protocol)  # type: ignore[arg-type]
-        summed = protocol.end_summing
+        summed = protocol.end_reducing
 
         def told() -> None:
             summed()
             for layout in group.layouts:
                 if member in layout.grid.remote:
-                    layout.peer(member).board.store(Word.SUMMED, 1)
+                    layout.peer(member).board.store(Word.REDUCED, 1)
 
-        protocol.end_summing = told  # type: ignore[method-assign]
+        protocol.end_reducing = told  # type: ignore[method-assign]
         gather_replicas(protocol, heaps, USED)
 
     with ThreadPoolExecutor(len(group.members)) as threads:
@@ -103,4 +104,17 @@ def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
             expected += (replicas - 1) * own + unit.numel - own if replicas > 2 else unit.numel
         assert nbytes == 4 * expected
     assert sum(found) <= 2 * 4 * 9 * 2 * (replicas - 1)
+    group.close()
+
+
+def test_a_replica_waits_for_the_sums_of_all_others() -> None:
+    group = HeapGroup(LAYOUT, 1, replicas=3)
+    group.publish_all()
+    for last in (1, 2):
+        group.layouts[last].mine.board.store(Word.LEFT, 1)  # before it has added its part up
+        with pytest.raises(PeerLostError, match=rf"waiting for rank {group.ranks[last]} to add up its part"):
+            group.members[0].gather_sums(USED)
+        group.layouts[last].mine.board.store(Word.REDUCED, 1)
+    group.members[0].gather_sums(USED)
+    assert group.layouts[0].mine.board.load(Word.REDUCED) == 1
     group.close()

@@ -21,17 +21,37 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import HostLanes, Lanes
 from odc.runtime.admission import AdmissionError, admit
 from odc.runtime.engines import PURPOSE, Engine, NixlEngine, SocketEngine
+from odc.runtime.engines.staging import Stages
 from support.rank_worker import tell
 
 SECRET = b"of this test"
 SIZE = 3_000_017
+PATIENCE_S = 600.0  # that a visitor on a busy machine may take
 
 
 def pattern(rank: int, nbytes: int = SIZE) -> torch.Tensor:
     """Bytes that tell ranks and places apart, uint8 [nbytes]."""
     return (torch.arange(nbytes, dtype=torch.int64) * 7919 % 251 + rank).to(torch.uint8)
+
+
+class StagesOfHosts(Stages):
+    """Has all memory go the way of a device's."""
+
+    def needed(self, memory: torch.Tensor) -> bool:
+        return True
+
+    def _make_lanes(self, device: torch.device) -> Lanes:
+        return HostLanes()
+
+
+def make(engine: str, rank: int, dial: Callable[[int], socket.socket], timeout_s: float, address: str) -> Engine:
+    """The engine of this name; "staged" are sockets that take the host's memory for a device's."""
+    if engine == "nixl":
+        return NixlEngine(rank, dial, timeout_s, address)
+    return SocketEngine(rank, dial, timeout_s, StagesOfHosts() if engine == "staged" else None)
 
 
 class Meeting:
@@ -42,9 +62,7 @@ class Meeting:
         self._name, self.rank = name, rank
         self.address = own_address()
         self._listener = socket.create_server((self.address, 0), backlog=64)
-        made = NixlEngine if engine == "nixl" else SocketEngine
-        options = (self.address,) if engine == "nixl" else ()
-        self.engine: Engine = made(rank, self._dial, timeout_s, *options)
+        self.engine = make(engine, rank, self._dial, timeout_s, self.address)
         threading.Thread(target=self._listen, daemon=True).start()
         self._store.set(f"{name}/{rank}", f"{self.address}:{self._listener.getsockname()[1]}")
 
@@ -56,7 +74,7 @@ class Meeting:
 
     def _admit(self, accepted: socket.socket) -> None:
         try:
-            reader = admit(accepted, "server", SECRET, self.rank, purpose=PURPOSE)
+            reader = admit(accepted, "server", SECRET, self.rank, purpose=PURPOSE, timeout_s=PATIENCE_S)
         except (OSError, AdmissionError):
             accepted.close()
         else:
@@ -260,10 +278,11 @@ def read_from_the_stopped(rank: int, world: int, engine: str, name: str) -> floa
 
 def read_with_little_patience(rank: int, world: int, engine: str, name: str) -> str | None:
     """Rank 1 stops itself, and is woken by the test."""
-    with meeting(rank, engine, name, timeout_s=1.0) as mine:
+    with meeting(rank, engine, name) as mine:
         into = torch.empty(100, dtype=torch.uint8)
         mine.read(1 - rank, "heap", 0, into)
         dist.barrier()
+        mine._timeout_s = mine._connections.timeout_s = 1.0  # type: ignore[attr-defined]
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return None

@@ -3,7 +3,8 @@
     reader -> operation, offset, bytes, digest of the name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
-stopped holds up nobody. They sleep in epoll while nothing is asked.
+stopped holds up nobody. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
+some chunks at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 
 import torch
 
 from odc.memory import close_after_fork
 from odc.runtime.engines.engine import bytes_of, hang_up, set_for_server
+from odc.runtime.engines.staging import Stages
 
 READ, DESCRIBE, ASK = b"read", b"desc", b"call"
 REQUEST = struct.Struct("!4sQQ16s")
@@ -51,17 +53,33 @@ class _Conversation:
     allowed: frozenset[bytes] | None  # of a process outside the job: digests of the names it may ask for
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
+    rest: Generator[memoryview] | None = None  # what follows it
     last: bool = False  # end once the answer is sent
+
+    def more(self) -> bool:
+        """Whether there is anything left to send; the next piece is then in `answer`."""
+        if not self.answer and self.rest is not None:
+            piece = next(self.rest, None)
+            if piece is None:
+                self.rest = None
+            else:
+                self.answer = [piece]
+        return bool(self.answer)
+
+    def close(self) -> None:
+        if self.rest is not None:
+            self.rest.close()
+        self.sock.close()
 
 
 class RegionServer:
     """Answers reads of the regions that were exposed. `describe` tells what else a reader needs to know of one.
 
-    Any thread may call any method.
+    Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(self, describe: Callable[[str], bytes] | None = None) -> None:
-        self._describe = describe
+    def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
+        self._describe, self._stages = describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
         self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
@@ -75,6 +93,8 @@ class RegionServer:
     def expose(self, region: str, memory: torch.Tensor) -> None:
         if digest(region) in self._regions:
             raise ValueError(f"region {region!r} is exposed already")
+        if self._stages.needed(memory):
+            self._stages.prepare(memory.device)
         self._regions[digest(region)] = region, memory
 
     def answer(self, name: str, function: Callable[[], bytes]) -> None:
@@ -118,7 +138,7 @@ class RegionServer:
                 if thread is not threading.current_thread():
                     thread.join()
         for one in list(self._conversations.values()):
-            one.sock.close()
+            one.close()
         self._conversations.clear()
         assert self._epoll is not None
         self._epoll.close()
@@ -147,7 +167,7 @@ class RegionServer:
         """Go on until a socket would block; returns what to wait for. Raises OSError or ValueError at the end."""
         try:
             while True:
-                if one.answer:
+                if one.more():
                     _send(one)
                     continue
                 if one.last:
@@ -157,27 +177,36 @@ class RegionServer:
                     raise ConnectionError("hung up")
                 one.asked += chunk
                 if len(one.asked) == REQUEST.size:
-                    one.answer, one.last = self._answer(bytes(one.asked), one.allowed)
+                    self._answer(one, bytes(one.asked))
                     one.asked.clear()
         except BlockingIOError:
             return select.EPOLLOUT if one.answer else select.EPOLLIN
 
-    def _answer(self, asked: bytes, allowed: frozenset[bytes] | None) -> tuple[list[memoryview], bool]:
-        """The answer, and whether it is the connection's last."""
+    def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
-        if allowed is not None and (name not in allowed or operation == DESCRIBE):  # what that says opens more
-            return _framed(None)
+        if one.allowed is not None and (name not in one.allowed or operation == DESCRIBE):  # what that says opens more
+            _refuse(one)
+            return
         if operation == ASK:
             function = self._functions.get(name)
-            return _framed(None if function is None else memoryview(function()))
+            if function is None:
+                _refuse(one)
+            else:
+                _frame(one, memoryview(function()))
+            return
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            return _framed(None)
-        if operation == READ:
-            return _framed(bytes_of(memory)[offset : offset + nbytes] if memory.device.type == "cpu" else None)
-        return _framed(memoryview(b"" if self._describe is None else self._describe(region)))
+            _refuse(one)
+            return
+        if operation == READ and self._stages.needed(memory):
+            one.rest = self._stages.pieces(memory[offset : offset + nbytes])
+            one.answer = [memoryview(LENGTH.pack(nbytes))]
+        elif operation == READ:
+            _frame(one, bytes_of(memory)[offset : offset + nbytes])
+        else:
+            _frame(one, memoryview(b"" if self._describe is None else self._describe(region)))
 
     def _end(self, epoll: select.epoll, one: _Conversation) -> None:
         with self._lock:
@@ -185,14 +214,16 @@ class RegionServer:
                 return
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
-            one.sock.close()
+            one.close()
 
 
-def _framed(found: memoryview | None) -> tuple[list[memoryview], bool]:
-    """An answer with its length, and whether it is the connection's last, as a refusal is: None."""
-    if found is None:
-        return [memoryview(LENGTH.pack(REFUSED))], True
-    return [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])], False
+def _refuse(one: _Conversation) -> None:
+    """Answer that the bytes are not exposed, and end the connection."""
+    one.answer, one.last = [memoryview(LENGTH.pack(REFUSED))], True
+
+
+def _frame(one: _Conversation, found: memoryview) -> None:
+    one.answer = [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])]
 
 
 def _send(one: _Conversation) -> None:
