@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
+from odc.balance import most_pieces
 from odc.errors import ConfigError
 from odc.settings import Accumulate, OptimizerSharding, Settings
 
@@ -153,7 +154,7 @@ class JobConfig:
         """Most tokens of a document: under an arm that splits, those of as many largest pieces as ranks can hold."""
         if not arm_named(self.arm).splits or self.long != "error":
             return self.max_tokens
-        pieces = 1 << (self.ranks.bit_length() - 1)
+        pieces = most_pieces(self.ranks)
         return max(self.max_tokens, pieces * (self.max_tokens - 2))  # the slices of a piece are rounded up
 
     @property

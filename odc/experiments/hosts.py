@@ -54,7 +54,8 @@ class HostTeam:
                 f"{told['WORLD_SIZE']} ranks, {per_host} of them here: every host must start equally many "
                 "(--nproc-per-node)"
             )
-        address, stores = os.environ["MASTER_ADDR"], dist
+        stores: Any = dist
+        address = os.environ["MASTER_ADDR"]
         hosting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and told["GROUP_RANK"] == 0
         patience = timedelta(seconds=timeout_s)
         store = stores.TCPStore(
