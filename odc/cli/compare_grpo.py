@@ -10,6 +10,7 @@ from typer import Option
 
 from odc.cli.compare import Figures, Output, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
+from odc.cli.torchrun import refuse_torchrun
 
 _ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts."
 
@@ -26,6 +27,7 @@ def compare_grpo(
     json: Figures = None,
 ) -> None:
     """Run arms of a GRPO job one after the other; print one table, write figures, picture and traces."""
+    refuse_torchrun("odc compare-grpo")
     folder = Path(output or f"runs/compare-grpo-{time.strftime('%Y%m%d-%H%M%S')}")
     say = progress("compare-grpo")
     say(f"figures and pictures go to {folder}")

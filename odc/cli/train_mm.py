@@ -12,13 +12,24 @@ from typer import Option
 
 from odc.cli.compare import Figures, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
-from odc.cli.train import carry_out_job, under_torchrun
+from odc.cli.torchrun import refuse_torchrun, under_torchrun
+from odc.cli.train import carry_out_job
 from odc.errors import ConfigError
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 _ARM = "TRANSPORT/BALANCE: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
-_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
+_TEXT_ONLY = (
+    "tokenizer",
+    "vocab",
+    "precision",
+    "activation_checkpointing",
+    "cache",
+    "device",
+    "long",
+    "slow",
+    "optimizer_sharding",
+)
 _NOT_YET = ("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
 
 
@@ -39,7 +50,7 @@ def train_mm(
     ] = False,
     arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}", show_default="compare")] = None,
     arms: Annotated[str | None, Option(help="Compare these arms, with commas.", show_default="all")] = None,
-    per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
+    per_node: Annotated[int, Option(help="Ranks of one declared node; 0: those of a host.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Annotated[
@@ -97,6 +108,7 @@ def _made_up(demo: bool, folder: Path, seed: int) -> str:
 def _compare(
     fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
 ) -> None:
+    refuse_torchrun("a comparison by odc train-mm")
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError, install
+from odc.experiments.table import on_hosts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,10 +57,11 @@ def _facts(figures: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
     machine = dict(figures["machine"])
     machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.1f} GiB"
+    where = "; host 0" if on_hosts(figures) else ""
     about = ", ".join(f"{name} {value}" for name, value in machine.items() if value not in (None, []))
     load = figures["load_1min"]["begin"]
     begun = f"Measured on {figures['date']}, commit {figures['commit'] or 'of an installed package'}"
-    return f"{begun}; {about}; {versions}; load of the machine at the start {load}."
+    return f"{begun}{where}; {about}; {versions}; load of the machine at the start {load}."
 
 
 def _table(table: Table) -> dict[str, Any]:
@@ -87,6 +89,8 @@ def _pictures(figures: Mapping[str, Any], timeline: Path | None) -> list[dict[st
     ]
     if timeline is not None:
         caption = "What each rank did when. Every panel starts at 0 and all share one scale."
+        if on_hosts(figures):
+            caption += " Ranks stand by host; times of all hosts are on the clock of host 0."
         source = _embedded("image/png", timeline.read_bytes())
         pictures.append({"title": "Timeline", "source": source, "caption": caption})
     return pictures

@@ -9,12 +9,16 @@ a child process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot b
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
 import threading
+import time
+import traceback
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -81,6 +85,7 @@ def _install_hooks() -> None:
         advise(error)
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             report(error)
+            _tell_launcher(error)
         uncaught(kind, error, trace)
 
     def on_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -118,6 +123,16 @@ def report(error: BaseException, thread: int | None = None) -> None:
     `thread` is the ident of the thread that it has ended: only the roots that were made there end.
     """
     _tell(*_described(error), thread)
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Write the error where torchrun looks for what its last message quotes, unless torch's `record` has."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if _process != os.getpid() or not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": _described(error)[0], "extraInfo": extra}}))
 
 
 def _tell(reason: str, culprit: int, thread: int | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost
+from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost, most_pieces
 from odc.balance.cost import Cost
 from odc.errors import ConfigError, PlanError
 from odc.integrations.transformers_pieces import SplitSamples
@@ -65,7 +65,7 @@ class PlannedSteps(Sampler[list[Any]]):
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
         self._epoch, self._node = 0, split
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        pieces = 1 if split is None else 1 << (split.bit_length() - 1)
+        pieces = 1 if split is None else most_pieces(split)
         if lengths[longest] > max_tokens * pieces:
             more = f" on each of {pieces} ranks" if pieces > 1 else ""
             raise ConfigError(

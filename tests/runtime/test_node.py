@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.deferred import late_heaps
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
 from odc.runtime import Gradient, Word, parts
+from odc.runtime import layout as layouts
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
 from odc.settings import Accumulate, Settings
@@ -21,31 +23,33 @@ HOSTS = (0, 0, 1, 1)
 
 
 class Copies:
-    """An engine that reads the heap of the other member; it counts."""
+    """An engine of `me` that reads the heap of the other member; it counts."""
 
-    def __init__(self, group: HeapGroup) -> None:
-        self.group, self.reads, self.nbytes = group, list[tuple[int, int]](), 0
-        self.fails = False
+    def __init__(self, group: HeapGroup, me: int, only_into_own: bool) -> None:
+        self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
+        self.fails, self.only_into_own = False, only_into_own
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         if self.fails:
             raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
         member = self.group.ranks.index(rank)
+        assert not self.only_into_own or self.group.layouts[self.me].is_mine(into), "it reads into a peer's memory"
         heap = self.group.layouts[member].heap
-        into.copy_(heap.whole(member)[offset : offset + into.numel()])  # type: ignore[attr-defined]
+        into.copy_(heap.whole(member)[offset : offset + into.numel()])
         self.reads.append((rank, into.numel()))
         self.nbytes += into.numel()
 
 
 class Spread:
-    """A group on two hosts, whose mirrors are written by hand."""
+    """A group on two hosts, whose mirrors are written by hand; or on two nodes of one host."""
 
-    def __init__(self, accumulate: Accumulate = "server") -> None:
+    def __init__(self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False) -> None:
         settings = Settings(timeout_s=60.0, accumulate=accumulate)
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
+        hosts = () if nodes else HOSTS
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
-        for member in self.group.members:
-            engine = Copies(self.group)
+        for me, member in enumerate(self.group.members):
+            engine = Copies(self.group, me, only_into_own)
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
             self.engines.append(engine)
@@ -87,7 +91,7 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
 
 def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     spread.publish()
-    peer, unit = spread.group.layouts[0].remote(2), spread.group.units[0]
+    peer, unit = spread.group.layouts[0].share(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
     peer.claims(unit).store(0, 1)  # member 1 has claimed the shard of member 2, and has not read it
     spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
@@ -112,9 +116,22 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
         spread.fetch(0, 0)
 
 
+def test_nodes_of_one_host_fill_their_caches_by_copies() -> None:
+    spread = Spread(nodes=True)
+    kept = spread.group.layouts[1].share(2).published_bytes(spread.group.units[0]).view(F32)
+    for value in (5.0, 50.0):
+        spread.publish(value)
+        for me in range(4):
+            assert spread.fetch(me, 0) == [value, value + 1, value + 2, value + 3]
+        assert kept[0] == value + 2, "the shard of member 2 lies in the heap of member 0"
+    assert not any(engine.reads for engine in spread.engines)
+    spread.group.close()
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["hosts", "nodes of a host"])
 @pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
-def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate) -> None:
-    spread = Spread(accumulate)
+def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate, nodes: bool) -> None:
+    spread = Spread(accumulate, nodes=nodes)
     group = spread.group
     for epoch in (1, 2):  # what was summed in the first must not be there in the second
         spread.publish()
@@ -131,7 +148,41 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate)
                 assert [part[0].item() for part in found] == [epoch * value for value in expected]
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
-    assert len(sums) == 2 * 4, "units that follow each other are read together"
+    assert len(sums) == (0 if nodes else 2 * 4), "units that follow each other are read together"
+    group.close()
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+def test_a_device_that_is_late_sums_and_fetches_alike(
+    accumulate: Accumulate, atomic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines read what has settled, into this rank's own memory alone; what is for a peer's is copied there."""
+    monkeypatch.setattr(layouts, "_LANDING_BYTES", 64)
+    lanes = late_heaps(monkeypatch, atomic=atomic)
+    spread = Spread(accumulate, only_into_own=True)
+    group = spread.group
+    for epoch in (1, 2):
+        spread.publish(10.0 * epoch)
+        spec = group.units[0]
+        outs = [[torch.empty(4 * param.numel) for param in spec.params] for _ in range(4)]
+        for me in (3, 2, 1, 0):
+            with lanes[me].lane("fetch"):
+                group.members[me].shards.fetch(spec, outs[me])
+        for me in range(4):  # whoever read for its host has settled before it said so
+            with lanes[me].lane("fetch"):
+                lanes[me].settle()
+            assert outs[me][0].view(4, -1).tolist() == [[10.0 * epoch + owner] * 8 for owner in range(4)]
+        for me in range(4):
+            for unit in group.units[:2]:
+                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
+                with lanes[me].lane("push"):
+                    group.members[me].pusher.push(unit, gradients)
+        for me in range(4):
+            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            for unit in group.units[:2]:
+                expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
+                assert [set(part.tolist()) for part in parts(group.layouts[me], unit)] == [{one} for one in expected]
     group.close()
 
 

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -137,7 +137,7 @@ class NixlEngine:
     A destination within exposed memory needs no registration; any other is registered for the time of the read.
     """
 
-    name = "nixl"
+    name, only_into_own = "nixl", True
 
     def __init__(self, me: int, dial: Dial, timeout_s: float, address: str) -> None:
         self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
@@ -151,16 +151,26 @@ class NixlEngine:
     def expose(self, region: str, memory: torch.Tensor) -> None:
         refuse_odd(memory)
         self._server.expose(region, memory)
-        self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+        try:
+            self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+        except Exception as error:  # NIXL's own errors share no base
+            self._server.withdraw(region)
+            raise UnsupportedError(
+                f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} ({error}); "
+                "Settings(engine='sockets') reads them too"
+            ) from error
 
-    def withdraw(self, region: str) -> None:
-        self._server.withdraw(region)
-        found = self._registered.pop(region, None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
+
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
+        found = self._registered.pop(name, None)
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        self._server.adopt(connection, rank)
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:
         memory, registration = self._registered[region]
@@ -261,6 +271,9 @@ class NixlEngine:
             yield
         finally:
             self._agent.deregister_memory(registration)
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
 
     def close(self) -> None:
         self._connections.close()

@@ -1,9 +1,10 @@
-"""The end of an engine that is asked: answers the reads of admitted connections from the regions that it exposes.
+"""The end of an engine that is asked: answers admitted connections from the regions that it exposes, or by a function.
 
-    reader -> operation, offset, bytes, digest of the region's name        server -> length, then as many bytes
+    reader -> operation, offset, bytes, digest of the name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
-stopped holds up nobody. They sleep in epoll while nothing is asked.
+stopped holds up nobody. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
+some chunks at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 
 import torch
 
 from odc.memory import close_after_fork
 from odc.runtime.engines.engine import bytes_of, hang_up, set_for_server
+from odc.runtime.engines.staging import Stages
 
-READ, DESCRIBE = b"read", b"desc"
+READ, DESCRIBE, ASK = b"read", b"desc", b"call"
 REQUEST = struct.Struct("!4sQQ16s")
 LENGTH = struct.Struct("!Q")
 REFUSED = (1 << 64) - 1  # in place of a length: the bytes are not exposed; the connection ends
@@ -48,20 +50,38 @@ def request(operation: bytes, region: str, offset: int = 0, nbytes: int = 0) -> 
 class _Conversation:
     sock: socket.socket
     rank: int
+    allowed: frozenset[bytes] | None  # of a process outside the job: digests of the names it may ask for
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
+    rest: Generator[memoryview] | None = None  # what follows it
     last: bool = False  # end once the answer is sent
+
+    def more(self) -> bool:
+        """Whether there is anything left to send; the next piece is then in `answer`."""
+        if not self.answer and self.rest is not None:
+            piece = next(self.rest, None)
+            if piece is None:
+                self.rest = None
+            else:
+                self.answer = [piece]
+        return bool(self.answer)
+
+    def close(self) -> None:
+        if self.rest is not None:
+            self.rest.close()
+        self.sock.close()
 
 
 class RegionServer:
     """Answers reads of the regions that were exposed. `describe` tells what else a reader needs to know of one.
 
-    Any thread may call any method.
+    Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(self, describe: Callable[[str], bytes] | None = None) -> None:
-        self._describe = describe
+    def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
+        self._describe, self._stages = describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
+        self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
         self._conversations: dict[int, _Conversation] = {}
         self._epoll: select.epoll | None = None
@@ -73,19 +93,28 @@ class RegionServer:
     def expose(self, region: str, memory: torch.Tensor) -> None:
         if digest(region) in self._regions:
             raise ValueError(f"region {region!r} is exposed already")
+        if self._stages.needed(memory):
+            self._stages.prepare(memory.device)
         self._regions[digest(region)] = region, memory
 
-    def withdraw(self, region: str) -> None:
-        self._regions.pop(digest(region), None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        if digest(name) in self._functions:
+            raise ValueError(f"{name!r} is answered already")
+        self._functions[digest(name)] = function
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
+    def withdraw(self, name: str) -> None:
+        self._regions.pop(digest(name), None)
+        self._functions.pop(digest(name), None)
+
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        allowed = None if only is None else frozenset(digest(name) for name in only)
         set_for_server(connection)
         with self._lock:
             if self._closed:
                 hang_up(connection)
                 return
             epoll = self._epoll or self._begin()
-            self._conversations[connection.fileno()] = _Conversation(connection, rank)
+            self._conversations[connection.fileno()] = _Conversation(connection, rank, allowed)
             epoll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _begin(self) -> select.epoll:
@@ -109,12 +138,13 @@ class RegionServer:
                 if thread is not threading.current_thread():
                     thread.join()
         for one in list(self._conversations.values()):
-            one.sock.close()
+            one.close()
         self._conversations.clear()
         assert self._epoll is not None
         self._epoll.close()
         os.close(wake)
         self._regions.clear()
+        self._functions.clear()
 
     # the threads -------------------------------------------------------------------------------------------------
 
@@ -137,7 +167,7 @@ class RegionServer:
         """Go on until a socket would block; returns what to wait for. Raises OSError or ValueError at the end."""
         try:
             while True:
-                if one.answer:
+                if one.more():
                     _send(one)
                     continue
                 if one.last:
@@ -147,28 +177,36 @@ class RegionServer:
                     raise ConnectionError("hung up")
                 one.asked += chunk
                 if len(one.asked) == REQUEST.size:
-                    one.answer, one.last = self._answer(bytes(one.asked))
+                    self._answer(one, bytes(one.asked))
                     one.asked.clear()
         except BlockingIOError:
             return select.EPOLLOUT if one.answer else select.EPOLLIN
 
-    def _answer(self, asked: bytes) -> tuple[list[memoryview], bool]:
-        """The answer, and whether it is the connection's last."""
+    def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
+        if one.allowed is not None and (name not in one.allowed or operation == DESCRIBE):  # what that says opens more
+            _refuse(one)
+            return
+        if operation == ASK:
+            function = self._functions.get(name)
+            if function is None:
+                _refuse(one)
+            else:
+                _frame(one, memoryview(function()))
+            return
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            return [memoryview(LENGTH.pack(REFUSED))], True
-        if operation == READ:
-            if memory.device.type != "cpu":
-                return [memoryview(LENGTH.pack(REFUSED))], True
-            found = bytes_of(memory)[offset : offset + nbytes]
-        elif self._describe is None:
-            found = memoryview(b"")
+            _refuse(one)
+            return
+        if operation == READ and self._stages.needed(memory):
+            one.rest = self._stages.pieces(memory[offset : offset + nbytes])
+            one.answer = [memoryview(LENGTH.pack(nbytes))]
+        elif operation == READ:
+            _frame(one, bytes_of(memory)[offset : offset + nbytes])
         else:
-            found = memoryview(self._describe(region))
-        return [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])], False
+            _frame(one, memoryview(b"" if self._describe is None else self._describe(region)))
 
     def _end(self, epoll: select.epoll, one: _Conversation) -> None:
         with self._lock:
@@ -176,7 +214,16 @@ class RegionServer:
                 return
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
-            one.sock.close()
+            one.close()
+
+
+def _refuse(one: _Conversation) -> None:
+    """Answer that the bytes are not exposed, and end the connection."""
+    one.answer, one.last = [memoryview(LENGTH.pack(REFUSED))], True
+
+
+def _frame(one: _Conversation, found: memoryview) -> None:
+    one.answer = [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])]
 
 
 def _send(one: _Conversation) -> None:
