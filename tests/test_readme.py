@@ -5,29 +5,41 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from odc.experiments.launch import launch
+
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_program_of_the_readme_runs(tmp_path: Path) -> None:
+def as_a_rank(script: str) -> None:
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.mark.parametrize("by", ["launch", pytest.param("torchrun", marks=pytest.mark.thorough)])
+def test_program_of_the_readme_runs(by: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On ranks that were forked, whose environment is torchrun's; and as a user starts it."""
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "loop.py"
     # A file a rank: what two ranks print may interleave.
     ending = f'open(f"{tmp_path}/rank-{{rank}}", "w").write(f"{{step}} {{loss.isfinite().item()}}")\n'
     script.write_text(program + ending, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    if by == "launch":
+        launch(as_a_rank, str(script), ranks=2)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
+        subprocess.run(command, env=environment, check=True)
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 True"]
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+) a token$", done.stdout, re.MULTILINE)]
+    said = capfd.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+) a token$", said, re.MULTILINE)]
     # An untrained model of 256 tokens spreads its guesses about evenly.
-    assert len(losses) == 3 and all(abs(loss - math.log(256)) < 0.5 for loss in losses), done.stdout
+    assert len(losses) == 3 and all(abs(loss - math.log(256)) < 0.5 for loss in losses), said
 
 
 def test_make_targets_of_the_readme_exist() -> None:

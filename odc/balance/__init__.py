@@ -16,7 +16,7 @@ from odc.balance.partition import partition
 from odc.balance.plan import Plan
 from odc.balance.planners import lb_dynamic, lb_micro, lb_mini, local_sort, queue_of
 from odc.balance.policies import POLICIES, policy_named
-from odc.balance.slices import SplitSample
+from odc.balance.slices import SplitSample, most_pieces
 
 __all__ = [
     "POLICIES",
@@ -37,6 +37,7 @@ __all__ = [
     "linear_cost",
     "local_sort",
     "lower_bound",
+    "most_pieces",
     "partition",
     "policy_named",
     "quadratic",

@@ -74,6 +74,11 @@ class SplitSample:
         )
 
 
+def most_pieces(ranks: int) -> int:
+    """The most pieces of one sample on so many ranks of a host: the largest power of two."""
+    return 1 << (ranks.bit_length() - 1)
+
+
 def zigzag(length: int, pieces: int) -> list[Slices]:
     """Slices i and 2P - 1 - i of 2P equal ones: every piece costs the same, whatever attention costs next to the rest.
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
+from odc.balance import most_pieces
 from odc.errors import ConfigError
-from odc.settings import Accumulate, Settings
+from odc.settings import Accumulate, OptimizerSharding, Settings
 
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
@@ -47,6 +48,10 @@ class JobConfig:
     )
     arm: ArmName = field(default="odc", metadata=option(f"One of {', '.join(ARM_NAMES)}."))
     per_node: int = field(default=2, metadata=option("Ranks of one declared node, for hybrid arms.", _WORK))
+    optimizer_sharding: OptimizerSharding = field(
+        default="mesh",
+        metadata=option("Optimizer states under odc-hybrid: mesh (within a node) or world (over all ranks).", _WORK),
+    )
     ranks: int = field(default=2, metadata=option("Processes on this machine.", _WORK))
     device: Device = field(default="cpu", metadata=option("cpu, or cuda: this machine's devices in turn.", _WORK))
     steps: int = field(default=10, metadata=option("Optimizer steps of the whole schedule.", _WORK))
@@ -149,7 +154,7 @@ class JobConfig:
         """Most tokens of a document: under an arm that splits, those of as many largest pieces as ranks can hold."""
         if not arm_named(self.arm).splits or self.long != "error":
             return self.max_tokens
-        pieces = 1 << (self.ranks.bit_length() - 1)
+        pieces = most_pieces(self.ranks)
         return max(self.max_tokens, pieces * (self.max_tokens - 2))  # the slices of a piece are rounded up
 
     @property
@@ -189,6 +194,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "schedule": get_args(Schedule),
     "accumulate": get_args(Accumulate),
+    "optimizer_sharding": get_args(OptimizerSharding),
 }
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12

@@ -90,9 +90,14 @@ def grid_of(groups: list[OdcParamGroup], rank: int) -> RankGrid:
                 f"unit {compat.unit_name(group)!r} is on another mesh (ranks {compat.mesh_of(group)[0]}) than unit "
                 f"{compat.unit_name(groups[0])!r} (ranks {ranks}); units of one root must share a mesh"
             )
+        if group.odc_node_size != groups[0].odc_node_size:
+            raise UnsupportedError(
+                f"units {compat.unit_name(group)!r} and {compat.unit_name(groups[0])!r} were given different meshes or "
+                "optimizer_sharding; units of one root must share both"
+            )
     if rank not in ranks:
         raise OdcError(f"rank {rank} is not on the mesh of ranks {ranks} that it shards over")
-    return RankGrid(ranks, shards, ranks.index(rank))
+    return RankGrid(ranks, shards, ranks.index(rank), node_size=groups[0].odc_node_size)
 
 
 def unit_of(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost
+from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost, most_pieces
 from odc.balance.cost import Cost
 from odc.errors import ConfigError, PlanError
 from odc.integrations.transformers_pieces import SplitSamples
@@ -65,7 +65,7 @@ class PlannedSteps(Sampler[list[Any]]):
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
         self._epoch, self._node = 0, split
         longest = max(range(len(lengths)), key=lengths.__getitem__)
-        pieces = 1 if split is None else 1 << (split.bit_length() - 1)
+        pieces = 1 if split is None else most_pieces(split)
         if lengths[longest] > max_tokens * pieces:
             more = f" on each of {pieces} ranks" if pieces > 1 else ""
             raise ConfigError(
@@ -166,13 +166,18 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
             "use 'random', 'sequential' or 'group_by_length'",
         ),
         f"the loss of {type(trainer).__name__}": (
-            not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func),
+            _has_own_loss(trainer) or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func),
             "it is a mean over a microbatch; leave max_tokens out",
         ),
     }
     for what, (bad, instead) in wrong.items():
         if bad:
             raise ConfigError(f"odc cannot apply max_tokens={max_tokens} with {what}: {instead}")
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    """Whether the class computes its loss itself, as TRL's do for preferences and rewards; transformers 5.19."""
+    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None
 
 
 @contextlib.contextmanager

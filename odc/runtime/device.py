@@ -65,11 +65,11 @@ class DevicePusher(Pusher):
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
         super().__init__(protocol, notify)
         self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[_Run]] = {}
-        grid = protocol.grid
-        self._others = [owner for owner in self._owners if owner != grid.me and not grid.is_remote(owner)]
-        self._remote = [owner for owner in self._owners if grid.is_remote(owner)]
-        # This host's sums for an owner on another host lie in its column's heap.
-        self._adds_to = tuple(dict.fromkeys(grid.column(owner) for owner in self._owners))
+        nodes = protocol.grid.nodes
+        self._others = [owner for owner in self._owners if owner != nodes.me and not nodes.is_remote(owner)]
+        self._remote = [owner for owner in self._owners if nodes.is_remote(owner)]
+        # This node's sums for an owner on another node lie in its column's heap.
+        self._adds_to = tuple(dict.fromkeys(nodes.column(owner) for owner in self._owners))
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
@@ -109,7 +109,7 @@ class DevicePusher(Pusher):
         """Add a run to the accumulators of `owners`, atomically; returns the bytes that leave this rank."""
         layout, grid = self._layout, self._protocol.grid
         places = [
-            (owner % grid.shards, layout.peer(owner).accumulator(unit)[run.first : run.first + run.numel])
+            (owner % grid.shards, layout.holder(owner).accumulator(unit)[run.first : run.first + run.numel])
             for owner in owners
         ]
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)

@@ -15,7 +15,7 @@ from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.peers.remote import RemotePeer, mirror_requests, node_requests, padded, sums_bytes
+from odc.runtime.peers.remote import NodeShare, RemotePeer, mirror_requests, node_requests, padded, sums_bytes
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
@@ -55,7 +55,8 @@ class HeapLayout:
         param_base: for each unit the number of parameters in the units before it.
         buffers: published versions side by side, 1 or 2.
         sources: accumulators of each unit on each member.
-        sum_sources: the same of a host's sums for a member of another host.
+        sum_sources: the same of a node's sums for a member of another node.
+        shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
         pushed_board: this rank's board, over hosts only.
     """
@@ -74,31 +75,38 @@ class HeapLayout:
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
         kernels = "auto" if heap.device.type == "cuda" else settings.kernels
-        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=kernels)
-        self.sum_sources = min(self.sources, len(grid.local_shard_group))
+        refuse_unsupported(grid, kernels=kernels)
+        self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
+        replicas = len(grid.replica_group)
+        self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.sums_at = [0]
         for unit in self.units:
-            self.sums_at.append(self.sums_at[-1] + padded(unit, self.sum_sources))
+            self.sums_at.append(self.sums_at[-1] + padded(unit, self.sum_sources, self.shares))
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
+        mesh += f"/nodes of {grid.node_size}" if grid.node_size else ""
         parts = [settings.fingerprint(), mesh, fingerprint]
         heap.seal("|".join(parts + [unit.fingerprint() for unit in self.units]))
         for unit in self.units:
             RobustMutex.initialize(heap.address(grid.me, "mutexes") + unit.index * MUTEX_BYTES)
         self._peers = [self._make_peer(member) for member in grid.members]
-        if grid.remote:
-            self._initialize_node()
+        self._shares = {
+            member: NodeShare(heap, grid.nodes, member, self.sums_at[:-1], self.sum_sources)
+            for member in (grid.nodes.remote if grid.nodes.shards_span_hosts else ())
+        }
+        self._initialize_node()
 
     def _make_peer(self, member: int) -> LocalPeer | RemotePeer:
         parameters = self.param_base[-1]
         if self.grid.is_remote(member):
-            return RemotePeer(self.heap, self.grid, member, parameters, self.sums_at[:-1], self.sum_sources)
+            return RemotePeer(self.heap, self.grid, member, parameters)
         return LocalPeer(self.heap, member, self.buffers, parameters)
 
     def _initialize_node(self) -> None:
-        self.pushed_board = self.mine.push_board()
-        if self.grid.shards_span_hosts:
+        if self.grid.remote:
+            self.pushed_board = self.mine.push_board()
+        if self.grid.nodes.shards_span_hosts:
             region = self.grid.me, "node/mutexes"
             address, nbytes = self.heap.address(*region), 8 * len(self.heap.words(*region))
             for at in range(0, nbytes, MUTEX_BYTES):
@@ -119,35 +127,32 @@ class HeapLayout:
             requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
             requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
         if self.settings.accumulate == "server":
-            for distance in range(1, len(self.grid.local_shard_group)):
+            for distance in range(1, len(self.grid.nodes.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
         if self.settings.queue_bytes:
             requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
-        return requests + self._requests_over_hosts()
+        return requests + self._requests_over_nodes()
 
-    def _requests_over_hosts(self) -> list[tuple[str, int]]:
+    def _requests_over_nodes(self) -> list[tuple[str, int]]:
         grid = self.grid
-        if not grid.remote:
-            return []
-        requests = mirror_requests(grid, self.param_base[-1])
-        if grid.shards_span_hosts:
-            requests += node_requests(grid, self.units, self.sum_sources)
-            if self._on_device:
+        requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
+        if grid.nodes.shards_span_hosts:
+            requests += node_requests(grid.nodes, self.units, self.sum_sources)
+            if self._reads_land:
                 most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
                 requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
-        arrived = max(64, sums_bytes(self.units, self.sum_sources))
+        arrived = max(64, sums_bytes(self.units, self.sum_sources, self.shares))
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
 
     @property
     def contributors(self) -> tuple[int, ...]:
         """Members on other hosts whose memory holds a part of this rank's gradients, in the order of their parts: its
-        partners, with their hosts' sums, or its replicas, with their accumulators.
+        partners, with their nodes' sums, or its replicas, with their accumulators.
         """
-        grid = self.grid
-        if grid.shards_span_hosts:
-            return grid.partners
-        return tuple(member for member in grid.replica_group if grid.is_remote(member))
+        nodes = self.grid.nodes
+        found = nodes.partners if nodes.shards_span_hosts else self.grid.replica_group
+        return tuple(member for member in found if self.grid.is_remote(member))
 
     def peer(self, member: int) -> LocalPeer | RemotePeer:
         return self._peers[member]
@@ -168,23 +173,40 @@ class HeapLayout:
     def mine(self) -> LocalPeer:
         return self.local(self.grid.me)
 
+    def holder(self, member: int) -> LocalPeer | NodeShare:
+        """Where this rank reads the shards of a member of its shard group, and adds gradients for it."""
+        return self._shares.get(member) or self.local(member)
+
+    def share(self, member: int) -> NodeShare:
+        """What this node keeps of a member of another node."""
+        return self._shares[member]
+
     def node_sums(self, unit: UnitSpec) -> list[torch.Tensor]:
-        """This host's sums of `unit` that lie in this rank's heap, one for each other host where shards span hosts."""
-        if not self.grid.shards_span_hosts:
+        """This node's sums of `unit` that lie in this rank's heap, one for each other node where shards span nodes."""
+        nodes = self.grid.nodes
+        if not nodes.shards_span_hosts:
             return []
-        rows, itemsize = self.grid.host_count - 1, unit.accumulator_dtype.itemsize
-        at, count = self.sums_at[unit.index] // itemsize, self.sum_sources * unit.numel
-        me, dtype = self.grid.me, unit.accumulator_dtype
-        return [self.heap.tensor(me, f"sums/{row}", dtype, offset=at, numel=count) for row in range(rows)]
+        return [self.sums_of(nodes.me, row, unit).view(-1) for row in range(nodes.host_count - 1)]
+
+    def sums_of(self, member: int, row: int, unit: UnitSpec) -> torch.Tensor:
+        """[sum_sources, unit.numel]: in the heap of a member of this host, its node's sums for the `row`-th other."""
+        at, count = self.sums_at[unit.index] // unit.accumulator_dtype.itemsize, self.sum_sources * unit.numel
+        sums = self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=count)
+        return sums.view(self.sum_sources, unit.numel)
 
     def arrived(self, number: int) -> torch.Tensor:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `sums_at` says."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
     @property
+    def _reads_land(self) -> bool:
+        """Whether this rank reads from other hosts into memory of its peers' devices."""
+        return self._on_device and bool(self.grid.remote) and self.grid.nodes.shards_span_hosts
+
+    @property
     def landing(self) -> torch.Tensor | None:
         """uint8: where this rank's reads for peers of its host land, on a device where shards span hosts."""
-        if not (self._on_device and self.grid.shards_span_hosts):
+        if not self._reads_land:
             return None
         return self.heap.tensor(self.grid.me, "landing", torch.uint8)
 
@@ -206,14 +228,14 @@ class HeapLayout:
 
     def close(self) -> None:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""
-        for peer in self._peers:
+        for peer in (*self._peers, *self._shares.values()):
             peer.forget()
         self.heap.close()
 
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose: published, accumulator, staging, queue, words; over hosts also cache and sums."""
+        """Bytes by purpose: published, accumulator, staging, queue, words; over nodes also cache and sums."""
         account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
-        if self.grid.remote:
+        if self.grid.nodes.remote:
             account |= {"cache": 0, "sums": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from odc.memory import close_after_fork
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
-from odc.runtime.words import BOARD_WORDS, Outcome, Word, decode_outcome
+from odc.runtime.peers.remote import RemotePeer
+from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 
 _KEEPALIVE_S, _KEEPALIVES = 1, 1
 _UNACKNOWLEDGED_MS = 1500
 _SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
-_REFRESH_S = 0.25  # between two looks of others at PROGRESS and WAITING of this rank
+_REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
     {
         Word.PUBLISHED,
@@ -35,6 +36,7 @@ _SEEN_BY_ALL = frozenset(
         Word.OUTCOME_EVEN,
         Word.OUTCOME_ODD,
         Word.COMPLETE,
+        Word.REDUCED,
         Word.READ,
         Word.ABORT,
         Word.LEFT,
@@ -42,10 +44,17 @@ _SEEN_BY_ALL = frozenset(
         Word.PUBLISHING,
     }
 )
-_NOW_AND_THEN = (Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
+_FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
+_NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _COUNT = ">i8"  # a push count on the wire
 _DEAD = (ConnectionResetError, BrokenPipeError)
+_REGIONS = {FrameKind.ENTRIES: "entries", FrameKind.TAKEN: "taken"}  # of an arena's words
+
+
+def words_frame(kind: FrameKind, first: int, values: Sequence[int]) -> Frame:
+    """Words of an arena, from word `first` on."""
+    return Frame(kind, value=first, body=np.array(values, _COUNT).tobytes())
 
 
 def _nothing(*unused: object) -> None:
@@ -110,7 +119,15 @@ class Links:
         self._changing = threading.RLock()
         self._closed = False
         self._refreshed = 0.0
+        self._sizes: dict[FrameKind, int] = {}  # words of the regions that an arena mirrors
+        self._words_of: Callable[[FrameKind], list[int]] = lambda kind: []
         layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+
+    def mirror(self, sizes: dict[FrameKind, int], words_of: Callable[[FrameKind], list[int]]) -> None:
+        """Carry an arena's words too, so many of each kind; `words_of` are all that this rank has stored. Before any
+        link is made, so before the member is announced.
+        """
+        self._sizes, self._words_of = sizes, words_of
 
     # to the other hosts ------------------------------------------------------------------------------------------
 
@@ -125,6 +142,7 @@ class Links:
                 link.close()
                 return None
             self._links[partner] = link
+            self._send(link, *(words_frame(kind, 0, self._words_of(kind)) for kind in self._sizes))
             self._send(link, *self._first_frames())
         return link
 
@@ -143,6 +161,8 @@ class Links:
             self._tell(*self._explained(index, value))
         elif index == Word.PROGRESS:
             self.refresh()
+        elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
+            self._refresh()
 
     def _explained(self, index: int, value: int) -> list[Frame]:
         frames = [Frame(FrameKind.WORD, index, value)]
@@ -156,15 +176,24 @@ class Links:
         return frames
 
     def refresh(self) -> None:
-        """Tell what others look at only when they have waited for long, a few times a second."""
-        now = time.monotonic()
-        if now - self._refreshed >= _REFRESH_S:
-            self._refreshed = now
-            board = self._layout.pushed_board
-            self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
+        """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
+        if time.monotonic() - self._refreshed >= _REFRESH_S:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._refreshed = time.monotonic()
+        board = self._layout.pushed_board
+        self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
 
     def tell_counts(self, counts: torch.Tensor) -> None:
         self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
+
+    def tell_host(self, host: int, frame: Frame) -> None:
+        """Tell one host; one that is not linked yet learns of it when it is, by `words_of`."""
+        with self._changing:
+            link = self._links.get(self._grid.partner(host))
+            if link is not None:
+                self._send(link, frame)
 
     def _tell(self, *frames: Frame) -> None:
         with self._changing:
@@ -188,18 +217,24 @@ class Links:
             FrameKind.REASON: REASON_BYTES,
             FrameKind.ABANDONMENT: REASON_BYTES,
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
+            **{kind: 8 * words for kind, words in self._sizes.items()},
         }
-        frames = FrameReader(limits, BOARD_WORDS)
+        frames, heard = FrameReader(limits, BOARD_WORDS), False
 
         def read() -> bool:
+            nonlocal heard
             try:
                 while (data := link.receive()) is not None:
                     if not data:
                         raise ConnectionResetError("end of the stream")
+                    heard = True
                     for frame in frames.feed(data):
                         self._take(link.member, frame)
             except (OSError, MalformedFrameError) as error:
-                self._lost(link, error)
+                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                    self.missed(link.member)
+                else:
+                    self._lost(link, error)
                 return False
             return not self._closed
 
@@ -215,10 +250,32 @@ class Links:
             peer.set_reason(frame.body.decode("utf-8", "replace"))
         elif frame.kind is FrameKind.ABANDONMENT:
             peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
+        elif frame.kind in _REGIONS:
+            self._mirror(peer, frame)
         elif len(frame.body) != 8 * self._layout.param_base[-1]:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
             peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+
+    def missed(self, partner: int, why: str = "") -> None:
+        """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
+
+        That ends no job: roots that were built and never run are shut down at any time. Who waits for it is told.
+        """
+        with self._changing:
+            if self._closed:  # the mirror's memory may be gone
+                return
+            peer = self._layout.remote(partner)
+            peer.set_reason(why)
+            peer.board.store(Word.LEFT, 1)
+
+    def _mirror(self, peer: RemotePeer, frame: Frame) -> None:
+        values = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).tolist()
+        if len(frame.body) % 8 or not 0 <= frame.value <= self._sizes[frame.kind] - len(values):
+            raise MalformedFrameError(f"{len(frame.body)} bytes of an arena's words from word {frame.value} on")
+        words = peer.mirrored(_REGIONS[frame.kind])
+        for at in reversed(range(len(values))):  # STEP, which is the first word of an entry, last
+            words.store(frame.value + at, values[at])
 
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""
@@ -232,11 +289,18 @@ class Links:
             return
         at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
         if isinstance(error, _DEAD):
-            self._abort(f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank)
-            return
-        there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
-        what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
-        self._abort(f"the host of ranks {there} {what} {at}: {error}", peer.rank)
+            reason = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended"
+        else:
+            there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
+            what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
+            reason = f"the host of ranks {there} {what} {at}: {error}"
+        with self._changing:
+            if (
+                not self._closed
+            ):  # in the mirror too, where ranks of this host see it to which this rank is not attached
+                peer.set_reason(reason)
+                board.store(Word.ABORT, 1 + peer.rank)
+        self._abort(reason, peer.rank)
 
     def close(self) -> None:
         """Hang up; idempotent."""

@@ -1,37 +1,43 @@
-"""The node cache and the node sums: a shard crosses the network once a host, a host's gradients once an owner.
+"""The node cache and the node sums: a shard enters a node once, a node's gradients leave it once an owner.
 
     cache     claim (under its lock) | read from the owner's heap | CACHED        others: wait: CACHED | copy
     sums      every local rank adds (under the lock) to the sum in its column's heap    wait: all DONE | COMPLETE
-              the owner: wait: its partners' COMPLETE | read | add, in the order of the hosts | READ
+              the owner: wait: its partners' COMPLETE | read | add, in the order of the nodes | READ
 
-Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it saves.
+A node is a host, or a part of one (`RankGrid.nodes`). Claims and CACHED are epochs, so nothing is reset. docs/hosts.md
+says what it saves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from odc.errors import PeerLostError
 from odc.memory import Words
 from odc.runtime.engines import Engine
+from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
-from odc.runtime.peers.remote import RemotePeer
+from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
-_LINK_S = 2.0  # that a link may take longer than a read to notice an end
+_LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
 class RemoteHeaps:
-    """Reads from the heaps of members on other hosts, of one root, which every member exposes under its `identity`."""
+    """Reads from the heaps of members of other nodes: of those on this host, which are mapped, by a copy.
 
-    def __init__(self, identity: str, engine: Engine, protocol: MemberProtocol) -> None:
+    Those on other hosts expose the heap of a root under its `identity` to the `engine`, None where there is one host.
+    """
+
+    def __init__(self, identity: str, engine: Engine | None, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
         self._landing = threading.Lock()
 
@@ -40,47 +46,76 @@ class RemoteHeaps:
 
         Returns when it has settled. Raises as `Engine.read` does.
         """
-        layout = self._protocol.layout
-        landing = layout.landing if self._engine.only_into_own else None
+        layout, engine = self._protocol.layout, self._engine
+        if not layout.grid.is_remote(member):
+            into.copy_(layout.heap.tensor(member, region, torch.uint8, offset=offset, numel=into.numel()))
+            layout.heap.lanes.settle()
+            return
+        assert engine is not None
+        landing = layout.landing if engine.only_into_own else None
         if landing is None or layout.is_mine(into):
-            self._read(member, region, offset, into, what)
+            self._read(engine, member, region, offset, into, what)
             return
         with self._landing:
             for part in into.split(landing.numel()):
                 landed = landing[: part.numel()]
-                self._read(member, region, offset, landed, what)
+                self._read(engine, member, region, offset, landed, what)
                 layout.mover.put(part.data_ptr(), landed.data_ptr(), part.numel())
                 layout.heap.lanes.settle()
                 offset += part.numel()
 
-    def _read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+    def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
+        with self._explained(rank, what):
+            engine.read(rank, self._identity, start, into, what=what, check=check)
+
+    def claim(self, home: int) -> int:
+        """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""
+        assert self._engine is not None
+        rank, what = self._protocol.grid.ranks[home], "the next number of the queue"
+        with self._explained(rank, what):
+            said = self._engine.ask(rank, claim_name(self._identity), what=what, check=self._protocol.waiter.check)
+        return int.from_bytes(said, "big")
+
+    @contextlib.contextmanager
+    def _explained(self, rank: int, what: str) -> Iterator[None]:
+        """Let the links say why a read failed: they know who died, or which host has vanished."""
         try:
-            self._engine.read(rank, self._identity, start, into, what=what, check=check)
+            yield
         except PeerLostError:
             deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
-            while not deadline.passed():  # the links know more: who died, or which host has vanished
-                check(f"reading {what} of rank {rank}")
+            while not deadline.passed():
+                self._protocol.waiter.check(f"reading {what} of rank {rank}")
                 backoff.sleep()
             raise
 
 
+def claim_name(identity: str) -> str:
+    """Under which the home of a root's queue answers claims of other hosts."""
+    return f"{identity}/claim"
+
+
+def answer_claim(protocol: MemberProtocol) -> bytes:
+    """What it answers, on any thread: one claim."""
+    return protocol.claim_at_home().to_bytes(8, "big")
+
+
 class NodeCache:
-    """Shards of members on other hosts, read once a host and epoch. Any thread may call `fill`."""
+    """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`."""
 
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
-        grid = protocol.grid
+        grid = protocol.grid.nodes
         owners = [member for member in grid.shard_group if grid.is_remote(member)]
-        # This rank's own partners first, so that the ranks of a host read from different owners; of these that on the
-        # next host, so that hosts read from different hosts.
+        # This rank's own partners first, so that the ranks of a node read from different owners; of these that on the
+        # next node, so that nodes read from different nodes.
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
-        epoch, peers = self._protocol.epoch, [self._layout.remote(owner) for owner in self._owners]
+        epoch, peers = self._protocol.epoch, [self._layout.share(owner) for owner in self._owners]
         for peer in peers:
             if self._claim(peer, unit, epoch):
                 self._read(peer, unit, epoch)
@@ -89,8 +124,8 @@ class NodeCache:
             if cached.load(0) < epoch:
                 self._await(peer, unit, epoch, cached, lane)
 
-    def _claim(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> bool:
-        """Whether this rank has to read the shard: it is the first of its host to ask for it in this epoch."""
+    def _claim(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> bool:
+        """Whether this rank has to read the shard: it is the first of its node to ask for it in this epoch."""
         claims = peer.claims(unit)
         if claims.load(_EPOCH) >= epoch:
             return False
@@ -101,16 +136,16 @@ class NodeCache:
             claims.store(_EPOCH, epoch)
             return True
 
-    def _read(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> None:
+    def _read(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         place = peer.published_bytes(unit)[: unit.published_bytes]
         offset = self._layout.buffer_offset(unit, epoch)
         self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
         peer.cached(unit).store(0, epoch)  # release: the shard is there
 
-    def _await(self, peer: RemotePeer, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
+    def _await(self, peer: NodeShare, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
-        what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this host"
+        what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
         self._protocol.waiter.until(functools.partial(_holds, cached, epoch), claimer, what, lane=lane)
 
 
@@ -119,21 +154,14 @@ def _holds(cached: Words, epoch: int) -> bool:
 
 
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
-    """Read what other hosts hold of this rank's gradients, of the units that are `used`. They have been completed."""
-    grid = layout.grid
+    """Read other hosts' sums of this rank's gradients, of the units that are `used`. They have been completed."""
+    grid, nodes = layout.grid, layout.grid.nodes
     for number, member in sorted(enumerate(layout.contributors), key=lambda one: grid.steps_to(one[1])):
-        into = layout.arrived(number)
-        if grid.shards_span_hosts:
-            region = f"sums/{grid.row(grid.here, seen_from=grid.host(member))}"
-            for first, end in _runs(used):
-                start, stop = layout.sums_at[first], layout.sums_at[end]
-                if stop > start:
-                    heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
-            continue
-        for unit in (unit for unit in layout.units if used[unit.index] and unit.accumulator_bytes):
-            start, nbytes = layout.sums_at[unit.index], layout.sources * unit.accumulator_bytes
-            place = into[start : start + nbytes]
-            heaps.read(member, f"accumulator/{unit.index}", 0, place, f"the gradients of unit {unit.name!r}")
+        into, region = layout.arrived(number), f"sums/{_row_in(nodes, member)}"
+        for first, end in _runs(used):
+            start, stop = layout.sums_at[first], layout.sums_at[end]
+            if stop > start:
+                heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
 
 
 def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
@@ -147,38 +175,30 @@ def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
     return runs
 
 
-def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
-    """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
-
-    Per-source accumulators and those of replicas come in rank order, sums of hosts in the order of the hosts, whoever
-    adds them. Parts from other hosts are those that `gather_sums` has read.
-    """
-    grid = layout.grid
-    if not grid.remote:
-        members = grid.replica_group
-        return [layout.local(m).accumulator(unit, source) for m in members for source in range(layout.sources)]
-    arrived = {member: _arrived(layout, number, unit) for number, member in enumerate(layout.contributors)}
-    if not grid.shards_span_hosts:
-        mine = {m: layout.local(m) for m in grid.replica_group if not grid.is_remote(m)}
-        return [
-            mine[m].accumulator(unit, source) if m in mine else arrived[m][source]
-            for m in grid.replica_group
-            for source in range(layout.sources)
-        ]
+def node_parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
+    """What adds up to this rank's shard of the gradient of `unit`, where shards span nodes; as `replicas.parts`."""
+    nodes = layout.grid.nodes
     found: list[tuple[int, torch.Tensor]] = []
-    for host in range(grid.host_count):
-        shards = [m % grid.shards for m in grid.shard_group if grid.host(m) == host]
+    for node in range(nodes.host_count):
+        shards = [m % nodes.shards for m in nodes.shard_group if nodes.host(m) == node]
+        sums = None if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
         for slot in range(layout.sum_sources):
-            source = shards[slot] if layout.sources > 1 else host
-            if host == grid.here:
-                own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0)
-                found.append((source, own))
-            else:
-                found.append((source, arrived[grid.partner(host)][slot]))
+            source = shards[slot] if layout.sources > 1 else node
+            own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0) if sums is None else sums[slot]
+            found.append((source, own))
     return [part for _, part in sorted(found, key=lambda one: one[0])]
 
 
-def _arrived(layout: HeapLayout, number: int, unit: UnitSpec) -> list[torch.Tensor]:
+def _sums_from(layout: HeapLayout, partner: int, unit: UnitSpec) -> torch.Tensor:
+    """[sum_sources, unit.numel]: sums of a partner's node for this rank; of another host's those that have arrived."""
+    if not layout.grid.is_remote(partner):
+        return layout.sums_of(partner, _row_in(layout.grid.nodes, partner), unit)
     start = layout.sums_at[unit.index]
-    raw = layout.arrived(number)[start : start + layout.sum_sources * unit.accumulator_bytes]
-    return list(raw.view(unit.accumulator_dtype).view(layout.sum_sources, unit.numel))
+    raw = layout.arrived(layout.contributors.index(partner))
+    raw = raw[start : start + layout.sum_sources * unit.accumulator_bytes]
+    return raw.view(unit.accumulator_dtype).view(layout.sum_sources, unit.numel)
+
+
+def _row_in(nodes: RankGrid, partner: int) -> int:
+    """This rank's node among those for which the heap of `partner` holds sums."""
+    return nodes.row(nodes.here, seen_from=nodes.host(partner))

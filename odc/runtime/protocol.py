@@ -7,6 +7,7 @@
     claim     wait: all OFFERED | CLAIMED + 1 at home | copy
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
+              three replicas or more, before that: add an N-th of their sums up | REDUCED | wait: theirs
 
 An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
 """
@@ -101,8 +102,9 @@ class MemberProtocol:
             self._await_word(Word.READ, readers, self.epoch, "to read the accumulators of")
 
     def _summed_with(self) -> tuple[int, ...]:
-        """Members that read this rank's accumulators or its host's sums, and it theirs; itself included."""
-        return self.grid.replica_group + (self.grid.partners if self.grid.shards_span_hosts else ())
+        """Members that read this rank's accumulators or its node's sums, and it theirs; itself included."""
+        nodes = self.grid.nodes
+        return self.grid.replica_group + (nodes.partners if nodes.shards_span_hosts else ())
 
     def begin_publishing(self) -> int:
         """PUBLISHING; returns the epoch. Shards may be written after it."""
@@ -143,12 +145,9 @@ class MemberProtocol:
     # the queue of microbatches -----------------------------------------------------------------------------------
 
     def reset_claims(self) -> None:
-        """CLAIMED, at home, and this rank's own words beside it. Before `offer`, in the epoch that is open."""
-        claims = self.layout.mine.claims
-        if self.grid.me == HOME:
-            claims.store(ClaimWord.CLAIMED, 0)
-        claims.store(ClaimWord.MINE, 0)
-        claims.store(ClaimWord.TOTAL, 0)
+        """CLAIMED, which counts at home, and the words beside it. Before `offer`, in the epoch that is open."""
+        for word in ClaimWord:
+            self.layout.mine.claims.store(word, 0)
 
     def offer(self) -> None:
         """OFFERED: this rank's table and inputs of the current epoch are in place."""
@@ -180,9 +179,15 @@ class MemberProtocol:
         """TOTAL: what all members have offered."""
         self.layout.mine.claims.store(ClaimWord.TOTAL, 1 + total)
 
-    def claim(self) -> int:
-        """CLAIMED: the number of the next microbatch, which may be over the queue's end."""
+    def claim_at_home(self) -> int:
+        """CLAIMED: the number of the next microbatch, which may be over the queue's end; home is on this host. On any
+        thread.
+        """
         return self.layout.local(HOME).claims.add(ClaimWord.CLAIMED, 1)
+
+    def note_claim(self, number: int) -> None:
+        """CLAIMED of a rank whose home is on another host: as far as this rank knows, for `odc status`."""
+        self.layout.mine.claims.store(ClaimWord.CLAIMED, number + 1)
 
     def note_claimed(self) -> None:
         """MINE: this rank has copied one microbatch more."""
@@ -240,7 +245,7 @@ class MemberProtocol:
 
     def await_accumulated(self) -> None:
         """Wait until this rank's daemon has added every block that was posted to it."""
-        for source in self.grid.local_shard_group:
+        for source in self.grid.nodes.local_shard_group:
             ring = self.ring(self.grid.me, source)
 
             def added(ring: RingWords = ring) -> bool:
@@ -263,6 +268,14 @@ class MemberProtocol:
         self.board.store(Word.COMPLETE, self.epoch)
         if len(others := self._summed_with()) > 1:
             self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
+
+    def end_reducing(self) -> None:
+        """REDUCED: this rank's N-th of its replicas' accumulators is added up, in its own."""
+        self.board.store(Word.REDUCED, self.epoch)
+
+    def await_reduced(self, replica: int) -> None:
+        """Wait until a replica has added its N-th up."""
+        self._await_word(Word.REDUCED, (replica,), self.epoch, "to add up its part of the gradients of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""

@@ -70,7 +70,7 @@ class Outbox:
         self._ring_bytes: Callable[[], torch.Tensor] = functools.partial(peer.staging, distance)
         self._slots: dict[int, torch.Tensor] = {}
         self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
-        self._raw_headers = memoryview(self._headers).cast("B")  # type: ignore[arg-type]  # an array has a buffer
+        self._raw_headers = self._headers.data.cast("B")
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
         self._told = self.posted

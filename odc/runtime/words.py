@@ -26,6 +26,7 @@ class Word(IntEnum):
     PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
     GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
+    REDUCED = 18  # newest epoch for which the rank has added up its part of its replicas' accumulators
 
 
 BOARD_WORDS = 24  # room for a third cache line
@@ -34,7 +35,7 @@ BOARD_WORDS = 24  # room for a third cache line
 class ClaimWord(IntEnum):
     """Index of a word beside the queue of microbatches (see `odc.runtime.queue`)."""
 
-    CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it
+    CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it, of another host by asking
     MINE = 1  # microbatches that this member has claimed, for `odc status`
     TOTAL = 2  # 0, or 1 + microbatches that all members have offered, for `odc status`
 

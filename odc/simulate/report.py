@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError, install
 from odc.simulate.study import AXES, Study
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def study_table(study: Study) -> Table:
-    """A rich Table with a row an arm; `counts` are microbatches a rank. Raises OdcError without rich."""
+    """A rich Table with a row an arm; `counts` are microbatches a rank, `GB out` leave a node in a step.
+
+    Raises OdcError without rich.
+    """
     try:
         from rich.table import Table
     except ImportError as error:
@@ -27,11 +30,19 @@ def study_table(study: Study) -> Table:
         f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers",
     )
     table.add_column("arm", no_wrap=True)
-    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts"):
+    crosses = scenario.cluster().nodes > 1
+    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts", *["GB out"] * crosses):
         table.add_column(head, justify="right", no_wrap=True)
     for row in study.arms:
         shares = (f"{share:.1%}" for share in (row.bubble, row.waiting, row.transfer))
-        table.add_row(row.arm, f"{row.step_s:.3g}", f"{row.speedup:.3f}", *shares, f"{row.microbatches:.1f}")
+        table.add_row(
+            row.arm,
+            f"{row.step_s:.3g}",
+            f"{row.speedup:.3f}",
+            *shares,
+            f"{row.microbatches:.1f}",
+            *[f"{row.node_bytes / 1e9:.3g}"] * crosses,
+        )
     return table
 
 
@@ -51,6 +62,7 @@ _STYLE: dict[str, tuple[str, str]] = {
     "odc-dynamic": ("#17395c", "--"),
     "odc-hybrid": ("#76b7b2", "-."),
 }
+_MARKERS = "os^Dvp*XPh"
 
 
 def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: str) -> None:
@@ -69,10 +81,13 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
     for column, (axis, studies) in enumerate(sweeps.items()):
         values = [getattr(one.scenario, axis) for one in studies]
         upper, lower = grid[0][column], grid[1][column]
-        for figures in studies[0].arms:
+        for number, figures in enumerate(studies[0].arms):
             colour, line = _STYLE.get(figures.arm, ("#777777", "-"))
             line_of = [one[figures.arm] for one in studies]
-            look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5, "label": figures.arm}
+            # Of lines that coincide each is thinner than the one below it.
+            over = 1 - number / len(studies[0].arms)
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1 + 3 * over, "label": figures.arm}
+            look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3 + 6 * over}
             upper.plot(range(len(values)), [100 * f.bubble for f in line_of], **look)
             lower.plot(range(len(values)), [f.speedup for f in line_of], **look)
         for panel in (upper, lower):
@@ -81,11 +96,11 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
             panel.spines[["top", "right"]].set_visible(False)
         lower.set_xlabel(AXES[axis])
     grid[0][0].set_ylabel("simulated bubble, %")
-    grid[0][0].set_ylim(0, 100)
+    grid[0][0].set_ylim(bottom=0)
     base = next(iter(sweeps.values()))[0].arms[0].arm
     grid[1][0].set_ylabel(f"simulated speed-up over {base}")
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, handlelength=3.5)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=130)
 

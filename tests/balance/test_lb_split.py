@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.balance import Plan, SplitSample, cost_from_config, floor_of, lb_mini, lb_split, linear_cost, quadratic
+from odc.balance import (
+    Plan,
+    SplitSample,
+    cost_from_config,
+    floor_of,
+    lb_mini,
+    lb_split,
+    linear_cost,
+    most_pieces,
+    quadratic,
+)
 from odc.balance.slices import contiguous, costs_of, zigzag
 from odc.errors import PlanError
 from odc.simulate.catalog import MODELS
@@ -50,6 +60,13 @@ def test_speeds_caps_and_groups_are_kept(data, lengths, ranks, cost, options):
     where = {i: rank for rank, microbatches in enumerate(plan.ranks) for mb in microbatches for i in mb}
     assert len({(names[i], where[i]) for i in where}) == len({names[i] for i in where})
     assert plan.longest <= lb_mini(lengths, ranks, caps, cost, speeds=speeds, groups=names).longest * (1 + 1e-9)
+
+
+def test_a_host_holds_as_many_pieces_as_its_largest_aligned_block_has_ranks():
+    assert [most_pieces(ranks) for ranks in range(1, 10)] == [1, 2, 2, 4, 4, 4, 4, 8, 8]
+    for node in range(1, 10):
+        plan = lb_split([64, 1, 1], node, 64, quadratic(0, 1), floor=1)
+        assert max((len(split.ranks) for split in plan.splits), default=1) == most_pieces(node)
 
 
 def follows_the_rules(plan: Plan, lengths: list[int], caps: list[int], options: dict) -> None:

@@ -1,13 +1,51 @@
-"""`odc train` on two hosts, started by torchrun on each as docs/hosts.md says."""
+"""`odc train` and `odc compare` on two hosts, started by torchrun on each as docs/hosts.md says."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
+
+from odc.cli import main
+from odc.cli.torchrun import told_by_torchrun
+from odc.trace import load_spans, rank_file
+
+
+def odc(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the second of two ranks on the first of three hosts."""
+    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_process_on_each_host_compares(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others have nothing to do; this one would otherwise look for a store."""
+    assert odc("compare", "--demo") == 0
+    assert capsys.readouterr() == ("", "")
+    assert odc("compare") == 2
+    assert "odc: model: say which (--model), or run the demo (--demo)" in capsys.readouterr().err
+
+
+def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(torchrun: None) -> None:
+    assert told_by_torchrun({}) == {"ranks": 6, "per_node": 2}
+    assert told_by_torchrun({"per_node": 3}) == {"ranks": 6}
+
+
+def test_other_comparisons_run_on_one_host(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (("compare-grpo",), ("train-mm", "--data", "nowhere")):
+        assert odc(*command) == 2
+        assert "starts its own ranks, on one host; start it without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -18,12 +56,41 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
     options += ["--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", job.cache]
     losses = {}
     with Hosts(2) as hosts:
-        for arm in ("odc", "fsdp2"):
-            started = hosts.torchrun(2, "-m", "odc.cli", "train", *options, "--arm", arm)
+        for arm in (("--arm", "odc"), ("--plan", "dynamic"), ("--arm", "fsdp2")):
+            started = hosts.torchrun(2, "-m", "odc.cli", "train", *options, *arm)
             said = [process.communicate(timeout=400)[0] for process in started]
             assert [process.returncode for process in started] == [0, 0], said
             found = re.search(r"^step 3: loss ([\d.]+)", said[0], re.MULTILINE)
             assert found, said[0]
             assert not re.search(r"^step 3: loss", said[1], re.MULTILINE), "one rank of the job prints its summary"
-            losses[arm] = float(found[1])
+            losses[arm[1]] = float(found[1])
     assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
+    assert losses["dynamic"] == pytest.approx(losses["fsdp2"], rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_compare_over_two_hosts_is_written_by_the_first(tmp_path: Path) -> None:
+    """Figures, picture, report and the spans of all ranks; the other host writes nothing in the folder it was given."""
+    need_hosts()
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    job = tiny_job(tmp_path)
+    options = ["--model", job.model, "--data", job.data, "--tokenizer", "bytes", "--max-tokens", "96"]
+    options += ["--minibatch-size", "6", "--steps", "2", "--cache", job.cache, "--arms", "fsdp2,odc-hybrid", "--report"]
+    folders = [tmp_path / f"out{number}" for number in range(2)]
+    with Hosts(2) as hosts:
+        started = hosts.torchrun(2, "-m", "odc.cli", "compare", *options, each=[["--output", str(f)] for f in folders])
+        said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert not folders[1].exists()
+    figures = json.loads((folders[0] / "compare.json").read_text())
+    assert figures["hosts"] == [0, 0, 1, 1] and figures["job"]["per_node"] == 2
+    first, second = (figures["arms"][arm] for arm in ("fsdp2", "odc-hybrid"))
+    assert second["loss"]["steps"] == pytest.approx(first["loss"]["steps"], rel=1e-3)
+    for arm, run in ((arm, run) for arm, own in figures["arms"].items() for run in own["runs"]):
+        assert len(run["peak_bytes"]) == 4 and min(run["baseline_bytes"]) > 0, arm
+        assert 0 < run["bubble"][0] < 1 and run["step_s"][0] < 300, "the clocks of the hosts have been brought together"
+        for rank in range(4):
+            assert load_spans(rank_file(folders[0] / "spans" / f"{arm}-0", rank)), (arm, rank)
+    assert "4 ranks on 2 hosts" in said[0] and "odc-hybrid" in said[0] and "figures" not in said[1]
+    assert (folders[0] / "timeline.png").stat().st_size > 10_000
+    assert "2 hosts" in (folders[0] / "report.html").read_text()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import Exact, SignStep, batch
+from support.exact import HIDDEN, Exact, SignStep, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -19,8 +22,8 @@ import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
-from odc.handover import weight_handle
-from odc.runtime import Arena
+from odc.runtime import Arena, queue
+from odc.runtime.daemon import ask_all
 
 HostPools = Callable[[int, int], Any]
 
@@ -87,15 +90,18 @@ def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None
     host_ranks(2, 2).run(same, ((1, 2, 1, 3), (0, 0, 2, 1)), SETTINGS[settings])
 
 
-def same_hybrid(rank: int, world: int) -> None:
+def same_hybrid(rank: int, world: int, replicas: int, optimizer_sharding: str) -> None:
     """Shards within a host, replicas over hosts, and in an unchanged loop."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks"))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicas", "ranks"))
+    theirs = mesh if optimizer_sharding == "mesh" else init_device_mesh("cpu", (world,))
     results = []
     for shard in (fully_shard, torch_fully_shard):
         model = Exact()
+        mine = {"mesh": mesh, "optimizer_sharding": optimizer_sharding}
+        options: dict[str, Any] = mine if shard is fully_shard else {"mesh": theirs}
         for layer in model.layers:
-            shard(layer, mesh=mesh)
-        shard(model, mesh=mesh)
+            shard(layer, **options)
+        shard(model, **options)
         optimizer = SignStep(model.parameters())
         found = []
         for step in range(3):
@@ -108,8 +114,22 @@ def same_hybrid(rank: int, world: int) -> None:
         assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
 
 
-def test_hybrid_sharding_equals_fsdp2(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(same_hybrid)
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "replicas", "optimizer_sharding"),
+    [
+        (2, 2, 2, "mesh"),
+        (2, 2, 2, "world"),
+        *(
+            pytest.param(*grid, marks=pytest.mark.thorough)
+            for grid in ((3, 1, 3, "mesh"), (3, 2, 3, "world"), (2, 4, 4, "mesh"), (2, 4, 4, "world"))
+        ),
+    ],
+)
+def test_hybrid_sharding_equals_fsdp2(
+    host_ranks: HostPools, hosts: int, per_host: int, replicas: int, optimizer_sharding: str
+) -> None:
+    """Also with several replicas on a host."""
+    host_ranks(hosts, per_host).run(same_hybrid, replicas, optimizer_sharding)
 
 
 def two_roots(rank: int, world: int) -> None:
@@ -165,12 +185,14 @@ def test_a_minibatch_is_abandoned_on_every_host(host_ranks: HostPools) -> None:
     assert host_ranks(2, 2).run(abandoned) == ["a sample cannot be read"] * 4
 
 
-def crossing(rank: int, world: int, microbatches: int) -> tuple[int, int]:
-    """Bytes that this rank's host sends in a minibatch, and what the formula says."""
+def crossing(rank: int, world: int, microbatches: int, replicas: int = 1, sharding: Any = "mesh") -> tuple[int, int]:
+    """Bytes that this rank's host sends in a minibatch, and those of all parameters, in fp32."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    names = ("replicas", "ranks")[replicas == 1 :]
+    mesh = init_device_mesh("cpu", (replicas, world // replicas)[replicas == 1 :], mesh_dim_names=names)
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh, optimizer_sharding=sharding)
+    fully_shard(model, mesh=mesh, optimizer_sharding=sharding)
 
     def minibatch() -> None:
         with model.minibatch():
@@ -184,8 +206,7 @@ def crossing(rank: int, world: int, microbatches: int) -> tuple[int, int]:
     dist.barrier()
     minibatch()
     dist.barrier()
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    return sent() - before, elements * (4 + 4) // 2
+    return sent() - before, sum(parameter.numel() for parameter in model.parameters()) * 4
 
 
 def sent() -> int:
@@ -202,34 +223,102 @@ def sent() -> int:
 )
 def test_each_byte_crosses_the_network_once(host_ranks: HostPools, per_host: int, microbatches: int) -> None:
     """Whatever the microbatches and the ranks of a host: half of the shards, and half of the sums."""
-    for found, formula in host_ranks(2, per_host).run(crossing, microbatches):
-        assert formula < found < 1.05 * formula, (found, formula)
+    for found, model in host_ranks(2, per_host).run(crossing, microbatches):
+        assert model < found < 1.05 * model, (found, model)
 
 
-def refused(rank: int, world: int) -> tuple[str, str, str]:
-    told = []
-    spread = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "sharding", "share"), [(3, 1, "mesh", 4 / 3), (3, 2, "mesh", 4 / 3), (2, 2, "world", 1.0)]
+)
+def test_replicas_read_each_other_by_parts(
+    host_ranks: HostPools, hosts: int, per_host: int, sharding: str, share: float
+) -> None:
+    """2 (N-1)/N of the accumulators; with the optimizer over all ranks (N-1)/N of them and of the parameters."""
+    for found, model in host_ranks(hosts, per_host).run(crossing, 2, hosts, sharding):
+        assert share * model < found < 1.05 * share * model, (found, model)
+
+
+def claimed(rank: int, world: int, counts: tuple[tuple[int, ...], ...], hybrid: bool) -> list[list[int]]:
+    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks")) if hybrid else None
+    settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
+    ours, theirs, numbers = Exact(), Exact(), list[list[int]]()
+    for shard, model in ((functools.partial(fully_shard, settings=settings), ours), (torch_fully_shard, theirs)):
+        for layer in model.layers:
+            shard(layer, mesh=mesh)
+        shard(model, mesh=mesh)
+    for step, row in enumerate(counts):
+        mine = [{"x": batch(rank, step, i)} for i in range(row[rank])]
+        with ours.minibatch(), mock.patch.object(queue, "_TABLE_BYTES", 64):  # what is in it takes two reads
+            claims = ours.claim(mine, [float(10 * i + rank) for i in range(row[rank])])
+            numbers.append([])
+            for microbatch in claims:
+                numbers[-1].append(claims.number)
+                ours(microbatch["x"]).sum().backward()
+        inputs = torch.cat([batch(rank, step, i) for i in range(row[rank])] or [torch.zeros(1, HIDDEN)])
+        (theirs(inputs).sum() * float(bool(mine))).backward()
+        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), f"rank {rank} in step {step}"
+        ours.zero_grad()
+        theirs.zero_grad()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "hybrid"),
+    [(2, 2, False), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((3, 1, False), (2, 2, True)))],
+)
+def test_a_queue_over_hosts_gives_each_microbatch_once(
+    host_ranks: HostPools, hosts: int, per_host: int, hybrid: bool
+) -> None:
+    """Its home is on one of them."""
+    world = hosts * per_host
+    counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 6, 0, 3), (0, 0, 5, 0)))
+    found = host_ranks(hosts, per_host).run(claimed, counts, hybrid)
+    for step, row in enumerate(counts):
+        assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
+
+
+def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
+    """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
+    model = Exact()
+    fully_shard(model)
+    for step in range(9):
+        with model.minibatch():
+            model(batch(rank, step, 0)).sum().backward()
+    deadline, found = time.monotonic() + 60, {}
+    while len(found) < world or any(root["state"] != "closed" for _, root in found.values()):
+        assert time.monotonic() < deadline, found
+        roots = [(one, root) for one in ask_all() for root in one.roots if root["epoch"] == 9]
+        found = {one.rank: (one, root) for one, root in roots}
+    dist.barrier()
+    return [
+        (number, root["host"], one.elsewhere, root["state"], root["fetched_bytes"] > 0)
+        for number, (one, root) in sorted(found.items())
+    ]
+
+
+def test_every_host_knows_what_all_ranks_are_doing(host_ranks: HostPools) -> None:
+    for rank, found in enumerate(host_ranks(2, 2).run(told_of_all)):
+        there = [one // 2 != rank // 2 for one in range(4)]
+        assert found == [(one, one // 2, there[one], "closed", True) for one in range(4)]
+
+
+def refused(rank: int, world: int) -> tuple[str, str]:
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
-    for mesh, settings in ((spread, Settings(queue_bytes=1 << 16)), (across, Settings())):
-        model = Exact()
-        fully_shard(model, mesh=mesh, settings=settings)
-        with pytest.raises(UnsupportedError) as caught:
-            model(batch(rank, 0, 0))
-        told.append(str(caught.value))
+    model = Exact()
+    fully_shard(model, mesh=across)
+    with pytest.raises(UnsupportedError) as mesh:
+        model(batch(rank, 0, 0))
     arena = Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "over hosts")
     with pytest.raises(UnsupportedError) as caught:
         arena.get("rows", 0, (rank + 2) % world)
-    model = Exact()
-    fully_shard(model)
-    with model.minibatch():
-        pass
-    with pytest.raises(UnsupportedError, match="weights are exported within one host"):
-        weight_handle(model)
-    return told[0], told[1], str(caught.value)
+    return str(mesh.value), str(caught.value)
 
 
 def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None:
-    for rank, (queue, mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
-        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and Settings(queue_bytes=...)" in queue
+    for rank, (mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
+        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and" in mesh
         assert "keep each replica on one host" in mesh
         assert "are on different hosts" in arena

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.models import tokens
+from support.models import next_token_loss, tokens
 from support.rank_worker import tell
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -76,6 +78,34 @@ def test_a_killed_rank_is_named_on_every_host(two: Hosts, culprit: int, fork: bo
     print(f"rank {culprit} was named by every rank within {latest - died:.3f} s")
 
 
+LOOP = """
+import os, signal, torch, torch.distributed as dist
+from odc import fully_shard
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+for step in range(1_000_000):
+    with model.minibatch():
+        model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    if dist.get_rank() == 3 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.thorough
+def test_the_last_message_of_torchrun_names_a_killed_rank_on_every_host(two: Hosts, tmp_path: Path) -> None:
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    started = two.torchrun(2, str(program))
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 1], said
+    last = [one.partition("FAILED")[2] for one in said]
+    # Or rank 2, which torchrun ends once it sees that rank 3 died: on a busy machine before the news gets out.
+    assert re.search(r"PeerLostError: rank [01] .*: rank [23] died in epoch \d", last[0]), said[0]
+    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", last[1]), said[1]
+
+
 @pytest.mark.thorough
 def test_a_host_that_vanishes_is_named_by_its_ranks() -> None:
     need_hosts()
@@ -105,6 +135,29 @@ def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
             job.signal(rank, signal.SIGCONT)
         outcomes = end(job, [])
     assert [outcome.value for outcome in outcomes] == [60] * WORLD, [outcome.describe() for outcome in outcomes]
+
+
+def claim_on(rank: int, world: int) -> None:
+    """Share a queue for ever; its home is rank 0."""
+    torch.manual_seed(0)
+    model, _ = job(rank, world, settings=Settings(timeout_s=600.0, queue_bytes=1 << 16))
+    for step in range(10_000):
+        with model.minibatch():
+            for microbatch in model.claim([{"x": tokens(rank, step, i)} for i in range(3)]):
+                (next_token_loss(model(microbatch["x"]), microbatch["x"]) / 18).backward()
+        model.zero_grad()
+        if step == 1:
+            tell("trains")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_killed_rank_ends_a_queue_on_every_host(two: Hosts, culprit: int) -> None:
+    with spawn_on_hosts(two, 2, claim_on) as job:
+        trained(job)
+        died = job.kill(culprit)
+        outcomes = end(job, [])
+    assert_all_noticed(outcomes, culprit, died)
 
 
 def raise_in(rank: int, world: int, culprit: int) -> None:

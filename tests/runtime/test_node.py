@@ -41,11 +41,12 @@ class Copies:
 
 
 class Spread:
-    """A group on two hosts, whose mirrors are written by hand."""
+    """A group on two hosts, whose mirrors are written by hand; or on two nodes of one host."""
 
-    def __init__(self, accumulate: Accumulate = "server", *, only_into_own: bool = False) -> None:
+    def __init__(self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False) -> None:
         settings = Settings(timeout_s=60.0, accumulate=accumulate)
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
+        hosts = () if nodes else HOSTS
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
         for me, member in enumerate(self.group.members):
             engine = Copies(self.group, me, only_into_own)
@@ -90,7 +91,7 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
 
 def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     spread.publish()
-    peer, unit = spread.group.layouts[0].remote(2), spread.group.units[0]
+    peer, unit = spread.group.layouts[0].share(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
     peer.claims(unit).store(0, 1)  # member 1 has claimed the shard of member 2, and has not read it
     spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
@@ -115,9 +116,22 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
         spread.fetch(0, 0)
 
 
+def test_nodes_of_one_host_fill_their_caches_by_copies() -> None:
+    spread = Spread(nodes=True)
+    kept = spread.group.layouts[1].share(2).published_bytes(spread.group.units[0]).view(F32)
+    for value in (5.0, 50.0):
+        spread.publish(value)
+        for me in range(4):
+            assert spread.fetch(me, 0) == [value, value + 1, value + 2, value + 3]
+        assert kept[0] == value + 2, "the shard of member 2 lies in the heap of member 0"
+    assert not any(engine.reads for engine in spread.engines)
+    spread.group.close()
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["hosts", "nodes of a host"])
 @pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
-def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate) -> None:
-    spread = Spread(accumulate)
+def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate, nodes: bool) -> None:
+    spread = Spread(accumulate, nodes=nodes)
     group = spread.group
     for epoch in (1, 2):  # what was summed in the first must not be there in the second
         spread.publish()
@@ -134,7 +148,7 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate)
                 assert [part[0].item() for part in found] == [epoch * value for value in expected]
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
-    assert len(sums) == 2 * 4, "units that follow each other are read together"
+    assert len(sums) == (0 if nodes else 2 * 4), "units that follow each other are read together"
     group.close()
 
 

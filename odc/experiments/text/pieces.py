@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odc.balance import Plan
+from odc.balance import Plan, most_pieces
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 from odc.experiments.data.documents import Document
@@ -36,6 +36,7 @@ class DocumentPieces:
 
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
         self._device, self.node, self._cap = device, ranks_of_host(), config.max_tokens
+        self._most_pieces = most_pieces(self.node)
         if longest > max(self._cap, self._most_pieces * (self._cap - 2)):
             raise ConfigError(
                 f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
@@ -62,11 +63,6 @@ class DocumentPieces:
     def least_cap(self, longest: int) -> int:
         """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""
         return min(self._cap, longest, -(-longest // self._most_pieces) + 2)
-
-    @property
-    def _most_pieces(self) -> int:
-        """Of one sample."""
-        return 1 << (self.node.bit_length() - 1)
 
     def of(self, plan: Plan, documents: Sequence[Document]) -> Iterator[tuple[SamplePiece, dict[str, Any]]]:
         """This rank's pieces and the model's arguments for each; forward and backward come before the next.

@@ -32,7 +32,7 @@ from odc.integrations.verl.pieces import (
     cut,
     divide,
     inputs_of,
-    most_pieces,
+    most_pieces_here,
     refuse_batch,
     refuse_options,
     spread,
@@ -127,7 +127,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         together = tu.get_non_tensor_data(data, "force_group_size", default=1)
         cap, group = data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size, self.get_data_parallel_group()
         if self._options.split and not stay:
-            refuse_long(lengths, cap, pieces=most_pieces(len(lengths)))
+            refuse_long(lengths, cap, pieces=most_pieces_here(len(lengths)))
             if self._rows is None:
                 self._rows = RowPieces(self.module, keep=not self.model_config.enable_gradient_checkpointing)
             plan = self._rows.plan(lengths, cap, self._cost())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from odc.balance import Cost, Plan, lb_split
+from odc.balance import Cost, Plan, lb_split, most_pieces
 from odc.errors import PlanError, UnsupportedError
 from odc.integrations.verl.rebalance import Lengths, send_rows
 from odc.split import SamplePiece, Splitter
@@ -69,9 +69,9 @@ def node() -> int:
     return int(known or dist.get_world_size())
 
 
-def most_pieces(ranks: int) -> int:
-    """Of one row: the largest power of two that fits into a host."""
-    return 1 << (min(node(), ranks).bit_length() - 1)
+def most_pieces_here(ranks: int) -> int:
+    """Of one row, on one host of so many ranks in all."""
+    return most_pieces(min(node(), ranks))
 
 
 class RowPieces:
@@ -115,7 +115,7 @@ class RowPieces:
             return
         self.close()
         # Room for twice as many tokens, up to a whole microbatch a piece, so that new room is rarely needed.
-        most = max_tokens * most_pieces(len(plan.ranks))
+        most = max_tokens * most_pieces_here(len(plan.ranks))
         rooms = max(rooms[0], min(2 * rooms[0], most)), max(rooms[1], min(2 * rooms[1], max_tokens))
         self._made += 1
         self._splitter = Splitter(

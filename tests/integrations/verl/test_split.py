@@ -161,11 +161,11 @@ def test_a_padded_row_is_masked_as_verl_pads_it() -> None:
 def test_every_rank_needs_a_row(monkeypatch) -> None:
     import_verl()
     from odc.balance import linear_cost
-    from odc.integrations.verl.pieces import RowPieces, most_pieces
+    from odc.integrations.verl.pieces import RowPieces, most_pieces_here
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "3")
-    assert most_pieces(3) == 2
+    assert most_pieces_here(3) == 2
     rows_of = RowPieces(None, keep=True)
     assert rows_of.plan([[90], [80], [70]], 100, linear_cost) is None
     assert rows_of.plan([[150], [80], [70]], 100, linear_cost) is not None
