@@ -1,24 +1,26 @@
 #!/bin/sh
 # One GPU, four steps of at most nine minutes, each complete in itself: what odc does on it, and how fast.
 #
-#   bench/gpu_session.sh 1     correctness: doctor, heap, kernels between ranks, the drop-in
+#   bench/gpu_session.sh 1     correctness: doctor, heap, engines, kernels between ranks, the drop-in
 #   bench/gpu_session.sh 2     compiled kernels against torch; compute-sanitizer, where it is installed
 #   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather, host time (bench/one_gpu.py)
 #   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
-# downloaded. Logs and figures go to RESULTS (runs/gpu); figures are written one by one, so a step that is cut off has
-# said what it knew. Every part has a time limit of its own, and a part that fails stops no other. REHEARSE=1 runs all
-# of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
+# downloaded. One log a step and the figures, eight files a step at most, go to RESULTS (runs/gpu); figures are written
+# one by one, so a step that is cut off has said what it knew. Every part has a time limit of its own, and a part that
+# fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
 step=${1:?which step: 1, 2, 3 or 4}
 results=${RESULTS:-runs/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$results"
+log=$results/step$step.log
+: >"$log"
 PYTHONPATH=$(pwd)${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-# A cache of compiled kernels beside the results serves the next step.
-export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$(pwd)/$results/triton}"
+# A cache of compiled kernels in the checkout serves the next step.
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$(pwd)/runs/triton}"
 failed=""
 if [ -n "$REHEARSE" ]; then
     export CUDA_VISIBLE_DEVICES=
@@ -27,15 +29,16 @@ else
     on=cuda ranks=1,2 sizes=1M,16M,64M parts=publish,add,push,gather,host one="" train="--gloo --steps 4"
 fi
 
-# part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to NAME.log and to the end of a page.
+# part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to the log, the end of it to a page.
 part() {
     limit=$1 name=$2
     shift 2
     echo "== $name, at most $limit s: $*"
     begun=$(date +%s)
-    timeout -k 5 "$limit" "$@" >"$results/$name.log" 2>&1
+    echo "== $name: $*" >>"$log"
+    timeout -k 5 "$limit" "$@" >>"$log" 2>&1
     code=$?
-    tail -n 15 "$results/$name.log"
+    tail -n 15 "$log"
     said="$name: exit code $code after $(($(date +%s) - begun)) s"
     echo "$said" | tee -a "$results/summary.txt"
     [ $code -eq 0 ] || failed="$failed $name"
@@ -54,7 +57,7 @@ case $step in
     else
         part 40 doctor "$python" -m odc.cli doctor --need cuda
     fi
-    tests 100 heap tests/gpu/test_heap.py
+    tests 100 heap tests/gpu/test_heap.py tests/gpu/test_engines.py
     tests 150 kernels_between_ranks tests/gpu/test_kernels.py
     tests 240 dropin tests/gpu/test_dropin.py
     ;;

@@ -10,8 +10,6 @@ its losses are still the reference, but its time and memory are those of another
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -151,29 +149,27 @@ def main() -> None:
     if not (options.rehearse or torch.cuda.is_available()):
         parser.exit(1, "bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)\n")
     device = "cpu" if options.rehearse else "cuda"
-    rows: list[dict[str, Any]] = []
-    for ranks in options.ranks:
-        shared = device == "cuda" and ranks > torch.cuda.device_count()
-        reference = measured(rows, "fsdp2", 1 if shared and not options.gloo else ranks, options.steps, device, None)
-        measured(rows, "odc", ranks, options.steps, device, reference["losses"])
-    title = (__doc__ or "").splitlines()[0]
-    name = "gpu_train"
+    title, name = (__doc__ or "").splitlines()[0], "gpu_train"
     if options.rehearse:
         title, name = "A rehearsal of bench.gpu_train: a tiny model on the CPU", "gpu_train_rehearsal"
-    store(options.results, name, title, rows, tokens_a_step=SAMPLES * TOKENS, steps=options.steps, begun=begun)
+    about = {"tokens_a_step": SAMPLES * TOKENS, "steps": options.steps, "begun": begun}
+    rows: list[dict[str, Any]] = []
+
+    def measured(arm: str, ranks: int, reference: list[float] | None) -> list[float]:
+        """The losses of an arm, whose row is stored at once, in case a later arm fails."""
+        row = alone(run, arm, ranks, options.steps, device)
+        losses: list[float] = row["losses"]
+        row["largest_loss_gap"] = max(abs(a - b) for a, b in zip(losses, reference or losses, strict=True))
+        rows.append(row)
+        store(options.results, name, title, rows, **about)
+        return losses
+
+    for ranks in options.ranks:
+        shared = device == "cuda" and ranks > torch.cuda.device_count()
+        reference = measured("fsdp2", 1 if shared and not options.gloo else ranks, None)
+        measured("odc", ranks, reference)
     if far := [row for row in rows if row["largest_loss_gap"] > LARGEST_GAP]:
         raise SystemExit(f"losses differ by {far[0]['largest_loss_gap']} from FSDP2's with {far[0]['ranks']} ranks")
-
-
-def measured(
-    rows: list[dict[str, Any]], arm: str, ranks: int, steps: int, device: str, reference: list[float] | None
-) -> dict[str, Any]:
-    """The row of an arm, which is also added to `rows` and printed at once, in case a later arm fails."""
-    row = alone(run, arm, ranks, steps, device)
-    row["largest_loss_gap"] = max(abs(a - b) for a, b in zip(row["losses"], reference or row["losses"], strict=True))
-    rows.append(row)
-    print(json.dumps(row), file=sys.stderr, flush=True)
-    return row
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ CASES = (
     Case(2, Work("exchange", 2, 2), rate="none", arms=(*FEW, "odc-nixl")),
     Case(2, Work("exchange", 2, 2), delay_us=500, arms=FEW),
     Case(2, Work("demo", 2, 2), arms=("fsdp2", "fsdp2-hybrid", "odc", "odc-hybrid")),
+    Case(2, Work("exchange", 2, 8), rate="none", arms=FEW),
 )
 
 

@@ -36,7 +36,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
             runs.train_mm,
             runs.order,
         ),
-        *(speed.emulated, speed.verbs, speed.overlap, quoted_hosts.hosts, splits.split, splits.split_trust),
+        *(
+            speed.emulated,
+            speed.verbs,
+            speed.overlap,
+            quoted_hosts.hosts,
+            quoted_hosts.hosts_simulated,
+            splits.split,
+            splits.split_trust,
+        ),
     )
 }
 

@@ -50,6 +50,20 @@ def hosts() -> str:
     )
 
 
+def hosts_simulated() -> str:
+    """docs/hosts.md: what the simulator says of the exchanges that `hosts` quotes, at 1 Gbit/s without a delay."""
+    result, lines = load("simulated_hosts"), dict[str, dict[str, str]]()
+    for row in result["rows"]:
+        if row["arm"] in ("gloo", "odc") and row["link"] == "1gbit" and row["hosts x ranks"] != "2 x 1":
+            case = f"{row['hosts x ranks']}, {row['microbatches']}"
+            line = lines.setdefault(case, {"simulated / measured time": case})
+            line[f"`{row['arm']}`"] = f"{row['simulated / measured']:.2f}"
+    made = result["command"].partition(" --results")[0].removeprefix("OMP_NUM_THREADS=1 ")
+    return f"{table(list(lines.values()))}\n\n" + prose(
+        f"Costs were measured over links without limit (`{made}`, [all arms](../bench/results/simulated_hosts.md))."
+    )
+
+
 def _name(row: Result) -> str:
     demo = ", the demo's model" if row["work"] == "demo" else ""
     return f"{row['hosts x ranks']}, {row['microbatches']}, {row['link']}{demo}"

@@ -172,8 +172,8 @@ def simulator() -> str:
     return prose(
         "`simulate_events` takes "
         f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
-        "numpy over all ranks, agrees with it to rounding, and is what runs unless `--owner-skew` is above 1: one step "
-        f"of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
+        "numpy over all ranks, agrees with it to rounding, and is what runs without `--owner-skew` and `--node-cache`: "
+        f"one step of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
         f"{span([r['seconds'] for r in rows], '.1f')} s, without planning ([simulate.md](simulate.md))."
     )
 

@@ -39,7 +39,8 @@ class Settings:
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
-            key-value store is reached. May differ between ranks. Ignored on one host, as are the two that follow.
+            key-value store is reached. May differ between ranks. In a job on one host an address has ranks listen there
+            for readers of exported weights on other hosts; "", and the two that follow, are ignored.
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
         engine: what reads shards and sums from other hosts; "auto" chooses.

@@ -50,7 +50,7 @@ def train_mm(
     ] = False,
     arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}", show_default="compare")] = None,
     arms: Annotated[str | None, Option(help="Compare these arms, with commas.", show_default="all")] = None,
-    per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
+    per_node: Annotated[int, Option(help="Ranks of one declared node; 0: those of a host.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Annotated[

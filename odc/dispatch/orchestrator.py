@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -53,12 +53,15 @@ class OwnPlan:
 class Orchestrator:
     """Plans the steps of one rank with all others; `plan` may run on a thread of its own.
 
-    `encoders` are listed in the order in which records number them, the same on every rank.
+    `encoders` are listed in the order in which records number them, the same on every rank. `Nodes()` without a size
+    are the hosts, which the exchange finds; raises as `Exchange.per_host` does.
     """
 
     def __init__(
         self, encoders: Sequence[Phase], llm: Phase, exchange: Exchange, *, nodes: Nodes | None = None
     ) -> None:
+        if nodes is not None and not nodes.size:
+            nodes = replace(nodes, size=exchange.per_host)
         self.encoders, self.llm, self.exchange, self._nodes = tuple(encoders), llm, exchange, nodes
         self._step = 0
 

@@ -39,7 +39,7 @@ class Phase:
 class Nodes:
     """How instances lie on nodes, and how much planning that is worth."""
 
-    size: int  # instances of a node; node a has instances a * size and following
+    size: int = 0  # instances of a node; node a has instances a * size and following. 0: in an Orchestrator, a host's
     budget_s: float = 0.004  # about how long each placement may take, see `node_wise`
     method: Method = "exchange"  # of the placement
     tolerance: float = 0.0  # lengths that differ by less than this share count as equal, see `keep_local`

@@ -18,30 +18,28 @@ if TYPE_CHECKING:
 
 
 def weight_handle(model: Any) -> str:
-    """Text with which a process of this host and user can read the weights of `model` (`odc.handover.Reader`).
+    """Text with which a process outside the job can read the weights of `model` (`odc.handover.Reader`): one of this
+    user on the ranks' hosts, and any on other hosts, if the job runs on several or has `Settings(address=...)`.
 
     `model` is a root of `odc.fully_shard`, not inside a forward or backward. Call it on one rank or on several; it is
     not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
     not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
 
-    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or over several hosts;
-    WaitTimeoutError or PeerLostError if a rank did not start.
+    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well; WaitTimeoutError or PeerLostError
+    if a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
     root = root_of(model)
     root_layout, grid = root.layout, root.grid
-    if any(grid.is_remote(member) for member in range(grid.shards)):
-        raise UnsupportedError(
-            f"rank {grid.rank}: a reader maps the memory of every rank that owns a shard, and this model has those on "
-            f"several of {grid.host_count} hosts; weights are exported within one host"
-        )
     names = _state_names(model, root)
     heap = root_layout.heap
-    owners = []
+    owners, network = [], root.member.network
     for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
         said = root.member.rendezvous.announced(member)
-        owners.append(ShardOwner(grid.ranks[member], said["address"], reading_token(said["token"])))
+        rank = grid.ranks[member]
+        listener = None if network is None else network.address(rank)
+        owners.append(ShardOwner(rank, said["address"], reading_token(said["token"]), said["host"], listener))
     parameters = tuple(_parameters(root, root_layout, names))
     exported = {name for parameter in parameters for name in parameter.names}
     return WeightHandle(
@@ -54,6 +52,7 @@ def weight_handle(model: Any) -> str:
         nbytes=heap.nbytes,
         digest=heap.digest,
         left_out=tuple(name for name in model.state_dict() if name not in exported),
+        secret="" if network is None else network.export_secret(root.identity).hex(),
     ).to_json()
 
 

@@ -12,16 +12,22 @@ from typing import Any
 
 from odc.errors import OdcError
 
-SCHEMA = "odc-weight-handle-1"
+SCHEMA = "odc-weight-handle-2"
 
 
 @dataclass(frozen=True)
 class ShardOwner:
-    """One rank whose shards are read: its global rank, the address of its server, and the token to present there."""
+    """One rank whose shards are read: its global rank, the address of its server, and the token to present there.
+
+    `host` says which processes can reach that address and map its memory; those of other hosts reach `listener`
+    (address and port), if it has one.
+    """
 
     rank: int
     address: str
     token: str
+    host: str
+    listener: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class WeightHandle:
     `board` and `reason` are offsets in the heap of the status board and of the text that says why a job was aborted;
     `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the heap and the hash
     of its layout, differ in another run; `left_out` names what the state dict holds and no rank publishes: buffers, and
-    parameters that are not sharded.
+    parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none.
     """
 
     root: str
@@ -63,6 +69,7 @@ class WeightHandle:
     nbytes: int
     digest: str
     left_out: tuple[str, ...]
+    secret: str = ""
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)})
@@ -74,7 +81,9 @@ class WeightHandle:
             fields: dict[str, Any] = json.loads(text)
             if fields.pop("schema") != SCHEMA:
                 raise ValueError(f"its schema is not {SCHEMA}")
-            fields["owners"] = tuple(ShardOwner(**owner) for owner in fields["owners"])
+            for one in fields["owners"]:
+                one["listener"] = one["listener"] and tuple(one["listener"])
+            fields["owners"] = tuple(ShardOwner(**one) for one in fields["owners"])
             fields["parameters"] = tuple(
                 PublishedParameter(**{**one, "names": tuple(one["names"]), "shape": tuple(one["shape"])})
                 for one in fields["parameters"]

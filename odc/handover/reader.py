@@ -2,22 +2,31 @@
 
 A sequence lock keeps job and reader independent. A rank notes which version it begins to publish, copies its shards,
 and notes that the version is there. A reader copies, and discards its copy if a rank has begun to overwrite it. So
-training never waits for a reader. The reader maps the ranks' memory read-only.
+training never waits for a reader. The reader maps the memory of ranks of its host read-only, and reads that of others
+over the network.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from odc.errors import StaleVersionError, WaitTimeoutError
+from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
 from odc.handover.handle import PublishedParameter, WeightHandle
-from odc.runtime import Backoff, Deadline, ReadOnlyMember, Word
+from odc.runtime import (
+    Backoff,
+    Deadline,
+    MappedMember,
+    ReadOnlyMember,
+    RemoteMember,
+    WeightEngine,
+    Word,
+    host_identity,
+)
 
-_POLL_S = 1e-3
+_POLL_S, _LONGEST_POLL_S = 1e-3, 20e-3  # the latter where a look is a request to another host
 _LOOK_BYTES = 16 << 20  # copied between two looks at whether the copy is still worth finishing
 
 
@@ -35,7 +44,8 @@ class Reader:
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
     `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
     (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
-    rank's server does not answer, LayoutMismatchError if the handle belongs to another run.
+    rank's server does not answer, LayoutMismatchError if the handle belongs to another run, UnsupportedError if a rank
+    on another host does not listen there.
     """
 
     def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8) -> None:
@@ -45,28 +55,46 @@ class Reader:
         self.overtaken, self.left_out = 0, self._handle.left_out
         self._by_name = {name: one for one in self._handle.parameters for name in one.names}
         self._sources: list[ReadOnlyMember] = []
+        self._engine: WeightEngine | None = None
         try:
-            for owner in self._handle.owners:
-                source = ReadOnlyMember(
-                    owner.rank,
-                    owner.address,
-                    root=self._handle.root,
-                    token=owner.token,
-                    nbytes=self._handle.nbytes,
-                    digest=self._handle.digest,
-                    board=self._handle.board,
-                    reason=self._handle.reason,
-                    timeout_s=timeout_s,
-                )
-                self._sources.append(source)
+            self._attach(host_identity())
         except BaseException:
             self.close()
             raise
 
+    def _attach(self, here: str) -> None:
+        handle = self._handle
+        distant = [owner for owner in handle.owners if owner.host != here]
+        for owner in distant:
+            if owner.listener is None:
+                raise UnsupportedError(
+                    f"reader: rank {owner.rank} is on another host, or in a container that does not share network and "
+                    "PID namespace with this process, and does not listen there; set Settings(address=...) in its job"
+                )
+        if distant:
+            listeners = {owner.rank: owner.listener for owner in distant if owner.listener is not None}
+            self._engine = WeightEngine(handle.root, bytes.fromhex(handle.secret), listeners, self._timeout_s)
+        for owner in handle.owners:
+            self._sources.append(
+                MappedMember(
+                    owner.rank,
+                    owner.address,
+                    root=handle.root,
+                    token=owner.token,
+                    nbytes=handle.nbytes,
+                    digest=handle.digest,
+                    board=handle.board,
+                    reason=handle.reason,
+                    timeout_s=self._timeout_s,
+                )
+                if self._engine is None or owner not in distant
+                else RemoteMember(owner.rank, self._engine, handle.digest)
+            )
+
     @property
     def version(self) -> int:
         """The newest version that every rank has published; 0 before the first."""
-        return min(source.board.load(Word.PUBLISHED) for source in self._sources)
+        return min(source.look()[Word.PUBLISHED] for source in self._sources)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and published dtype of every parameter by name."""
@@ -115,14 +143,15 @@ class Reader:
     def _await_version(self, at_least: int) -> int:
         """The newest version that all ranks have published and none has begun to overwrite."""
         self._refuse_if_gone(f"reading version {at_least} or newer")
-        deadline, backoff = Deadline(self._timeout_s), Backoff(_POLL_S, _POLL_S)
+        deadline = Deadline(self._timeout_s)
+        backoff = Backoff(_POLL_S, _POLL_S if self._engine is None else _LONGEST_POLL_S)
         while True:
-            published = [source.board.load(Word.PUBLISHED) for source in self._sources]
+            published = [source.look()[Word.PUBLISHED] for source in self._sources]
             version = min(published)
             if version >= max(1, at_least) and not self._overtaken(version):
                 return version
             late = self._sources[published.index(version)]
-            if deadline.passed(late.board.load(Word.PROGRESS)):
+            if deadline.passed(late.look()[Word.PROGRESS]):
                 raise WaitTimeoutError(
                     f"reader, waiting for rank {late.rank} to publish version {max(at_least, *published)}: it has not "
                     f"called into odc for {self._timeout_s:g} s (it published version {version})",
@@ -134,10 +163,13 @@ class Reader:
     def _overtaken(self, version: int) -> bool:
         """Whether a rank has begun to publish a version over this one."""
         over = version + self._handle.buffers
-        return any(source.board.load(Word.PUBLISHING) >= over for source in self._sources)
+        return any(source.look()[Word.PUBLISHING] >= over for source in self._sources)
 
     def _copy(self, version: int, wanted: Sequence[_Wanted]) -> bool:
         """Copy all of `wanted`; whether it is of `version` to the last byte."""
+        extents = [(self._place(one, version), one.shard_numel * _dtype(one).itemsize) for one, _ in wanted]
+        for source in self._sources:
+            source.expect(extents)
         unlooked = 0
         for one, tensors in wanted:
             self._assemble(one, version, [tensor for _, tensor in tensors])
@@ -147,7 +179,8 @@ class Reader:
                 if self._overtaken(version):
                     return False
         # If a byte of a later version was copied, the word that its writer stored and fenced before it is visible.
-        self._sources[0].board.fence()
+        for source in self._sources:
+            source.fence()
         return not self._overtaken(version)
 
     def _assemble(self, one: PublishedParameter, version: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -161,21 +194,20 @@ class Reader:
             shape = list(one.shape)
             shape[one.shard_dim] //= len(self._sources)
             parts = whole.split(shape[one.shard_dim], one.shard_dim)
+            shard = torch.empty(one.shard_numel, dtype=dtype)
             for part, source in zip(parts, self._sources, strict=True):
-                part.copy_(source.memory.tensor(dtype, self._place(one, version), one.shard_numel).view(shape))
+                source.copy(self._place(one, version), shard.view(torch.uint8))
+                part.copy_(shard.view(shape))
         for tensor in tensors if whole is not first else tensors[1:]:
             if tensor.data_ptr() != whole.data_ptr():
                 tensor.copy_(whole)
 
     def _lay_end_to_end(self, one: PublishedParameter, version: int, whole: torch.Tensor) -> None:
         """Shards of the first dimension are consecutive bytes; only the end of the last is padding."""
-        at, place, memmove = whole.data_ptr(), self._place(one, version), ctypes.memmove
-        left, shard = whole.nbytes, one.shard_numel * whole.itemsize
-        for source in self._sources:
-            memmove(at, source.memory.address + place, min(shard, left))
-            at, left = at + shard, left - min(shard, left)
-            if not left:
-                return
+        raw, place = whole.detach().view(-1).view(torch.uint8), self._place(one, version)
+        shard = one.shard_numel * whole.itemsize
+        for source, first in zip(self._sources, range(0, raw.numel(), max(1, shard)), strict=False):
+            source.copy(place, raw[first : first + shard])
 
     def _place(self, one: PublishedParameter, version: int) -> int:
         return one.offset + version % self._handle.buffers * one.buffer_bytes
@@ -185,10 +217,12 @@ class Reader:
             source.refuse_if_gone(doing)
 
     def close(self) -> None:
-        """Unmap the ranks' memory. Idempotent."""
+        """Unmap the ranks' memory, and hang up. Idempotent."""
         for source in self._sources:
             source.close()
         self._sources = []
+        if self._engine is not None:
+            self._engine.close()
 
     def __enter__(self) -> Reader:
         return self

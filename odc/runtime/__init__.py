@@ -11,13 +11,14 @@ from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.hosts import locate
 from odc.runtime.layout import HeapLayout
-from odc.runtime.member import Endpoint, Member, ReadOnlyMember
+from odc.runtime.member import Endpoint, Member
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
+from odc.runtime.reading import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 from odc.runtime.replicas import parts
 from odc.runtime.service import Service, reading_token
-from odc.runtime.store import JobStore, KeyValueStore, announce_failure, announce_process
+from odc.runtime.store import JobStore, KeyValueStore, announce_failure, announce_process, host_identity
 from odc.runtime.units import Piece, UnitSpec
 from odc.runtime.wait import Backoff, Deadline, Waiter, last_in_chain
 from odc.runtime.words import Outcome, RootState, Word
@@ -36,6 +37,7 @@ __all__ = [
     "Inbox",
     "JobStore",
     "KeyValueStore",
+    "MappedMember",
     "Member",
     "MemberProtocol",
     "Outbox",
@@ -46,11 +48,13 @@ __all__ = [
     "Queue",
     "RankGrid",
     "ReadOnlyMember",
+    "RemoteMember",
     "Rendezvous",
     "RootState",
     "Service",
     "UnitSpec",
     "Waiter",
+    "WeightEngine",
     "Word",
     "accumulator_dtype",
     "announce_failure",
@@ -58,6 +62,7 @@ __all__ = [
     "await_departures",
     "daemon",
     "flatten",
+    "host_identity",
     "last_in_chain",
     "locate",
     "parts",

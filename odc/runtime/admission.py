@@ -27,11 +27,18 @@ _HELLO = struct.Struct("!8s32sI64s")  # magic, nonce, global rank, purpose
 _MAC = hashlib.sha256().digest_size
 _SECRET_KEY = "odc/secret"
 
+_EXPORT = "export "  # begins the purpose of a reader outside the job
+READER = 0xFFFFFFFF  # what such a reader gives for its rank
+
 Role = Literal["client", "server"]
 
 
 class AdmissionError(ConnectionError):
     """The other end does not know the job's secret, or does not speak this protocol."""
+
+
+class HungUpError(AdmissionError):
+    """The other end hung up: it does not know this secret, was waited for too long, or is overrun by visitors."""
 
 
 class Visitor:
@@ -63,6 +70,7 @@ class Visitor:
         said, self._received = bytes(self._received), bytearray()
         if not self._theirs:
             self.rank, self.purpose = _read_hello(said)
+            self._secret = secret_for(self._secret, self.purpose)
             self._theirs, self.wanted = said, _MAC
             return self._hello
         if not hmac.compare_digest(said, _mac(self._secret, "client", said_by_client=self._theirs, server=self._hello)):
@@ -81,6 +89,7 @@ def admit(
 ) -> int:
     """Go through admission on a blocking `connection` as `role`; returns the global rank at the other end.
 
+    A client's `secret` is that for its purpose (see `secret_for`), a server's the job's.
     `purpose` (64 bytes at most) is what the client comes for; a server refuses a client with another one. The
     connection's own timeout is afterwards as it was before. Raises AdmissionError where the other end does not belong
     to this job, and TimeoutError or another OSError where it does not answer in time.
@@ -141,7 +150,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: Deadline) -> byte
         _remain(connection, deadline)
         chunk = connection.recv(nbytes - len(found))
         if not chunk:
-            raise AdmissionError("hung up: it may not know the job's secret, or belong to another job")
+            raise HungUpError("hung up: it may not know the job's secret, or belong to another job")
         found += chunk
     return bytes(found)
 
@@ -151,6 +160,16 @@ def _remain(connection: socket.socket, deadline: Deadline) -> None:
     if left <= 0:
         raise TimeoutError("the other end did not go through admission in time")
     connection.settimeout(left)
+
+
+def export_purpose(identity: str) -> str:
+    """What a reader of the weights of a root comes for."""
+    return _EXPORT + identity
+
+
+def secret_for(secret: bytes, purpose: str) -> bytes:
+    """What must be known to be admitted for `purpose`: the job's secret; of a reader one that opens nothing else."""
+    return hmac.digest(secret, purpose.encode(), "sha256") if purpose.startswith(_EXPORT) else secret
 
 
 def job_secret(store: JobStore, secret_file: str = "") -> bytes:

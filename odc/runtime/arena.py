@@ -7,13 +7,13 @@ its readers agree are `odc.runtime.arena_protocol.ArenaWords`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from odc.memory import ShmHeap
 from odc.runtime.arena_protocol import AbsentMember, ArenaWords
 from odc.runtime.connect import Rendezvous
 from odc.runtime.grid import RankGrid
+from odc.runtime.hosts import locate
 from odc.runtime.member import Member
 from odc.runtime.store import JobStore, KeyValueStore, announce_process
 from odc.runtime.words import Word
@@ -30,11 +31,25 @@ from odc.settings import Settings
 _ALIGN = 64
 
 
-class ArenaEntry(NamedTuple):
+@dataclass(frozen=True)
+class ArenaEntry:
     """What a peer has put."""
 
-    raw: torch.Tensor  # uint8 [bytes], in the owner's heap
+    nbytes: int
     signature: int
+    _part: Callable[[int, int], torch.Tensor]
+
+    def part(self, first: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] from byte `first` on: a view of the owner's heap, or a copy where that is on another host.
+
+        Raises as `RemoteHeaps.read` does.
+        """
+        return self._part(first, nbytes)
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """All of it."""
+        return self.part(0, self.nbytes)
 
 
 @dataclass
@@ -50,9 +65,13 @@ class _Slot:
 class Arena:
     """One rank's arena and its view of the others'. Channels may be used from several threads, each from one at a time.
 
-    Construction waits for nobody; a peer is attached when it is first read from, or waited for. Ranks, bytes and
-    channels are the same on every rank, and no other arena of these ranks has this name. `timeout_s` is how long a wait
-    may last without progress of the peer it waits for. Raises HeapMemoryError if the arena does not fit into memory.
+    A peer is attached when it is first read from, or waited for. Ranks, bytes and channels are the same on every rank,
+    and no other arena of these ranks has this name. `timeout_s` is how long a wait may last without progress of the
+    peer it waits for. Raises HeapMemoryError if the arena does not fit into memory.
+
+    Without `hosts` all ranks share this host, and construction waits for nobody. With it they may be on several, which
+    equally many share; construction waits until every rank has called `fully_shard` or made such an arena, and raises
+    as `locate` does. Of `hosts` address, secret_file and engine count, and only where this process has no listener yet.
     """
 
     def __init__(
@@ -64,8 +83,11 @@ class Arena:
         channels: Sequence[str],
         timeout_s: float,
         name: str,
+        hosts: Settings | None = None,
     ) -> None:
-        self.grid = grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
+        announce_process(job := JobStore(store, timeout_s, rank), rank)
+        grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
+        self.grid = grid = grid if hosts is None else locate(job, grid)
         self.channels = {channel: i for i, channel in enumerate(channels)}
         self.nbytes = -(-nbytes // _ALIGN) * _ALIGN
         identity = f"{name}.{hashlib.sha256(repr(grid.ranks).encode()).hexdigest()[:8]}"
@@ -73,18 +95,25 @@ class Arena:
         def open_heap(rendezvous: Rendezvous) -> ShmHeap:
             heap = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, timeout_s)
             heap.allocate("arena", max(_ALIGN, self.nbytes))
-            for region, size in ArenaWords.nbytes(len(channels), len(ranks)).items():
+            for region, size in ArenaWords.requests(len(channels), grid):
                 heap.allocate(region, size, words=True)
             return heap
 
-        settings = Settings(accumulate="direct", timeout_s=timeout_s)
+        network = hosts or Settings()
+        settings = Settings(
+            accumulate="direct",
+            timeout_s=timeout_s,
+            address=network.address,
+            secret_file=network.secret_file,
+            engine=network.engine,
+        )
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
         self._rendezvous = member.rendezvous
-        self._heap, self._protocol, self._words = member.layout.heap, member.protocol, ArenaWords(member.protocol)
+        self._heap, self._protocol, self._remote = member.layout.heap, member.protocol, member.heaps
+        self._words = ArenaWords(member.protocol, len(channels), member.links)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
-        announce_process(JobStore(store, timeout_s, rank), rank)
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
 
     def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int]) -> torch.Tensor:
@@ -110,7 +139,7 @@ class Arena:
         """Let readers have what was put: everything was written before."""
         number = self._number(channel)
         slot = self._slots[number]
-        self._words.show(number, slot.step, slot.offset, slot.nbytes, signature)
+        self._words.show(number, slot.step, slot.offset, slot.nbytes, signature, slot.readers)
 
     def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
         """Find room and note who has it; waits for readers while there is none."""
@@ -148,7 +177,7 @@ class Arena:
         """
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
-        if not self._heap.attached(owner):
+        if not self._protocol.layout.peer(owner).attached:
             self._reach(owner)
         found, offset, nbytes, signature = self._words.await_entry(
             number, step, owner, f"to put {channel} of step {step}"
@@ -156,11 +185,19 @@ class Arena:
         if found != step:
             rank = self.grid.ranks[owner]
             raise OdcError(f"{self._who()}: rank {rank} has put {channel} of a step after {step}: plans differ")
-        return ArenaEntry(self._heap.tensor(owner, "arena", torch.uint8, offset=offset, numel=nbytes), signature)
+        return ArenaEntry(nbytes, signature, functools.partial(self._part, owner, offset, f"{channel} of step {step}"))
+
+    def _part(self, owner: int, offset: int, what: str, first: int, nbytes: int) -> torch.Tensor:
+        if not self.grid.is_remote(owner):
+            return self._heap.tensor(owner, "arena", torch.uint8, offset=offset + first, numel=nbytes)
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        self._remote.read(owner, "arena", offset + first, found, what)
+        return found
 
     def signature(self, channel: str, owner: int) -> int:
         """What `owner` shows, or is about to show, in a channel; 0 before its first entry. Waits for nobody."""
-        return self._words.signature(self._number(channel), owner) if self._heap.attached(owner) else 0
+        attached = self._protocol.layout.peer(owner).attached
+        return self._words.signature(self._number(channel), owner) if attached else 0
 
     def _reach(self, owner: int) -> None:
         """Attach to a member; waits until it has come up, or is absent."""
@@ -173,7 +210,7 @@ class Arena:
 
         self._rendezvous.check = present
         try:
-            self._heap.words(owner, ArenaWords.TABLE)
+            self._protocol.layout.peer(owner).attach()
         finally:
             self._rendezvous.check = check
 
@@ -213,6 +250,9 @@ class Arena:
         try:
             for number, slot in self._slots.items():
                 self._await_readers(number, slot, "the end of this exchange")
+            if self.grid.remote:  # whose mirrors others of this host need until they shut down
+                for member in self.grid.local:
+                    self._protocol.layout.peer(member).attach()
         except PeerLostError:  # nobody will read it any more
             pass
         finally:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from odc.memory import Words
+from odc.runtime.frames import FrameKind
+from odc.runtime.grid import RankGrid
+from odc.runtime.links import Links, words_frame
+from odc.runtime.peers.remote import arena_requests
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.words import EntryWord, Word
 
@@ -20,18 +25,33 @@ class ArenaWords:
 
     COPIED of a channel and a reader says up to which step that reader has copied it; the reader alone writes it.
     `channel` is a number, `reader` and `owner` are members.
+
+    Over hosts an owner's entry is pushed to the hosts of its readers, and a reader keeps COPIED of a remote owner
+    itself, as TAKEN of the channel and the owner, and pushes it to the owner's host.
     """
 
-    TABLE, COPIED = "arena/table", "arena/copied"
+    TABLE, COPIED, TAKEN = "arena/table", "arena/copied", "arena/taken"
 
-    def __init__(self, protocol: MemberProtocol) -> None:
+    def __init__(self, protocol: MemberProtocol, channels: int, links: Links | None) -> None:
         self._protocol, self._heap, self._grid = protocol, protocol.layout.heap, protocol.grid
+        self._links = links
         self.absent: Callable[[int], bool] = lambda member: False  # whether a member will put and copy nothing more
+        if links is not None:
+            sizes = {FrameKind.ENTRIES: len(EntryWord) * channels, FrameKind.TAKEN: channels * len(self._grid.ranks)}
+            links.mirror(sizes, self._stored)
 
     @classmethod
-    def nbytes(cls, channels: int, members: int) -> dict[str, int]:
-        """Regions of words that a heap with an arena needs."""
-        return {cls.TABLE: 8 * len(EntryWord) * channels, cls.COPIED: 8 * channels * members}
+    def requests(cls, channels: int, grid: RankGrid) -> list[tuple[str, int]]:
+        """Regions of words that a heap with an arena needs, and their bytes."""
+        entries, copied = 8 * len(EntryWord) * channels, 8 * channels * len(grid.ranks)
+        mirrors = arena_requests(grid, {"entries": entries, "taken": copied})
+        return [(cls.TABLE, entries), (cls.COPIED, copied), *([(cls.TAKEN, copied)] if mirrors else []), *mirrors]
+
+    def _stored(self, kind: FrameKind) -> list[int]:
+        """This rank's words of one kind."""
+        region = self.TABLE if kind is FrameKind.ENTRIES else self.TAKEN
+        words = self._heap.words(self._grid.me, region)
+        return [words.load(i) for i in range(len(words))]
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
         """Wait until `reader` has copied this rank's entry of `step`, or is absent; `what` is said after its rank."""
@@ -39,29 +59,39 @@ class ArenaWords:
         def settled() -> bool:
             return self.copied(channel, step, reader) or self.absent(reader)
 
+        if self._grid.is_remote(reader):
+            self._protocol.layout.remote(reader).attach()
         self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}")
 
     def copied(self, channel: int, step: int, reader: int) -> bool:
-        """Whether `reader` needs this rank's entry of `step` no more."""
-        words = self._heap.words(self._grid.me, self.COPIED)
-        return words.load(channel * len(self._grid.ranks) + reader) >= step
+        """Whether `reader` needs this rank's entry of `step` no more. Waits for nobody."""
+        members = len(self._grid.ranks)
+        if self._grid.is_remote(reader):
+            peer = self._protocol.layout.remote(reader)
+            return peer.attached and peer.mirrored("taken").load(channel * members + self._grid.me) >= step
+        return self._heap.words(self._grid.me, self.COPIED).load(channel * members + reader) >= step
 
-    def show(self, channel: int, step: int, offset: int, nbytes: int, signature: int) -> None:
+    def show(self, channel: int, step: int, offset: int, nbytes: int, signature: int, readers: Sequence[int]) -> None:
         """STEP: the entry, which lies at `offset` of this rank's arena, is written."""
         words, base = self._heap.words(self._grid.me, self.TABLE), len(EntryWord) * channel
         words.store(base + EntryWord.OFFSET, offset)
         words.store(base + EntryWord.NBYTES, nbytes)
         words.store(base + EntryWord.SIGNATURE, signature)
         board = self._protocol.board
-        board.store(Word.PUBLISHED, max(step, board.load(Word.PUBLISHED)))  # for messages: the newest step
+        if step > board.load(Word.PUBLISHED):
+            board.store(Word.PUBLISHED, step)  # for messages: the newest step
         words.store(base + EntryWord.STEP, step)  # release: the bytes and the words above are visible before it
+        if self._links is not None:
+            frame = words_frame(FrameKind.ENTRIES, base, [step, offset, nbytes, signature])
+            for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
+                self._links.tell_host(host, frame)
 
     def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
         """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
 
         Raises AbsentMember if it will not: what it showed before it was absent is returned all the same.
         """
-        words, base = self._heap.words(owner, self.TABLE), len(EntryWord) * channel
+        words, base = self._entries(owner), len(EntryWord) * channel
 
         def shown() -> bool:
             return words.load(base + EntryWord.STEP) >= step
@@ -78,9 +108,20 @@ class ArenaWords:
 
     def signature(self, channel: int, owner: int) -> int:
         """SIGNATURE of the entry that `owner` shows, or is about to; 0 before its first."""
-        return self._heap.words(owner, self.TABLE).load(len(EntryWord) * channel + EntryWord.SIGNATURE)
+        return self._entries(owner).load(len(EntryWord) * channel + EntryWord.SIGNATURE)
+
+    def _entries(self, owner: int) -> Words:
+        if self._grid.is_remote(owner):
+            return self._protocol.layout.remote(owner).mirrored("entries")
+        return self._heap.words(owner, self.TABLE)
 
     def done(self, channel: int, step: int, owner: int) -> None:
-        """COPIED: this rank has copied what it needs of the owner's entry."""
-        words = self._heap.words(owner, self.COPIED)
-        words.store(channel * len(self._grid.ranks) + self._grid.me, step)  # release: the copies are over
+        """COPIED, or TAKEN: this rank has copied what it needs of the owner's entry."""
+        members = len(self._grid.ranks)
+        if self._links is not None and self._grid.is_remote(owner):
+            at = channel * members + owner
+            self._heap.words(self._grid.me, self.TAKEN).store(at, step)
+            self._links.tell_host(self._grid.host(owner), words_frame(FrameKind.TAKEN, at, [step]))
+        else:
+            words = self._heap.words(owner, self.COPIED)
+            words.store(channel * members + self._grid.me, step)  # release: the copies are over

@@ -89,11 +89,15 @@ class Daemon:
             self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
 
     def network(self, store: Any, settings: Settings) -> HostNetwork:
-        """What this process has of the network, made on first use, for a job over several hosts."""
+        """What this process has of the network, made on first use, for a job over several hosts.
+
+        Raises UnsupportedError if it was made with another address or secret file than `settings` ask for.
+        """
         with self._making:
             if self._network is None:
                 network = self._network = HostNetwork(store, self.rank, settings)
                 self._do(lambda: self._listen(network))
+            self._network.refuse_others(settings)
             return self._network
 
     def _listen(self, network: HostNetwork) -> None:

@@ -164,7 +164,7 @@ class RankGrid:
         return (group.index(owner) - group.index(source)) % len(group)
 
 
-def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> None:
+def refuse_unsupported(grid: RankGrid, *, kernels: str) -> None:
     """Raise `UnsupportedError` for what does not work over several hosts."""
     if grid.host_count == 1:
         return
@@ -178,7 +178,5 @@ def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> Non
             f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "
             "each replica on one host"
         )
-    if queue_bytes:
-        raise UnsupportedError(f"{where} Settings(queue_bytes=...) works within one host only")
     if kernels == "triton":
         raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")

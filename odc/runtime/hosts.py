@@ -18,9 +18,9 @@ _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 def locate(store: JobStore, grid: RankGrid) -> RankGrid:
     """`grid` with the hosts of its members; the same object where all are on this one.
 
-    Waits until every rank has called `fully_shard`. Raises as a JobStore does, WaitTimeoutError if a rank does not come
-    up within the store's timeout, PeerLostError if one has ended with an error instead, and UnsupportedError where
-    hosts have unequally many of the ranks.
+    Waits until every rank has called `fully_shard`, or made an exchange. Raises as a JobStore does, WaitTimeoutError if
+    a rank does not come up within the store's timeout, PeerLostError if one has ended with an error instead, and
+    UnsupportedError where hosts have unequally many of the ranks.
     """
     here = host_identity()
     told = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
@@ -50,8 +50,8 @@ def _await_host(store: JobStore, rank: int, me: int) -> str:
             raise PeerLostError(f"{doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
         if deadline.passed():
             raise WaitTimeoutError(
-                f"{doing}: it has not called fully_shard in {store.timeout_s:g} s; every rank of the mesh must shard "
-                "the same modules",
+                f"{doing}: it has not called fully_shard in {store.timeout_s:g} s, nor made an exchange; every rank of "
+                "the mesh must shard the same modules",
                 culprit=rank,
             )
         backoff.sleep()

@@ -75,7 +75,7 @@ class HeapLayout:
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
         kernels = "auto" if heap.device.type == "cuda" else settings.kernels
-        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=kernels)
+        refuse_unsupported(grid, kernels=kernels)
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way

@@ -1,7 +1,7 @@
 """How one root meets its members on other hosts, and how it parts from them.
 
 A rank visits its partners on hosts before its own, on a thread that ends when all are linked, and is visited by those
-on hosts after it. What it exposes to reads stays until no member of another host needs it.
+on hosts after it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class HostMeeting:
         abort: Callable[[str, int], None],
         attend: Callable[[HostLink, Callable[[], bool]], None],
     ) -> None:
-        self._identity, self._layout, self._grid = identity, layout, layout.grid
+        self._layout, self._grid = layout, layout.grid
         self._network, self._abort, self._attend = network, abort, attend
         self.links = Links(layout, abort)
         self._purpose = f"link {identity}"
         self._closed = False
-        network.engine.expose(identity, layout.heap.whole(layout.grid.me))
         network.expect(self._purpose, self._visited)
 
     def visit(self, rendezvous: Rendezvous) -> None:
@@ -76,23 +75,33 @@ class HostMeeting:
         if link is not None:
             self._attend(link, self.links.reader(link))
 
-    def needed(self) -> bool:
-        """Whether a member on another host may still read this rank's memory. Waits for nobody."""
-        board, grid = self._layout.pushed_board, self._grid
+    def needed_by(self) -> list[int]:
+        """Members that may still read this rank's memory from another host, or need its links. Waits for nobody."""
+        if not self._layout.units:
+            return self._needed_by_arena()
+        board, grid, found = self._layout.pushed_board, self._grid, list[int]()
         for member in grid.remote:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):
                 continue
-            if peer.board.load(Word.DONE) < board.load(Word.PUBLISHED):
-                return True
             sums = member in (grid.nodes.partners if grid.shards_span_hosts else grid.replica_group)
-            if sums and peer.board.load(Word.READ) < board.load(Word.COMPLETE):
-                return True
-        return False
+            if peer.board.load(Word.DONE) < board.load(Word.PUBLISHED) or (
+                sums and peer.board.load(Word.READ) < board.load(Word.COMPLETE)
+            ):
+                found.append(member)
+        return found
+
+    def _needed_by_arena(self) -> list[int]:
+        """Its entries have been read. Other hosts must have heard that it shuts down, and ranks of this host look into
+        the mirrors that its daemon writes until they shut down too.
+        """
+        there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
+        here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
+        unheard = [partner for partner in there if not self.links.up(partner)]
+        return unheard + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
 
     def close(self) -> None:
-        """Hang up, expose nothing any more; on the daemon's thread, or when there is none."""
+        """Hang up; on the daemon's thread, or when there is none."""
         self._closed = True
         self._network.expect_no_more(self._purpose)
-        self._network.engine.withdraw(self._identity)
         self.links.close()

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from odc.memory import close_after_fork
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
+from odc.runtime.peers.remote import RemotePeer
 from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 
 _KEEPALIVE_S, _KEEPALIVES = 1, 1
@@ -48,6 +49,12 @@ _NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _COUNT = ">i8"  # a push count on the wire
 _DEAD = (ConnectionResetError, BrokenPipeError)
+_REGIONS = {FrameKind.ENTRIES: "entries", FrameKind.TAKEN: "taken"}  # of an arena's words
+
+
+def words_frame(kind: FrameKind, first: int, values: Sequence[int]) -> Frame:
+    """Words of an arena, from word `first` on."""
+    return Frame(kind, value=first, body=np.array(values, _COUNT).tobytes())
 
 
 def _nothing(*unused: object) -> None:
@@ -112,7 +119,15 @@ class Links:
         self._changing = threading.RLock()
         self._closed = False
         self._refreshed = 0.0
+        self._sizes: dict[FrameKind, int] = {}  # words of the regions that an arena mirrors
+        self._words_of: Callable[[FrameKind], list[int]] = lambda kind: []
         layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+
+    def mirror(self, sizes: dict[FrameKind, int], words_of: Callable[[FrameKind], list[int]]) -> None:
+        """Carry an arena's words too, so many of each kind; `words_of` are all that this rank has stored. Before any
+        link is made, so before the member is announced.
+        """
+        self._sizes, self._words_of = sizes, words_of
 
     # to the other hosts ------------------------------------------------------------------------------------------
 
@@ -127,6 +142,7 @@ class Links:
                 link.close()
                 return None
             self._links[partner] = link
+            self._send(link, *(words_frame(kind, 0, self._words_of(kind)) for kind in self._sizes))
             self._send(link, *self._first_frames())
         return link
 
@@ -172,6 +188,13 @@ class Links:
     def tell_counts(self, counts: torch.Tensor) -> None:
         self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
 
+    def tell_host(self, host: int, frame: Frame) -> None:
+        """Tell one host; one that is not linked yet learns of it when it is, by `words_of`."""
+        with self._changing:
+            link = self._links.get(self._grid.partner(host))
+            if link is not None:
+                self._send(link, frame)
+
     def _tell(self, *frames: Frame) -> None:
         with self._changing:
             for link in list(self._links.values()):
@@ -194,6 +217,7 @@ class Links:
             FrameKind.REASON: REASON_BYTES,
             FrameKind.ABANDONMENT: REASON_BYTES,
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
+            **{kind: 8 * words for kind, words in self._sizes.items()},
         }
         frames, heard = FrameReader(limits, BOARD_WORDS), False
 
@@ -226,6 +250,8 @@ class Links:
             peer.set_reason(frame.body.decode("utf-8", "replace"))
         elif frame.kind is FrameKind.ABANDONMENT:
             peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
+        elif frame.kind in _REGIONS:
+            self._mirror(peer, frame)
         elif len(frame.body) != 8 * self._layout.param_base[-1]:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
@@ -243,6 +269,14 @@ class Links:
             peer.set_reason(why)
             peer.board.store(Word.LEFT, 1)
 
+    def _mirror(self, peer: RemotePeer, frame: Frame) -> None:
+        values = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).tolist()
+        if len(frame.body) % 8 or not 0 <= frame.value <= self._sizes[frame.kind] - len(values):
+            raise MalformedFrameError(f"{len(frame.body)} bytes of an arena's words from word {frame.value} on")
+        words = peer.mirrored(_REGIONS[frame.kind])
+        for at in reversed(range(len(values))):  # STEP, which is the first word of an entry, last
+            words.store(frame.value + at, values[at])
+
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""
         with self._changing:
@@ -255,11 +289,18 @@ class Links:
             return
         at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
         if isinstance(error, _DEAD):
-            self._abort(f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank)
-            return
-        there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
-        what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
-        self._abort(f"the host of ranks {there} {what} {at}: {error}", peer.rank)
+            reason = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended"
+        else:
+            there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
+            what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
+            reason = f"the host of ranks {there} {what} {at}: {error}"
+        with self._changing:
+            if (
+                not self._closed
+            ):  # in the mirror too, where ranks of this host see it to which this rank is not attached
+                peer.set_reason(reason)
+                board.store(Word.ABORT, 1 + peer.rank)
+        self._abort(reason, peer.rank)
 
     def close(self) -> None:
         """Hang up; idempotent."""

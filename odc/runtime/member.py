@@ -5,34 +5,31 @@ Building calls no collective and waits for nobody; peers are attached when they 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.errors import LayoutMismatchError, PeerLostError
-from odc.memory import ProcessHandle, SymmetricHeap, Words
-from odc.memory.mapping import Mapping as SharedMemory
-from odc.runtime.connect import Rendezvous, ask_member
+from odc.memory import ShmHeap, SymmetricHeap
+from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import daemon
 from odc.runtime.device import DevicePusher
 from odc.runtime.engines import Engine
+from odc.runtime.exposing import ExposedHeap
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
-from odc.runtime.peers.board import REASON_BYTES
-from odc.runtime.protocol import MemberProtocol
+from odc.runtime.links import Links
+from odc.runtime.node import NodeCache, RemoteHeaps, answer_claim, claim_name, gather_sums
+from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
 from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
 from odc.runtime.units import UnitSpec
-from odc.runtime.words import BOARD_WORDS, Outcome, Word
+from odc.runtime.words import Outcome
 from odc.settings import Settings
 
 
@@ -46,12 +43,12 @@ class Endpoint:
     def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
-        self._heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = NodeCache(self.protocol, self._heaps) if self.grid.nodes.shards_span_hosts else None
+        self.heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
+        cache = NodeCache(self.protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
         self.shards = PublishedShards(self.protocol, cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
-        self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
+        self.queue = Queue(self.protocol, self.heaps) if layout.settings.queue_bytes else None
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.
@@ -75,9 +72,9 @@ class Endpoint:
     def gather_sums(self, used: Sequence[bool]) -> None:
         """Bring what others hold of this rank's gradients here, of the units that are `used`; after `complete`."""
         if self.grid.nodes.shards_span_hosts:
-            gather_sums(self.layout, self._heaps, used)
+            gather_sums(self.layout, self.heaps, used)
         else:
-            gather_replicas(self.protocol, self._heaps, used)
+            gather_replicas(self.protocol, self.heaps, used)
 
 
 class Member(Endpoint):
@@ -101,11 +98,17 @@ class Member(Endpoint):
         self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s)
         layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
         self._daemon = server = daemon(grid.rank)
-        network = server.network(store, settings) if grid.remote else None
-        super().__init__(layout, rendezvous.notify, None if network is None else network.engine)
+        listens = bool(grid.remote) or (settings.address != "" and isinstance(layout.heap, ShmHeap))
+        self.network = network = server.network(store, settings) if listens else None
+        super().__init__(layout, rendezvous.notify, network.engine if network is not None and grid.remote else None)
         self._service = service = Service(identity, self.layout)
+        self._exposed: ExposedHeap | None = None
         self._hosts: HostMeeting | None = None
         if network is not None:
+            claims = {claim_name(identity): functools.partial(answer_claim, self.protocol)}
+            answers = claims if settings.queue_bytes and grid.me == HOME else {}
+            self._exposed = ExposedHeap(identity, layout, network, answers)
+        if network is not None and grid.remote:
             attend = functools.partial(server.attend, service)
             self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
             self.protocol.links = self._hosts.links
@@ -113,6 +116,11 @@ class Member(Endpoint):
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
         server.serve(service)
+
+    @property
+    def links(self) -> Links | None:
+        """Those to other hosts, if there are any."""
+        return None if self._hosts is None else self._hosts.links
 
     def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
         """Let peers attach from now on; arguments as in `Rendezvous.announce`."""
@@ -139,64 +147,6 @@ class Member(Endpoint):
             return None
         self.protocol.leave(note)
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts)
+        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts, self._exposed)
         self._daemon.departures.add(departure)
         return departure.wait
-
-
-class ReadOnlyMember:
-    """A member's heap as a process outside the job sees it: mapped without the right to write. Close it.
-
-    `root`, `token`, `nbytes` and `digest` are of the weight handle; `board` and `reason` are offsets in the heap.
-    Raises PeerLostError if it is gone, WaitTimeoutError if its listener does not answer within `timeout_s`,
-    LayoutMismatchError if its heap is another one.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        address: str,
-        *,
-        root: str,
-        token: str,
-        nbytes: int,
-        digest: str,
-        board: int,
-        reason: int,
-        timeout_s: float,
-    ) -> None:
-        self.rank, self._reason = rank, reason
-        doing = f"reader, attaching to rank {rank}"
-        hint = "; the job has ended, or the weight handle belongs to another run"
-        request = {"op": "read", "root": root, "token": token}
-        answer = ask_member(address, request, timeout_s, "reader", rank, hint=hint)
-        with contextlib.ExitStack() as descriptors:
-            for fd in answer.fds:
-                descriptors.callback(os.close, fd)
-            if "error" in answer.reply:
-                raise PeerLostError(f"{doing}: {answer.reply['error']}", culprit=rank)
-            size = os.fstat(answer.fds[0]).st_size
-            if answer.reply["digest"] != digest or not answer.reply["nbytes"] == nbytes == size:
-                raise LayoutMismatchError(
-                    f"{doing}: its heap is not laid out as the weight handle says; ask the job for a new one",
-                    culprit=rank,
-                )
-            self.memory = SharedMemory(answer.fds[0], nbytes, writable=False)
-        self.memory.prefault(fresh=False)
-        self.board = Words(self.memory.address + board, BOARD_WORDS, self.memory)
-        self._process = ProcessHandle(answer.pid)
-
-    def refuse_if_gone(self, doing: str) -> None:
-        """Raise `PeerLostError` if the rank died, shut down or aborted."""
-        if self.board.load(Word.ABORT):
-            culprit = self.board.load(Word.ABORT) - 1
-            raw = ctypes.string_at(self.memory.address + self._reason, REASON_BYTES).split(b"\0", 1)[0]
-            said = raw.decode("utf-8", "replace")
-            raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
-        if self.board.load(Word.LEFT):
-            raise PeerLostError(f"reader, {doing}: rank {self.rank} has left the job", culprit=self.rank)
-        if not self._process.alive():
-            raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
-
-    def close(self) -> None:
-        self._process.close()

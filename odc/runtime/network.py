@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime.admission import AdmissionError, admit, job_secret
+from odc.runtime.admission import READER, AdmissionError, HungUpError, admit, export_purpose, job_secret, secret_for
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
 from odc.runtime.reception import Reception
@@ -22,6 +22,7 @@ from odc.runtime.wait import Backoff, Deadline
 from odc.settings import Settings
 
 _CONNECT_S = 30.0  # that a live rank may take to answer: its daemon may wait for the interpreter lock
+_TRIES = 6  # where the other end hangs up during admission
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 
 Welcome = Callable[[socket.socket, int], None]
@@ -37,6 +38,7 @@ class HostNetwork:
     def __init__(self, store: Any, rank: int, settings: Settings) -> None:
         self.rank, self._store, self.pid = rank, JobStore(store, max(5.0, settings.timeout_s), rank), os.getpid()
         address = own_address(store, settings.address)
+        self._settings = settings
         self._secret = job_secret(self._store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
         try:
@@ -49,6 +51,16 @@ class HostNetwork:
         self.engine: Engine = make_engine(settings.engine, rank, self._dial_engine, settings.timeout_s, address)
         self._purposes[PURPOSE] = self.engine.adopt
         self._store.set(_key(rank), json.dumps([self.reception.address, self.reception.port]))
+
+    def refuse_others(self, settings: Settings) -> None:
+        """Raise UnsupportedError if `settings` name another address or secret file than this listener was made with."""
+        for name in ("address", "secret_file"):
+            asked, have = getattr(settings, name), getattr(self._settings, name)
+            if asked not in ("", have):
+                raise UnsupportedError(
+                    f"rank {self.rank} listens already, with {name}={have!r} and not {asked!r}: give the first model, "
+                    "or exchange, these settings"
+                )
 
     def expect(self, purpose: str, welcome: Welcome) -> None:
         """Have `welcome(connection, rank)` called, on the daemon's thread, for everybody who comes for `purpose`."""
@@ -70,29 +82,17 @@ class HostNetwork:
         Waits for the rank to listen; `check`, given what this rank is doing, may raise to end that. Raises
         WaitTimeoutError if it does not come up, PeerLostError if it is gone or does not belong to this job.
         """
-        address = self._address(rank, check)
-        where = f"rank {self.rank}, connecting to rank {rank} at {address[0]}:{address[1]}"
-        try:
-            connection = socket.create_connection(address, _CONNECT_S)
-        except OSError as error:
-            raise PeerLostError(
-                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
-                culprit=rank,
-            ) from error
-        try:
-            found = admit(connection, "client", self._secret, self.rank, purpose=purpose, timeout_s=_CONNECT_S)
-            if found != rank:
-                raise AdmissionError(f"rank {found} answers there")
-            connection.settimeout(None)
-        except OSError as error:
-            connection.close()
-            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
-        return connection
+        return connect(self.address(rank, check), self._secret, self.rank, rank, purpose, check)
 
     def _dial_engine(self, rank: int) -> socket.socket:
         return self.dial(rank, PURPOSE)
 
-    def _address(self, rank: int, check: Callable[[str], None]) -> tuple[str, int]:
+    def export_secret(self, identity: str) -> bytes:
+        """What a process outside the job must know to read the weights of a root."""
+        return secret_for(self._secret, export_purpose(identity))
+
+    def address(self, rank: int, check: Callable[[str], None] = lambda doing: None) -> tuple[str, int]:
+        """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         deadline, backoff = Deadline(self._store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to listen for other hosts"
         while (said := self._store.find(_key(rank))) is None:
@@ -108,6 +108,53 @@ class HostNetwork:
         """End the listener and the engine, with what goes on there."""
         self.reception.close()
         self.engine.close()
+
+
+def connect(
+    address: tuple[str, int],
+    secret: bytes,
+    me: int,
+    rank: int,
+    purpose: str,
+    check: Callable[[str], None] = lambda doing: None,
+) -> socket.socket:
+    """An admitted connection of `me` to `rank`, which listens at `address`; blocking. Raises PeerLostError, and as
+    `check` does between two tries.
+    """
+    who = "reader" if me == READER else f"rank {me}"
+    where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
+    tries, backoff = 0, Backoff(_POLL_S, 1.0, growth=4.0)
+    while True:
+        try:
+            connection = socket.create_connection(address, _CONNECT_S)
+        except OSError as error:
+            raise PeerLostError(
+                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
+                culprit=rank,
+            ) from error
+        tries += 1
+        try:
+            return _admitted(connection, secret, me, rank, purpose)
+        except (HungUpError, ConnectionResetError, BrokenPipeError) as error:
+            if tries == _TRIES:
+                raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        except OSError as error:
+            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        check(f"connecting to rank {rank}")
+        backoff.sleep()  # it may be overrun by visitors, or this process was stopped for longer than it waits
+
+
+def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
+    """The connection once it has gone through admission; one that does not is closed."""
+    try:
+        found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=_CONNECT_S)
+        if found != rank:
+            raise AdmissionError(f"rank {found} answers there")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
 
 
 def _key(rank: int) -> str:

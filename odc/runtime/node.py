@@ -10,9 +10,10 @@ says what it saves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,7 +28,7 @@ from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
-_LINK_S = 2.0  # that a link may take longer than a read to notice an end
+_LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
 class RemoteHeaps:
@@ -66,14 +67,38 @@ class RemoteHeaps:
     def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
-        try:
+        with self._explained(rank, what):
             engine.read(rank, self._identity, start, into, what=what, check=check)
+
+    def claim(self, home: int) -> int:
+        """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""
+        assert self._engine is not None
+        rank, what = self._protocol.grid.ranks[home], "the next number of the queue"
+        with self._explained(rank, what):
+            said = self._engine.ask(rank, claim_name(self._identity), what=what, check=self._protocol.waiter.check)
+        return int.from_bytes(said, "big")
+
+    @contextlib.contextmanager
+    def _explained(self, rank: int, what: str) -> Iterator[None]:
+        """Let the links say why a read failed: they know who died, or which host has vanished."""
+        try:
+            yield
         except PeerLostError:
             deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
-            while not deadline.passed():  # the links know more: who died, or which host has vanished
-                check(f"reading {what} of rank {rank}")
+            while not deadline.passed():
+                self._protocol.waiter.check(f"reading {what} of rank {rank}")
                 backoff.sleep()
             raise
+
+
+def claim_name(identity: str) -> str:
+    """Under which the home of a root's queue answers claims of other hosts."""
+    return f"{identity}/claim"
+
+
+def answer_claim(protocol: MemberProtocol) -> bytes:
+    """What it answers, on any thread: one claim."""
+    return protocol.claim_at_home().to_bytes(8, "big")
 
 
 class NodeCache:

@@ -145,12 +145,9 @@ class MemberProtocol:
     # the queue of microbatches -----------------------------------------------------------------------------------
 
     def reset_claims(self) -> None:
-        """CLAIMED, at home, and this rank's own words beside it. Before `offer`, in the epoch that is open."""
-        claims = self.layout.mine.claims
-        if self.grid.me == HOME:
-            claims.store(ClaimWord.CLAIMED, 0)
-        claims.store(ClaimWord.MINE, 0)
-        claims.store(ClaimWord.TOTAL, 0)
+        """CLAIMED, which counts at home, and the words beside it. Before `offer`, in the epoch that is open."""
+        for word in ClaimWord:
+            self.layout.mine.claims.store(word, 0)
 
     def offer(self) -> None:
         """OFFERED: this rank's table and inputs of the current epoch are in place."""
@@ -182,9 +179,15 @@ class MemberProtocol:
         """TOTAL: what all members have offered."""
         self.layout.mine.claims.store(ClaimWord.TOTAL, 1 + total)
 
-    def claim(self) -> int:
-        """CLAIMED: the number of the next microbatch, which may be over the queue's end."""
+    def claim_at_home(self) -> int:
+        """CLAIMED: the number of the next microbatch, which may be over the queue's end; home is on this host. On any
+        thread.
+        """
         return self.layout.local(HOME).claims.add(ClaimWord.CLAIMED, 1)
+
+    def note_claim(self, number: int) -> None:
+        """CLAIMED of a rank whose home is on another host: as far as this rank knows, for `odc status`."""
+        self.layout.mine.claims.store(ClaimWord.CLAIMED, number + 1)
 
     def note_claimed(self) -> None:
         """MINE: this rank has copied one microbatch more."""

@@ -1,13 +1,13 @@
 """The queue of one minibatch: every member offers microbatches and claims the next longest of all until none is left.
 
-This is list scheduling (Graham 1969): one list in falling order of cost, and one counter, so a claim is one atomic add.
+This is list scheduling (Graham 1969): one list in falling order of cost, and one counter, so a claim is one atomic add,
+or one request to the host where the counter lies.
 All members sort the same tables by the same rule; a number beyond the list's end means that none is left.
 docs/protocol.md says why it is right.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,13 @@ import torch
 
 from odc.errors import OdcError, UnsupportedError
 from odc.runtime.layout import HeapLayout
+from odc.runtime.node import RemoteHeaps
 from odc.runtime.packed import PackedMicrobatch, unpack
 from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.words import ClaimWord, Word
+from odc.trace import FETCH, recorder
 
+_TABLE_BYTES = 4096  # of a table that are copied at once; the rest of a longer one follows
 _ROW = 3  # words of a table's row: cost (a float's bits), offset of the microbatch, its bytes
 
 
@@ -34,10 +37,13 @@ class Claimed:
 
 
 class Queue:
-    """The queue of one root, laid out with `Settings.queue_bytes`, epoch after epoch; on the rank's main thread."""
+    """The queue of one root, laid out with `Settings.queue_bytes`, epoch after epoch; on the rank's main thread.
 
-    def __init__(self, protocol: MemberProtocol) -> None:
-        self._protocol, self._layout = protocol, protocol.layout
+    `heaps` reads what members of other hosts offer, and claims where home is one of them.
+    """
+
+    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
+        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._order: list[tuple[int, int, int]] | None = None  # (member, offset, bytes), longest first
         self.offered = 0  # the newest epoch in which this rank did
         self.drained = 0  # the newest epoch whose end this rank has seen
@@ -87,18 +93,31 @@ class Queue:
             self._protocol.note_total(len(self._order))
         if self.drained == epoch:
             return None
-        number = self._protocol.claim()
+        number = self._next_number()
         if number >= len(self._order):
             self.drained = epoch
             return None
         member, offset, nbytes = self._order[number]
-        source = self._layout.local(member).offers()  # held: the memory stays mapped while it is copied
-        raw = torch.empty(nbytes, dtype=torch.uint8)
-        ctypes.memmove(raw.data_ptr(), source.data_ptr() + offset, nbytes)
+        raw = self._copy(member, offset, nbytes, f"microbatch {number} of the queue")
         self._protocol.note_claimed()
         if member != self._protocol.grid.me:
             self._protocol.count(Word.FETCHED, nbytes)
         return Claimed(number, member, nbytes, unpack(raw))
+
+    def _next_number(self) -> int:
+        if not self._protocol.grid.is_remote(HOME):
+            return self._protocol.claim_at_home()
+        number = self._heaps.claim(HOME)
+        self._protocol.note_claim(number)
+        return number
+
+    def _copy(self, member: int, offset: int, nbytes: int, what: str) -> torch.Tensor:
+        """uint8 [nbytes] from `offset` of what a member offers."""
+        raw, begin = torch.empty(nbytes, dtype=torch.uint8), recorder().now()
+        self._heaps.read(member, "queue", offset, raw, what)
+        if self._protocol.grid.is_remote(member):
+            recorder().add(FETCH, begin, unit="queue", peer=self._protocol.grid.ranks[member], nbytes=nbytes)
+        return raw
 
     @property
     def left_early(self) -> bool:
@@ -128,11 +147,19 @@ class Queue:
         """Every microbatch, costliest first; equal ones by member, then in the order they were offered."""
         rows: list[tuple[float, int, int, int]] = []
         for member in self._protocol.grid.members:
-            words = self._layout.local(member).offers().view(torch.int64)
-            table = words[1 : 1 + _ROW * int(words[0])].view(-1, _ROW)
+            table = self._table(member)
             costs = table[:, 0].contiguous().view(torch.float64).tolist()
             rows += [(-cost, member, *row) for cost, row in zip(costs, table[:, 1:].tolist(), strict=True)]
         return [(member, offset, nbytes) for _, member, offset, nbytes in sorted(rows)]
+
+    def _table(self, member: int) -> torch.Tensor:
+        """int64 [microbatches, _ROW]: what a member offers."""
+        size = self._layout.heap.layout.size("queue")
+        words = self._copy(member, 0, min(size, _TABLE_BYTES), "what is in the queue").view(torch.int64)
+        end = 1 + _ROW * int(words[0])
+        if end > len(words):
+            words = self._copy(member, 0, 8 * end, "what is in the queue").view(torch.int64)
+        return words[1:end].view(-1, _ROW)
 
     def _who(self, epoch: int) -> str:
         return f"rank {self._protocol.grid.rank} (epoch {epoch})"
@@ -150,10 +177,12 @@ def progress(layout: HeapLayout) -> dict[str, int | None] | None:
         return None
     words = layout.mine.claims
     total = words.load(ClaimWord.TOTAL) - 1
+    home = layout.mine if layout.grid.is_remote(HOME) or total < 0 else layout.local(HOME)
     return {
         "offered": int(layout.mine.offers().view(torch.int64)[0]),
         "claimed": words.load(ClaimWord.MINE),
-        # Claims after the last microbatch count on. Home is mapped by then: its offer was waited for.
-        "handed_out": min(layout.local(HOME).claims.load(ClaimWord.CLAIMED), total) if total >= 0 else None,
+        # Claims after the last microbatch count on. Home is mapped by then: its offer was waited for. A home on another
+        # host is not asked, so that there it is the newest number that this rank has claimed.
+        "handed_out": min(home.claims.load(ClaimWord.CLAIMED), total) if total >= 0 else None,
         "total": total if total >= 0 else None,
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from odc.errors import OdcError, WaitTimeoutError
 from odc.runtime.connect import Rendezvous
+from odc.runtime.exposing import ExposedHeap
 from odc.runtime.linking import HostMeeting
 from odc.runtime.service import Service
 from odc.runtime.wait import Backoff, Deadline
@@ -29,7 +30,7 @@ class Departure:
     """One root that was shut down.
 
     `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
-    hosts, if there are any.
+    hosts, and `exposed` is what the network sees, if there is either.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class Departure:
         rendezvous: Rendezvous,
         dismiss: Callable[[Callable[[], None]], object],
         hosts: HostMeeting | None = None,
+        exposed: ExposedHeap | None = None,
     ) -> None:
-        self._service, self._rendezvous, self._dismiss, self._hosts = service, rendezvous, dismiss, hosts
+        self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
+        self._hosts, self._exposed = hosts, exposed
         self._layout = service.layout
         self._members = [member for member in rendezvous.grid.others() if member in rendezvous.grid.local]
+        self._remaining = list(self._members)  # that it waits for
         self._settled = False
         self._deadline = Deadline(rendezvous.timeout_s)
         self._late: WaitTimeoutError | None = None
@@ -58,7 +62,8 @@ class Departure:
                 self._rendezvous.settle()
                 self._settled = True
             self._members = self._rendezvous.unsettled(self._members)
-            if not self._members and not (self._hosts is not None and self._hosts.needed()):
+            self._remaining = self._members or ([] if self._hosts is None else self._hosts.needed_by())
+            if not self._remaining:
                 self._rendezvous.forget()
                 return True
         except OdcError:  # nobody can attach without the store, and it has gone with its host or does not answer
@@ -66,17 +71,16 @@ class Departure:
         return self._expired()
 
     def _expired(self) -> bool:
-        peers = [self._layout.peer(member) for member in (*self._members, *self._layout.grid.remote)]
+        peers = [self._layout.peer(member) for member in {*self._remaining, *self._layout.grid.remote}]
         if not self._deadline.passed(sum(peer.board.load(Word.PROGRESS) for peer in peers if peer.attached)):
             return False
         timeout_s, ranks = self._rendezvous.timeout_s, self._rendezvous.grid.ranks
-        members = self._members or list(self._layout.grid.remote)
-        late = ", ".join(f"rank {ranks[member]}" for member in members)
+        late = ", ".join(f"rank {ranks[member]}" for member in self._remaining)
         self._late = WaitTimeoutError(
             f"rank {self._service.rank}, leaving heap {self._service.identity}: {late} has neither attached to all its "
             f"peers nor left for {timeout_s:g} s, and will miss this rank's shards; raise Settings.timeout_s if it is "
             "only slow",
-            culprit=ranks[members[0]],
+            culprit=ranks[self._remaining[0]],
         )
         return True
 
@@ -87,6 +91,8 @@ class Departure:
     def _close(self) -> None:
         if self._hosts is not None:
             self._hosts.close()
+        if self._exposed is not None:
+            self._exposed.close()
         self._rendezvous.close()
         self._layout.close()
         self.over.set()

@@ -35,7 +35,7 @@ BOARD_WORDS = 24  # room for a third cache line
 class ClaimWord(IntEnum):
     """Index of a word beside the queue of microbatches (see `odc.runtime.queue`)."""
 
-    CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it
+    CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it, of another host by asking
     MINE = 1  # microbatches that this member has claimed, for `odc status`
     TOTAL = 2  # 0, or 1 + microbatches that all members have offered, for `odc status`
 

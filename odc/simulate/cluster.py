@@ -1,10 +1,11 @@
 """The simulated machine: ranks, how fast they compute, and what their links cost.
 
 Every rank has one link to the ranks of its node and one to all other nodes, each at full speed in both directions.
-On-demand transfers go straight from each owner to the reader, so a rank pulls all remote bytes through its own link.
-Collectives are rings that bring each byte once into each node and spread it over the node's links. Not modelled:
-oversubscribed switches, a rank's pushes slowing the fetches that it serves, and memory bandwidth that communication
-takes from compute.
+On-demand transfers go straight from each owner to the reader, so a rank pulls all remote bytes through its own link;
+with the node cache the ranks of a node share what one of them reads, once a minibatch, over all their links together,
+and add up their gradients before those cross. Collectives are rings that bring each byte once into each node and spread
+it over the node's links, or gloo's, one ring over all ranks. Not modelled: oversubscribed switches, a rank's pushes
+slowing the fetches that it serves, and memory bandwidth that communication takes from compute.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from odc.errors import ConfigError
 
-Algorithm = Literal["ring", "tree"]
+Algorithm = Literal["ring", "tree", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class Cluster:
     intra_latency: float = 0.0  # seconds before the first byte, per transfer or hop
     inter_latency: float = 0.0
     accumulate_bandwidth: float = math.inf  # bytes/s at which one owner adds up pushed gradients, all sources together
-    collective: Algorithm = "ring"  # "ring" (ranks - 1 hops of latency) or "tree" (log2 of that)
+    # "ring" (ranks - 1 hops of latency), "tree" (log2 of that), or "gloo": one ring over all ranks that knows no nodes,
+    # in which a reduction moves what an all-reduce does
+    collective: Algorithm = "ring"
+    node_cache: bool = False  # on demand over nodes, shards are read and gradients cross once a node (docs/hosts.md)
     # gradient reductions a rank may have under way while it computes. 1: FSDP2 on a GPU, which waits for the last
     # unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
     reductions_in_flight: int = 1
@@ -52,12 +56,14 @@ class Cluster:
         for name in ("intra_latency", "inter_latency", "call_seconds", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be finite, 0 or more, not {getattr(self, name)!r}")
-        if self.collective not in ("ring", "tree"):
-            raise ConfigError(f"collective must be ring or tree, not {self.collective!r}")
+        if self.collective not in get_args(Algorithm):
+            raise ConfigError(f"collective must be one of {', '.join(get_args(Algorithm))}, not {self.collective!r}")
         if self.reductions_in_flight < 0:
             raise ConfigError(f"reductions_in_flight must be 0 or more, not {self.reductions_in_flight!r}")
         if not 1 <= self.owner_skew <= self.ranks:
             raise ConfigError(f"owner_skew must lie between 1 and the {self.ranks} ranks, not {self.owner_skew!r}")
+        if self.node_cache and self.owner_skew > 1:
+            raise ConfigError("owner_skew must be 1 with the node cache: its shards are even")
         for rank, factor in self.slow.items():
             if not (0 <= rank < self.ranks and 0 <= factor < math.inf):
                 raise ConfigError(
@@ -97,25 +103,49 @@ class Cluster:
         """Seconds before the first byte of a transfer from `shards` owners."""
         return self.inter_latency if shards > self.node else self.intra_latency
 
-    def gather_seconds(self, nbytes: float, shards: int) -> float:
-        """All-gather of `nbytes` in all (or reduce-scatter, the same) over `shards` ranks, once all have arrived.
+    def cached(self, shards: int) -> bool:
+        """Whether transfers from `shards` owners go through the node cache."""
+        return self.node_cache and shards > self.node
+
+    def read_seconds(self, nbytes: float) -> float:
+        """A node reads its part of `nbytes` from all other nodes, over the links of its ranks together."""
+        asked = self.call_seconds + 2 * self.inter_latency  # there and back
+        return asked + nbytes * (self.nodes - 1) / self.nodes / (self.inter_bandwidth * self.node)
+
+    def memory_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
+        """One unit of `nbytes` between a rank and the memory of its node, where all of it lies or is added."""
+        others = nbytes * (shards - 1) / shards
+        seconds = self.intra_latency + others / self.intra_bandwidth
+        return self.call_seconds + (max(seconds, nbytes / self.accumulate_bandwidth) if push else seconds)
+
+    def gather_seconds(self, nbytes: float, shards: int, *, reduces: bool = False) -> float:
+        """All-gather of `nbytes` in all, or a reduce-scatter, over `shards` ranks, once all have arrived.
 
         Uneven shards are padded to the largest.
         """
         if shards == 1 or nbytes == 0:
             return 0.0
+        rounds = 2 if reduces and self.collective == "gloo" else 1
+        padded = nbytes * min(float(shards), self.owner_skew)
+        inside = padded * (shards - 1) / shards / self.intra_bandwidth if self.node > 1 else 0.0
         nodes = max(1, shards // self.node)
-        nbytes = nbytes * min(float(shards), self.owner_skew)
-        inside = nbytes * (shards - 1) / shards / self.intra_bandwidth if self.node > 1 else 0.0
-        across = nbytes * (nodes - 1) / nodes / min(self.node, shards) / self.inter_bandwidth
-        return self.call_seconds + self._hops(shards, nodes) + max(inside, across)
+        across = self.crossing(padded, shards) / min(self.node, shards) / self.inter_bandwidth
+        return self.call_seconds + rounds * (self._hops(shards, nodes) + max(inside, across))
+
+    def crossing(self, nbytes: float, shards: int) -> float:
+        """Bytes of an all-gather of `nbytes` over `shards` ranks that leave a node; twice that of gloo's reductions."""
+        nodes = max(1, shards // self.node)
+        if nodes == 1:
+            return 0.0
+        parts = shards if self.collective == "gloo" else nodes
+        return nbytes * (parts - 1) / parts
 
     def exchange_seconds(self, nbytes: float) -> float:
         """Reduce-scatter or all-gather between the nodes of `nbytes`, each rank with its peers of the same place."""
         if self.nodes == 1:
             return 0.0
         across = nbytes / self.node * (self.nodes - 1) / self.nodes / self.inter_bandwidth
-        hops = self.nodes - 1 if self.collective == "ring" else math.ceil(math.log2(self.nodes))
+        hops = math.ceil(math.log2(self.nodes)) if self.collective == "tree" else self.nodes - 1
         return self.call_seconds + hops * self.inter_latency + across
 
     def peer_seconds(self, nbytes: float) -> float:
@@ -127,6 +157,8 @@ class Cluster:
         return 2 * self.latency(self.ranks) if self.ranks > 1 else 0.0
 
     def _hops(self, shards: int, nodes: int) -> float:
+        if self.collective == "gloo":
+            return (shards - 1) * (self.inter_latency if nodes > 1 else self.intra_latency)
         if self.collective == "ring":
             return (shards - nodes) * self.intra_latency + (nodes - 1) * self.inter_latency
         inside = math.ceil(math.log2(min(self.node, shards))) * self.intra_latency

@@ -8,6 +8,8 @@
   reductions follow the last one, in the backward of a dummy.
 * On demand, a rank has one fetch and one push at a time. Where an owner holds more than its share, transfers queue at
   it in the order they began, separately for each direction.
+* With the node cache, the first rank of a node that needs a unit has the node read the others' shards, one unit after
+  the other over the node's link; all its ranks then copy from the node's memory, where they also add their gradients.
 * Split samples come first. Their pieces begin to compute a unit together, once each rank has the unit and keys and
   values are exchanged. Other ranks do not wait for them.
 * The step ends `Step.ending_seconds` after all ranks have computed and all gradients have arrived.
@@ -83,7 +85,8 @@ class _Simulation:
                 heapq.heappush(self.events, (max(self.now, wish.done or 0.0), rank))
         optimizer = self.step.model.optimizer_seconds
         end = max(self.now, self.last_arrival) + self.step.ending_seconds()
-        return StepResult(end, tuple(b + optimizer for b in self.busy), tuple(self.transfer), tuple(self.ran))
+        busy, crossed = tuple(b + optimizer for b in self.busy), self.step.node_bytes(self.ran)
+        return StepResult(end, busy, tuple(self.transfer), tuple(self.ran), crossed)
 
     def _rank(self, rank: int) -> _Program:
         if self.step.transport == "dynamic":
@@ -119,7 +122,7 @@ class _Simulation:
             seconds = self._compute_seconds(rank, job, k)
             self.busy[rank] += seconds
             yield _Sleep(seconds)
-            if use.push_bytes and (last or not resident):
+            if use.push_bytes and (last or not self.step.reduces_last):
                 yield from self._push(rank, use)
 
     def _piece(self, rank: int, number: int) -> _Program:
@@ -165,16 +168,17 @@ class _Simulation:
         if not use.fetch_bytes:
             return _Transfer(0.0, self.now)
         if self.on_demand:
-            return self._send("fetch", rank, use.fetch_bytes)
+            return self._send("fetch", rank, use.fetch_bytes, use.unit)
         return self._collective(rank, self.cluster.gather_seconds(use.fetch_bytes, self.step.shards))
 
     def _push(self, rank: int, use: Use) -> Iterator[_Transfer]:
         if self.on_demand:
-            done = self._send("push", rank, use.push_bytes).done or 0.0
+            done = self._send("push", rank, use.push_bytes, use.unit).done or 0.0
             self.last_arrival = max(self.last_arrival, done)
             return
         pending = self.reductions[rank]
-        pending.append(self._collective(rank, self.cluster.gather_seconds(use.push_bytes, self.step.shards)))
+        seconds = self.cluster.gather_seconds(use.push_bytes, self.step.shards, reduces=True)
+        pending.append(self._collective(rank, seconds))
         if len(pending) > self.cluster.reductions_in_flight:
             yield from self._wait(rank, pending.popleft())
 
@@ -192,9 +196,11 @@ class _Simulation:
                 heapq.heappush(self.events, (call.done, waiting))
         return call
 
-    def _send(self, kind: str, rank: int, nbytes: float) -> _Transfer:
+    def _send(self, kind: str, rank: int, nbytes: float, unit: int) -> _Transfer:
         """One unit between a rank and its owners."""
         shards, cluster = self.step.shards, self.cluster
+        if self.step.cached:
+            return self._through_cache(kind, rank, nbytes, unit)
         seconds = cluster.transfer_seconds(nbytes, shards, push=kind == "push")
         begin = max(self.now, self.free.get((kind, rank), 0.0))
         done = self._serve(kind, rank, begin, seconds)
@@ -207,6 +213,18 @@ class _Simulation:
                 served.append(self._serve("server", rank // shards, begin, adding))
             done = max(done, max(served) + cluster.latency(shards))
         return _Transfer(done - begin, done)
+
+    def _through_cache(self, kind: str, rank: int, nbytes: float, unit: int) -> _Transfer:
+        """One unit between a rank and the memory of its node, which the node may have to read first."""
+        began, there = max(self.now, self.free.get((kind, rank), 0.0)), 0.0
+        if kind == "fetch":
+            key = f"unit {unit}", rank // self.cluster.node
+            if key not in self.free:  # when the unit is in the cache
+                self.free[key] = self._serve("node", key[1], self.now, self.cluster.read_seconds(nbytes))
+            there = self.free[key]
+        seconds = self.cluster.memory_seconds(nbytes, self.step.shards, push=kind == "push")
+        done = self._serve(kind, rank, max(began, there), seconds)
+        return _Transfer(done - began, done)
 
     def _serve(self, resource: str, number: int, asked: float, seconds: float) -> float:
         """When `resource`, which serves in order of arrival, is done with something that takes `seconds`."""

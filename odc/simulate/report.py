@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def study_table(study: Study) -> Table:
-    """A rich Table with a row an arm; `counts` are microbatches a rank. Raises OdcError without rich."""
+    """A rich Table with a row an arm; `counts` are microbatches a rank, `GB out` leave a node in a step.
+
+    Raises OdcError without rich.
+    """
     try:
         from rich.table import Table
     except ImportError as error:
@@ -27,11 +30,19 @@ def study_table(study: Study) -> Table:
         f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers",
     )
     table.add_column("arm", no_wrap=True)
-    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts"):
+    crosses = scenario.cluster().nodes > 1
+    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts", *["GB out"] * crosses):
         table.add_column(head, justify="right", no_wrap=True)
     for row in study.arms:
         shares = (f"{share:.1%}" for share in (row.bubble, row.waiting, row.transfer))
-        table.add_row(row.arm, f"{row.step_s:.3g}", f"{row.speedup:.3f}", *shares, f"{row.microbatches:.1f}")
+        table.add_row(
+            row.arm,
+            f"{row.step_s:.3g}",
+            f"{row.speedup:.3f}",
+            *shares,
+            f"{row.microbatches:.1f}",
+            *[f"{row.node_bytes / 1e9:.3g}"] * crosses,
+        )
     return table
 
 

@@ -64,7 +64,10 @@ class Scenario:
     efficiency: float = _device(0.4, "Share of the machine's peak FLOPs that compute reaches.")
     intra_bandwidth: float | None = _device(None, "Bytes/s of one rank within a node. (default: the machine's)")
     inter_bandwidth: float | None = _device(None, "Bytes/s of one rank to other nodes. (default: the machine's)")
-    collective: Algorithm = field(default="ring", metadata={"help": "ring or tree.", "panel": "Machine"})
+    link_gbit: float | None = _device(None, "Gbit/s of a node's link to others, in place of --inter-bandwidth.")
+    link_ms: float | None = _device(None, "Milliseconds one way between nodes. (default: the machine's)")
+    node_cache: bool = _device(False, "On demand, each shard and each sum of gradients crosses nodes once a minibatch.")
+    collective: Algorithm = field(default="ring", metadata={"help": "ring, tree or gloo.", "panel": "Machine"})
     prefetch: int = _device(1, "Units fetched or gathered ahead, 0 or 1.")
     owner_skew: float = _device(1.0, "Fullest owner's share over the mean.")
     jitter: float = _device(0.0, "Sigma of compute noise.")
@@ -92,6 +95,8 @@ class Scenario:
             )
         if not 0 < self.efficiency <= 1:
             raise ConfigError(f"efficiency is a share of peak FLOPs, above 0 and at most 1, not {self.efficiency!r}")
+        if self.link_gbit is not None and (not 0 < self.link_gbit < math.inf or self.inter_bandwidth is not None):
+            raise ConfigError(f"link_gbit must be above 0, and without inter_bandwidth, not {self.link_gbit!r}")
         if self.collective not in get_args(Algorithm):
             raise ConfigError(f"collective must be one of {', '.join(get_args(Algorithm))}, not {self.collective!r}")
         if not self.arms:
@@ -104,26 +109,30 @@ class Scenario:
 
     def cluster(self) -> Cluster:
         machine = machine_named(self.machine)
+        node = min(self.ranks, self.ranks_per_node or machine.ranks_per_node)
+        link = None if self.link_gbit is None else self.link_gbit * 1e9 / 8 / node  # of one rank
         return Cluster(
             self.ranks,
-            min(self.ranks, self.ranks_per_node or machine.ranks_per_node),
+            node,
             intra_bandwidth=self.intra_bandwidth or machine.intra_bandwidth,
-            inter_bandwidth=self.inter_bandwidth or machine.inter_bandwidth,
+            inter_bandwidth=link or self.inter_bandwidth or machine.inter_bandwidth,
             intra_latency=machine.intra_latency,
-            inter_latency=machine.inter_latency,
+            inter_latency=machine.inter_latency if self.link_ms is None else self.link_ms / 1000,
             call_seconds=machine.call_seconds,
             collective=self.collective,
+            node_cache=self.node_cache,
             owner_skew=self.owner_skew,
             slow=self.slow,
             jitter=self.jitter,
         )
 
     def units(self) -> Model:
-        """The model's layers and root, 2 bytes a parameter and a gradient."""
+        """The model's layers and root, 2 bytes a parameter and a gradient, 4 of a summed gradient."""
         config = config_named(self.model)
         layers, root = parameter_counts(config)
         count = int(config.get("text_config", config)["num_hidden_layers"])
-        return even_model(count, 2 * layers, root_bytes=2 * root, checkpointing=self.checkpointing)
+        model = even_model(count, 2 * layers, root_bytes=2 * root, checkpointing=self.checkpointing)
+        return replace(model, accumulator=2.0)
 
     def cost(self) -> Cost:
         """FLOPs of one sample, forward and backward."""

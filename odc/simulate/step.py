@@ -34,6 +34,7 @@ class Step:
     prefetch: int = 1  # units fetched or gathered ahead of use, 0 or 1; never across the start of a pass
     seed: int = 0  # of the jitter
     gangs: Sequence[Gang] = ()  # split samples, which run before all microbatches and in this order; on demand alone
+    reduce_once: bool = False  # collectives reduce in the last microbatch only, as FSDP2 without gradient sync before
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", checked_seconds(self.seconds, self.cluster.ranks))
@@ -79,13 +80,41 @@ class Step:
         """
         return gang.exchange_seconds * (2 if use.backward else 1) if use.share else None
 
+    @property
+    def reduces_last(self) -> bool:
+        """Whether gradients are reduced in the last microbatch only."""
+        return self.transport == "resident" or (self.transport == "collectives" and self.reduce_once)
+
+    @property
+    def cached(self) -> bool:
+        """Whether shards and sums cross nodes through the node cache."""
+        return self.transport in ("on demand", "dynamic") and self.cluster.cached(self.shards)
+
     def ending_seconds(self) -> float:
         """From the meeting of all ranks to the end of the step: gradients and parameters across nodes, optimizer."""
-        model, across = self.model, 0.0
+        model, cluster, across = self.model, self.cluster, 0.0
         if self.within_node:
-            exchange = self.cluster.exchange_seconds
-            across = exchange(model.gradient_bytes) + exchange(model.parameter_bytes)
+            across = cluster.exchange_seconds(model.gradient_bytes) + cluster.exchange_seconds(model.parameter_bytes)
+        elif self.cached:  # sums are complete, said so and read
+            across = cluster.inter_latency + cluster.read_seconds(model.gradient_bytes * model.accumulator)
         return across + model.optimizer_seconds
+
+    def node_bytes(self, counts: Sequence[int]) -> float:
+        """Bytes that leave a node in the minibatch, the mean over nodes; `counts` are microbatches by rank."""
+        cluster, model, shards = self.cluster, self.model, self.shards
+        apart = (cluster.nodes - 1) / cluster.nodes
+        if self.within_node:
+            return apart * (model.gradient_bytes + model.parameter_bytes)
+        if self.cached:
+            return apart * (model.parameter_bytes + model.gradient_bytes * model.accumulator)
+        uses = model.uses()
+        fetched, pushed = sum(use.fetch_bytes for use in uses), sum(use.push_bytes for use in uses)
+        if self.transport in ("on demand", "dynamic"):
+            return sum(counts) / cluster.nodes * (fetched + pushed) * (shards - cluster.node) / shards
+        reduced = cluster.crossing(pushed, shards) * (2 if cluster.collective == "gloo" else 1)
+        if self.transport == "resident":
+            return cluster.crossing(model.parameter_bytes, shards) + reduced
+        return max(counts) * cluster.crossing(fetched, shards) + reduced * (1 if self.reduce_once else max(counts))
 
 
 @dataclass(frozen=True)
@@ -96,6 +125,7 @@ class StepResult:
     busy: tuple[float, ...]  # compute seconds by rank, the optimizer's included
     transfer: tuple[float, ...]  # seconds by rank in which it waited while its transfer or collective moved bytes
     microbatches: tuple[int, ...]  # by rank, dummies included
+    node_bytes: float = 0.0  # that leave a node, the mean over nodes
 
     @property
     def bubble(self) -> float:

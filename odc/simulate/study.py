@@ -22,9 +22,9 @@ from odc.simulate.workload import Gang, Model
 
 
 def simulate(step: Step) -> StepResult:
-    """One step; event by event only where transfers queue at owners."""
+    """One step; event by event only where transfers queue at owners or for the node cache."""
     queues = step.cluster.owner_skew > 1 and step.shards > 1 and step.transport in ("on demand", "dynamic")
-    return simulate_events(step) if queues else simulate_vectorised(step)
+    return simulate_events(step) if queues or step.cached else simulate_vectorised(step)
 
 
 def simulate_plan(
@@ -82,6 +82,7 @@ class ArmFigures:
     transfer: float  # the part of the bubble that waits for transfers
     waiting: float  # the part that waits for other ranks
     microbatches: float  # mean for each rank and step, dummies included
+    node_bytes: float  # mean that leave a node in a step
     steps_s: tuple[float, ...]
 
 
@@ -144,6 +145,7 @@ def _figures(arm: str, results: Sequence[StepResult], base: float) -> ArmFigures
         transfer=sum(fmean(result.transfer) for result in results) / total,
         waiting=sum(result.wait_share * result.seconds for result in results) / total,
         microbatches=fmean(fmean(result.microbatches) for result in results),
+        node_bytes=fmean(result.node_bytes for result in results),
         steps_s=tuple(result.seconds for result in results),
     )
 

@@ -21,8 +21,10 @@ _Floats = NDArray[np.float64]
 
 
 def simulate_vectorised(step: Step) -> StepResult:
-    """The step; raises ConfigError where transfers on demand would queue at an owner."""
+    """The step; raises ConfigError where transfers on demand would queue at an owner or for the node cache."""
     if step.transport in ("on demand", "dynamic"):
+        if step.cached:
+            raise ConfigError("ranks wait for the same reads of the node cache, which only simulate_events does")
         if step.cluster.owner_skew > 1 and step.shards > 1:
             raise ConfigError("owner_skew above 1 makes transfers queue at owners, which only simulate_events does")
         return _on_demand(step)
@@ -140,7 +142,9 @@ class _Lockstep:
 
     def _every_microbatch(self) -> None:
         called = 0.0  # bytes of the reduction that each rank called at `now`, after its last use
-        for m in range(int(self.counts.max())):
+        count = int(self.counts.max())
+        for m in range(count):
+            reduces = m == count - 1 or not self.step.reduce_once
             for k, use in enumerate(self.uses):
                 ahead = self.step.prefetch and not use.first
                 asked = self.start
@@ -151,7 +155,7 @@ class _Lockstep:
                 if ahead:
                     self._reduce(called)
                 self._use(m, k, fetched, took, slice(None))
-                called = use.push_bytes
+                called = use.push_bytes if reduces else 0.0
         self._reduce(called)
 
     def _resident(self) -> None:
@@ -208,7 +212,7 @@ class _Lockstep:
         """Each rank calls a reduction now, and continues once few enough of its reductions are under way."""
         if not nbytes:
             return
-        took = self.step.cluster.gather_seconds(nbytes, self.step.shards)
+        took = self.step.cluster.gather_seconds(nbytes, self.step.shards, reduces=True)
         self.reductions.append((self._collective(self.now, took), took))
         if len(self.reductions) > self.step.cluster.reductions_in_flight:
             self._await(*self.reductions.popleft())
@@ -223,4 +227,5 @@ class _Lockstep:
 def _result(step: Step, met: float, busy: _Floats, transfer: _Floats, counts: NDArray[np.intp]) -> StepResult:
     seconds = float(met) + step.ending_seconds()
     busy = busy + step.model.optimizer_seconds
-    return StepResult(seconds, tuple(busy.tolist()), tuple(transfer.tolist()), tuple(counts.tolist()))
+    ran: list[int] = counts.tolist()
+    return StepResult(seconds, tuple(busy.tolist()), tuple(transfer.tolist()), tuple(ran), step.node_bytes(ran))

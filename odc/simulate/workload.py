@@ -27,6 +27,7 @@ class Model:
     forward: float = 1 / 3  # share of a microbatch's compute; 1/4 when backward computes forward again
     unit_seconds: float = 0.0  # fixed compute time of each use of a unit, however short the microbatch
     optimizer_seconds: float = 0.0  # from the meeting at the end of a minibatch to the end of the optimizer's update
+    accumulator: float = 1.0  # bytes of a summed gradient over those of one as pushed; 2 for fp32 sums of bf16
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -36,8 +37,10 @@ class Model:
         for unit in self.units:
             if min(unit.parameter_bytes, unit.gradient_bytes, unit.share) < 0:
                 raise ConfigError(f"bytes and shares of a unit must be 0 or more: {unit}")
-        if not (0 < self.forward < 1 and self.unit_seconds >= 0 and self.optimizer_seconds >= 0):
-            raise ConfigError("forward lies between 0 and 1; unit_seconds and optimizer_seconds are 0 or more")
+        if not (0 < self.forward < 1 and min(self.unit_seconds, self.accumulator, self.optimizer_seconds) >= 0):
+            raise ConfigError(
+                "forward lies between 0 and 1; unit_seconds, accumulator and optimizer_seconds are 0 or more"
+            )
 
     @property
     def parameter_bytes(self) -> float:
@@ -50,11 +53,12 @@ class Model:
     def uses(self) -> list[Use]:
         """The uses of units in one microbatch: all of forward, then all of backward in reverse."""
         forward = [
-            Use(place == 0, False, unit.share * self.forward, unit.parameter_bytes, 0.0)
+            Use(place, place == 0, False, unit.share * self.forward, unit.parameter_bytes, 0.0)
             for place, unit in enumerate(self.units)
         ]
         back = [
             Use(
+                unit=len(self.units) - 1 - place,
                 first=place == 0,
                 backward=True,
                 share=unit.share * (1 - self.forward),
@@ -68,8 +72,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a unit; the `first` of a pass has nothing before it during which it could be fetched ahead."""
+    """One use of unit `unit`; the `first` of a pass has nothing before it during which it could be fetched ahead."""
 
+    unit: int
     first: bool
     backward: bool
     share: float

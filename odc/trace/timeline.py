@@ -39,7 +39,7 @@ _INK, _SOFT_INK = "#20262c", "#66707a"
 # Inches.
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.86, 0.62
 _HEADER, _GAP = 0.68, 0.14
-_HOSTS = 0.42  # that hosts' names take at the left
+_HOSTS = 0.55  # that hosts' names take at the left
 _HOST_GAP = 0.4  # rows between two hosts
 _DPI = 150
 
@@ -117,19 +117,18 @@ def draw(
         box = (left / _WIDTH, (top - rows) / height, (_WIDTH - left - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
         _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
-        figures = panel.figures
-        said = (headlines or {}).get(panel.title) or headline(
-            source, figures.bubble.median, figures.step_s.median, len(figures.steps)
-        )
+        said = (headlines or {}).get(panel.title) or _headline_of(panel.figures, source)
         _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
-        _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT))
-        last = panel is prepared[-1]
-        axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
-        if last:
-            axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
+        _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT), row)
+        axes.tick_params(axis="x", labelbottom=panel is prepared[-1], length=4 if panel is prepared[-1] else 0)
         top -= rows + _GAP
+    axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
     _draw_legend(figure, prepared, left, height, dict(passes))
     figure.savefig(os.fspath(path), format="png")
+
+
+def _headline_of(figures: Breakdown, source: str) -> str:
+    return headline(source, figures.bubble.median, figures.step_s.median, len(figures.steps))
 
 
 def headline(source: str, bubble: float, step_s: float, count: int, repeats: int = 1) -> str:
@@ -249,15 +248,16 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
                   color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
 
 
-def _draw_hosts(axes: Axes, panel: _Panel, left: float) -> None:
-    """The name of each host beside its rows, `left` of them in axes widths, and a line along them."""
+def _draw_hosts(axes: Axes, panel: _Panel, left: float, row: float) -> None:
+    """The name of each host beside its rows, `left` of them in axes widths, and a line along them; a row in inches."""
     beside = axes.get_yaxis_transform()
     for host in sorted(set(panel.hosts.values())):
-        rows = [row for rank, row in panel.rows.items() if panel.hosts.get(rank) == host]
-        top, bottom = rows[0] - 0.4, rows[-1] + 0.4
+        own = [at for rank, at in panel.rows.items() if panel.hosts.get(rank) == host]
+        top, bottom = own[0] - 0.4, own[-1] + 0.4
+        turned = 90 if (bottom - top) * row > 0.6 else 0
         axes.plot([-left] * 2, [top, bottom], transform=beside, color=_SOFT_INK, linewidth=1.2, clip_on=False)
-        axes.text(-left - 0.006, (top + bottom) / 2, f"host {host}", transform=beside, rotation=90, color=_INK,
-                  fontsize=10, ha="right", va="center")  # fmt: skip
+        axes.text(-left - 0.006, (top + bottom) / 2, f"host {host}", transform=beside, rotation=turned, color=_INK,
+                  fontsize=10 if turned else 8, ha="right", va="center")  # fmt: skip
 
 
 def _draw_legend(

@@ -31,6 +31,16 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert figures["command"][0] == "odc"
 
 
+def test_hosts_with_links_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = ("--arms", "fsdp2,odc", "--ranks", "4", "--ranks-per-node", "2", "--json", str(tmp_path / "a.json"))
+    assert simulate(*_SMALL, *arms, "--link-gbit", "10", "--link-ms", "0.5", "--node-cache") == 0
+    assert "GB out" in capsys.readouterr().out
+    found = json.loads((tmp_path / "a.json").read_text())["study"]["arms"]
+    assert simulate(*_SMALL, *arms, "--link-gbit", "1") == 0
+    slower = json.loads((tmp_path / "a.json").read_text())["study"]["arms"]
+    assert slower["odc"]["step_s"] > found["odc"]["step_s"] and slower["odc"]["node_bytes"] > found["odc"]["node_bytes"]
+
+
 def test_yaml_and_flags(tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="needs the simulate extra")
     job, path = tmp_path / "job.yaml", tmp_path / "a.json"
@@ -54,6 +64,7 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
     [
         (("--lengths", "nowhere"), "longalign"),
         (("--slow", "1=2"), "RANK:FACTOR"),
+        (("--link-gbit", "1", "--inter-bandwidth", "1"), "without inter_bandwidth"),
         (("--arms", "fsdp3"), "odc-dynamic"),
         (("--picture", "a.png"), "--sweep"),
         (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.doubles import KINDS, exchange_of
 from support.rank_worker import die
 from support.ranks import spawn_ranks
@@ -56,6 +57,7 @@ def stays_away(rank: int, world: int, kind: str) -> None:
     """Rank 1 stays until rank 0 has given up, so a deadline that never runs out would keep both for ever."""
     over = default_store()
     with exchange_of(kind, rank, world, ["data"], timeout_s=5.0) as exchange:
+        dist.barrier()
         if rank == 1:
             over.wait(["rank 0 has given up"], timedelta(hours=1))
             return

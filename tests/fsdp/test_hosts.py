@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import Exact, SignStep, batch
+from support.exact import HIDDEN, Exact, SignStep, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -19,8 +22,8 @@ import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
-from odc.handover import weight_handle
-from odc.runtime import Arena
+from odc.runtime import Arena, queue
+from odc.runtime.daemon import ask_all
 
 HostPools = Callable[[int, int], Any]
 
@@ -236,30 +239,86 @@ def test_replicas_read_each_other_by_parts(
         assert share * model < found < 1.05 * share * model, (found, model)
 
 
-def refused(rank: int, world: int) -> tuple[str, str, str]:
-    told = []
-    spread = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+def claimed(rank: int, world: int, counts: tuple[tuple[int, ...], ...], hybrid: bool) -> list[list[int]]:
+    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks")) if hybrid else None
+    settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
+    ours, theirs, numbers = Exact(), Exact(), list[list[int]]()
+    for shard, model in ((functools.partial(fully_shard, settings=settings), ours), (torch_fully_shard, theirs)):
+        for layer in model.layers:
+            shard(layer, mesh=mesh)
+        shard(model, mesh=mesh)
+    for step, row in enumerate(counts):
+        mine = [{"x": batch(rank, step, i)} for i in range(row[rank])]
+        with ours.minibatch(), mock.patch.object(queue, "_TABLE_BYTES", 64):  # what is in it takes two reads
+            claims = ours.claim(mine, [float(10 * i + rank) for i in range(row[rank])])
+            numbers.append([])
+            for microbatch in claims:
+                numbers[-1].append(claims.number)
+                ours(microbatch["x"]).sum().backward()
+        inputs = torch.cat([batch(rank, step, i) for i in range(row[rank])] or [torch.zeros(1, HIDDEN)])
+        (theirs(inputs).sum() * float(bool(mine))).backward()
+        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), f"rank {rank} in step {step}"
+        ours.zero_grad()
+        theirs.zero_grad()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "hybrid"),
+    [(2, 2, False), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((3, 1, False), (2, 2, True)))],
+)
+def test_a_queue_over_hosts_gives_each_microbatch_once(
+    host_ranks: HostPools, hosts: int, per_host: int, hybrid: bool
+) -> None:
+    """Its home is on one of them."""
+    world = hosts * per_host
+    counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 6, 0, 3), (0, 0, 5, 0)))
+    found = host_ranks(hosts, per_host).run(claimed, counts, hybrid)
+    for step, row in enumerate(counts):
+        assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
+
+
+def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
+    """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
+    model = Exact()
+    fully_shard(model)
+    for step in range(9):
+        with model.minibatch():
+            model(batch(rank, step, 0)).sum().backward()
+    deadline, found = time.monotonic() + 60, {}
+    while len(found) < world or any(root["state"] != "closed" for _, root in found.values()):
+        assert time.monotonic() < deadline, found
+        roots = [(one, root) for one in ask_all() for root in one.roots if root["epoch"] == 9]
+        found = {one.rank: (one, root) for one, root in roots}
+    dist.barrier()
+    return [
+        (number, root["host"], one.elsewhere, root["state"], root["fetched_bytes"] > 0)
+        for number, (one, root) in sorted(found.items())
+    ]
+
+
+def test_every_host_knows_what_all_ranks_are_doing(host_ranks: HostPools) -> None:
+    for rank, found in enumerate(host_ranks(2, 2).run(told_of_all)):
+        there = [one // 2 != rank // 2 for one in range(4)]
+        assert found == [(one, one // 2, there[one], "closed", True) for one in range(4)]
+
+
+def refused(rank: int, world: int) -> tuple[str, str]:
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
-    for mesh, settings in ((spread, Settings(queue_bytes=1 << 16)), (across, Settings())):
-        model = Exact()
-        fully_shard(model, mesh=mesh, settings=settings)
-        with pytest.raises(UnsupportedError) as caught:
-            model(batch(rank, 0, 0))
-        told.append(str(caught.value))
+    model = Exact()
+    fully_shard(model, mesh=across)
+    with pytest.raises(UnsupportedError) as mesh:
+        model(batch(rank, 0, 0))
     arena = Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "over hosts")
     with pytest.raises(UnsupportedError) as caught:
         arena.get("rows", 0, (rank + 2) % world)
-    model = Exact()
-    fully_shard(model)
-    with model.minibatch():
-        pass
-    with pytest.raises(UnsupportedError, match="weights are exported within one host"):
-        weight_handle(model)
-    return told[0], told[1], str(caught.value)
+    return str(mesh.value), str(caught.value)
 
 
 def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None:
-    for rank, (queue, mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
-        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and Settings(queue_bytes=...)" in queue
+    for rank, (mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
+        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and" in mesh
         assert "keep each replica on one host" in mesh
         assert "are on different hosts" in arena

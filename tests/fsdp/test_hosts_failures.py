@@ -14,7 +14,7 @@ import torch
 from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.models import tokens
+from support.models import next_token_loss, tokens
 from support.rank_worker import tell
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -135,6 +135,29 @@ def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
             job.signal(rank, signal.SIGCONT)
         outcomes = end(job, [])
     assert [outcome.value for outcome in outcomes] == [60] * WORLD, [outcome.describe() for outcome in outcomes]
+
+
+def claim_on(rank: int, world: int) -> None:
+    """Share a queue for ever; its home is rank 0."""
+    torch.manual_seed(0)
+    model, _ = job(rank, world, settings=Settings(timeout_s=600.0, queue_bytes=1 << 16))
+    for step in range(10_000):
+        with model.minibatch():
+            for microbatch in model.claim([{"x": tokens(rank, step, i)} for i in range(3)]):
+                (next_token_loss(model(microbatch["x"]), microbatch["x"]) / 18).backward()
+        model.zero_grad()
+        if step == 1:
+            tell("trains")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_killed_rank_ends_a_queue_on_every_host(two: Hosts, culprit: int) -> None:
+    with spawn_on_hosts(two, 2, claim_on) as job:
+        trained(job)
+        died = job.kill(culprit)
+        outcomes = end(job, [])
+    assert_all_noticed(outcomes, culprit, died)
 
 
 def raise_in(rank: int, world: int, culprit: int) -> None:

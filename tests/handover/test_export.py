@@ -13,56 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.handover_jobs import publish_without_pause
+from support.handover_jobs import publish_without_pause, read_a_trained_model, second_dimension_first
 from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
 from support.rank_worker import tell
 from support.ranks import RankPool, RankProcesses, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError
-from odc.handover import Reader, version, weight_handle
+from odc.handover import Reader, weight_handle
 
 Pools = Callable[[int], RankPool]
 
 # names, shapes and values --------------------------------------------------------------------------------------------
-
-
-def second_dimension_first(parameter: torch.nn.Parameter) -> Shard | None:
-    """Shard [3 * width, width] and alike along dimension 1, where that divides evenly over 2 or 3 ranks."""
-    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 6 == 0 else None
-
-
-def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, Any]) -> None:
-    """Every rank reads from its own process; what it gets must be the whole state dict, to the bit."""
-    model = build(fully_shard, case, init_device_mesh("cpu", (world,)), **options)
-    optimizer = adamw(model)
-    for step in range(2):
-        with model.minibatch():
-            x = tokens(rank, step, 0)
-            (next_token_loss(model(x), x) / 18).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.publish()
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    dtype = torch.bfloat16 if case.low_precision else torch.float32
-    with Reader(weight_handle(model)) as source:
-        number, tensors = source.read(at_least=version(model))
-        assert number == version(model) == 3, number
-        assert source.left_out == ()
-        assert source.shapes() == {name: (tuple(value.shape), dtype) for name, value in whole.items()}
-        assert list(tensors) and tensors.keys() == whole.keys(), tensors.keys() ^ whole.keys()
-        wrong = [name for name, value in whole.items() if not torch.equal(tensors[name], value.to(dtype))]
-        assert not wrong, wrong
-        into = {name: torch.empty_like(value) for name, value in whole.items()}
-        source.read(into)
-        assert all(torch.equal(into[name], value.to(dtype).float()) for name, value in whole.items())
-        with torch.no_grad():  # a root whose parameters are gathered makes the same handle
-            before = weight_handle(model)
-            model(tokens(rank, 0, 0))
-            assert weight_handle(model) == before
-            dist.barrier()
 
 
 CASES = {

@@ -15,7 +15,7 @@ from support.handover_jobs import Job, changed
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError
 from odc.handover import Reader
 from odc.handover.handle import WeightHandle
-from odc.runtime import member
+from odc.runtime import reading
 from odc.runtime.listener import ask
 
 
@@ -46,7 +46,7 @@ def test_a_wrong_token(job: Job) -> None:
 
 def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """To map it would end the reader with a bus error at its first look."""
-    ask_member = member.ask_member
+    ask_member = reading.ask_member
 
     def exchanged(*args: Any, **options: Any) -> Any:
         answer = ask_member(*args, **options)
@@ -55,7 +55,7 @@ def test_memory_of_another_size_than_was_answered_is_refused(job: Job, monkeypat
         answer.fds[:] = [os.memfd_create("empty")]
         return answer
 
-    monkeypatch.setattr(member, "ask_member", exchanged)
+    monkeypatch.setattr(reading, "ask_member", exchanged)
     with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
         Reader(job.handle)
 
@@ -70,7 +70,7 @@ def test_a_weight_handle_of_another_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-0"}', '{"schema": "odc-weight-handle-1"}']
+    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-1"}', '{"schema": "odc-weight-handle-2"}']
 )
 def test_no_weight_handle_at_all(text: str) -> None:
     with pytest.raises(OdcError, match="this is not a weight handle"):

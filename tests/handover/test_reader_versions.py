@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -17,13 +18,15 @@ from support.handover_jobs import LAYOUT, Job
 from support.members import F32
 
 from odc.errors import StaleVersionError
-from odc.handover import Reader, reader
-from odc.runtime import Word
+from odc.handover import Reader
+from odc.runtime import Word, reading
 from odc.settings import Settings
 
 
 class Interleaved:
     """Publishers that go on by a given schedule, one write at a time, in the middle of every copy and every pause."""
+
+    string_at = staticmethod(ctypes.string_at)
 
     def __init__(self, job: Job, schedule: list[int]) -> None:
         self.publishers = [job.publishing(member) for member in range(2)]
@@ -41,22 +44,19 @@ class Interleaved:
     def memmove(self, to: int, source: int, nbytes: int) -> None:
         half = nbytes // 2
         self.go_on()
-        real.memmove(to, source, half)
+        ctypes.memmove(to, source, half)
         self.go_on()
-        real.memmove(to + half, source + half, nbytes - half)
+        ctypes.memmove(to + half, source + half, nbytes - half)
 
     def sleep(self, seconds: float) -> None:
         self.step()  # one at a time: no state is skipped, so a reader that waits finds one it can start from
-
-
-real = reader.ctypes
 
 
 @pytest.fixture
 def interleave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, list[int]], None]:
     def start(job: Job, schedule: list[int]) -> None:
         steps = Interleaved(job, schedule)
-        monkeypatch.setattr(reader, "ctypes", steps)
+        monkeypatch.setattr(reading, "ctypes", steps)
         monkeypatch.setattr(time, "sleep", steps.sleep)
 
     return start

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from odc.errors import ConfigError
-from odc.runtime.admission import AdmissionError, Visitor, admit, job_secret
+from odc.runtime.admission import READER, AdmissionError, Visitor, admit, job_secret, secret_for
 from odc.runtime.store import JobStore
 
 SECRET = b"s" * 32
@@ -73,6 +73,35 @@ def test_a_visitor_with_another_secret_or_purpose_gets_no_proof(
     with pytest.raises(AdmissionError, match="hung up"):
         admit(ends[0], "client", secret, 3, purpose=purpose)
     assert isinstance(server(), AdmissionError)
+
+
+@pytest.mark.parametrize(
+    ("secret", "purpose", "admitted"),
+    [
+        (secret_for(SECRET, "export 0.a"), "export 0.a", True),
+        (secret_for(SECRET, "export 0.a"), "export 1.a", False),
+        (secret_for(SECRET, "export 0.a"), "words", False),
+        (SECRET, "export 0.a", False),
+    ],
+)
+def test_a_readers_secret_opens_one_export(
+    ends: tuple[socket.socket, socket.socket], secret: bytes, purpose: str, admitted: bool
+) -> None:
+    def serve() -> int:
+        try:
+            return admit(ends[1], "server", SECRET, 7, purpose=purpose, timeout_s=60.0)
+        except AdmissionError:
+            ends[1].close()
+            raise
+
+    server = beside(serve)
+    if admitted:
+        assert admit(ends[0], "client", secret, READER, purpose=purpose, timeout_s=60.0) == 7
+        assert server() == READER
+    else:
+        with pytest.raises(AdmissionError, match="hung up"):
+            admit(ends[0], "client", secret, READER, purpose=purpose, timeout_s=60.0)
+        assert isinstance(server(), AdmissionError)
 
 
 def test_a_listener_without_the_secret_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -44,7 +44,9 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.mark.parametrize("engine", WITH_STAGED)
-@pytest.mark.parametrize("task", [engines.read_everything, engines.read_at_once, engines.read_what_is_refused])
+@pytest.mark.parametrize(
+    "task", [engines.read_everything, engines.read_at_once, engines.read_what_is_refused, engines.ask_for_numbers]
+)
 def test_reads(run: Run, engine: str, task: Callable[..., object]) -> None:
     run(task, engine)
 

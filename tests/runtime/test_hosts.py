@@ -51,15 +51,13 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
 
 
 def test_what_does_not_work_over_hosts_is_refused() -> None:
-    def refuse(grid: RankGrid, queue_bytes: int = 0, kernels: str = "torch") -> None:
-        refuse_unsupported(grid, queue_bytes=queue_bytes, kernels=kernels)
+    def refuse(grid: RankGrid, kernels: str = "torch") -> None:
+        refuse_unsupported(grid, kernels=kernels)
 
-    refuse(RankGrid((0, 1), 2, 0), queue_bytes=64, kernels="triton")
+    refuse(RankGrid((0, 1), 2, 0), kernels="triton")
     spread = RankGrid((0, 1), 2, 0, (0, 1))
     refuse(spread)
     refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 0, 1, 1)))
-    with pytest.raises(UnsupportedError, match="queue_bytes"):
-        refuse(spread, queue_bytes=64)
     with pytest.raises(UnsupportedError, match="triton"):
         refuse(spread, kernels="triton")
     with pytest.raises(UnsupportedError, match="keep each replica on one host"):

@@ -14,7 +14,7 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.runtime import Outcome, Word
+from odc.runtime import Outcome, RootState, Word
 from odc.runtime import links as module
 from odc.runtime.links import Links
 from odc.runtime.words import decode_outcome, encode_outcome, outcome_word
@@ -100,6 +100,27 @@ def test_a_link_begins_with_how_the_rank_fares(linked: Linked) -> None:
     theirs = linked.group.layouts[3].peer(0)
     assert theirs.abandonment(5) == "too long"
     assert decode_outcome(theirs.board.load(outcome_word(5)), 5) is Outcome.ABANDONED
+
+
+def test_a_closed_minibatch_is_told_at_once_with_what_status_shows(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank may not call into odc again for long; else such words are told now and then."""
+    monkeypatch.setattr(module, "_REFRESH_S", 1e9)
+    board = linked.join().group.members[0].protocol.board
+    for word, value in (
+        (Word.MICROBATCH, 4),
+        (Word.FETCHED, 1 << 40),
+        (Word.STATE, RootState.OPEN),
+        (Word.PROGRESS, 7),
+    ):
+        board.store(word, value)
+    board.store(Word.PUBLISHED, 3)
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.PUBLISHED) == 3)
+    assert seen(linked, 3, 0, Word.MICROBATCH) == 0
+    board.store(Word.STATE, RootState.CLOSED)
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.PROGRESS) == 7)
+    assert (seen(linked, 3, 0, Word.MICROBATCH), seen(linked, 3, 0, Word.FETCHED)) == (4, 1 << 40)
 
 
 def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.runtime import JobStore
+from odc.runtime.admission import admit
 from odc.runtime.network import HostNetwork, _key
 from odc.settings import Settings
 
@@ -109,6 +110,28 @@ def test_a_rank_at_another_ones_address_is_refused(make: Make) -> None:
     JobStore(store, 60.0).set(_key(2), json.dumps([where.address, where.port]))
     with pytest.raises(PeerLostError, match="connecting to rank 2 at .*: rank 1 answers there"):
         one.network.dial(2, "link 0.a")
+
+
+def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
+    """It may be overrun by visitors without the secret, or this process was stopped in the midst of its admission."""
+    store = dist.HashStore()
+    one = make(store, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        JobStore(store, 60.0).set(_key(1), json.dumps(list(listener.getsockname())))
+
+        def serve() -> None:
+            for _ in range(2):
+                listener.accept()[0].close()
+            connection, _ = listener.accept()
+            with connection:
+                assert admit(connection, "server", one.network._secret, 1, purpose="link 0.a", timeout_s=60.0) == 0
+                connection.sendall(b"well")
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with one.network.dial(1, "link 0.a") as connection:
+            assert connection.recv(4) == b"well"
+        server.join()
 
 
 def test_who_cannot_be_reached_is_named(make: Make) -> None:

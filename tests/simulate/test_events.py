@@ -117,7 +117,7 @@ def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
         ({"ranks": 6, "ranks_per_node": 4}, "divide"),
         ({"ranks": 2, "intra_bandwidth": 0.0}, "intra_bandwidth"),
         ({"ranks": 2, "intra_latency": -1.0}, "intra_latency"),
-        ({"ranks": 2, "collective": "star"}, "ring or tree"),
+        ({"ranks": 2, "collective": "star"}, "ring, tree, gloo"),
         ({"ranks": 2, "owner_skew": 3.0}, "owner_skew"),
         ({"ranks": 2, "slow": {2: 1.5}}, "rank 2"),
         ({"ranks": 2, "reductions_in_flight": -1}, "reductions_in_flight"),

@@ -22,6 +22,7 @@ def test_agrees_with_the_reference(transport: str, data: st.DataObject) -> None:
     assert fast.busy == pytest.approx(slow.busy, rel=1e-9)
     assert fast.transfer == pytest.approx(slow.transfer, rel=1e-9, abs=1e-9)
     assert fast.microbatches == slow.microbatches
+    assert fast.node_bytes == slow.node_bytes
 
 
 def test_leaves_queues_at_an_owner_to_the_reference() -> None:
@@ -30,3 +31,12 @@ def test_leaves_queues_at_an_owner_to_the_reference() -> None:
     with pytest.raises(ConfigError, match="owner_skew"):
         simulate_vectorised(step)
     assert simulate(step) == simulate_events(step)
+
+
+def test_leaves_the_node_cache_to_the_reference() -> None:
+    step = Step(Cluster(4, 2, node_cache=True), even_model(1, 1.0), [[1.0]] * 4, "on demand")
+    with pytest.raises(ConfigError, match="node cache"):
+        simulate_vectorised(step)
+    assert simulate(step) == simulate_events(step)
+    within = Step(step.cluster, step.model, step.seconds, "on demand", within_node=True)
+    assert simulate_vectorised(within).seconds == simulate_events(within).seconds, "nothing is cached within a node"

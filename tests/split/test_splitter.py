@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 import uuid
 from typing import Any
 
@@ -224,12 +223,11 @@ def test_frozen_layers(ranks: Any) -> None:
 
 
 def orders_differ(rank: int, world: int, name: str, splits: list[Any]) -> None:
+    """Their deadline is hours away: the test would run out of time if they waited for each other."""
     model = model_of("own")
-    splitter = splitter_of(model, name)
-    began = time.monotonic()
+    splitter = splitter_of(model, name, timeout_s=7200.0)
     with pytest.raises((PlanError, PeerLostError), match="have different plans or models for split sample"):
         step_of(model, splitter, Minibatch(splits if rank else splits[::-1]), rank, world)
-    assert time.monotonic() - began < 20, "they waited for each other"
 
 
 @pytest.mark.parametrize(
@@ -248,14 +246,14 @@ def test_opposite_orders_are_named_at_once(splits: list[Any]) -> None:
 
 
 def stays_away(rank: int, world: int, name: str) -> None:
-    """Rank 1 does not come to the second split sample."""
+    """Rank 1 does not come to the only split sample, but has made its splitter."""
     model = model_of("own")
     splitter = splitter_of(model, name, timeout_s=3.0)
+    splitter.prepare()
     splits = [(40, [0, 1], "zigzag")]
-    step_of(model, splitter, Minibatch(splits), rank, world)
     dist.barrier()
     if rank == 0:
-        with pytest.raises(WaitTimeoutError, match=r"rank 1 to put kv0 of step 2") as error:
+        with pytest.raises(WaitTimeoutError, match=r"rank 1 to put kv0 of step 1") as error:
             step_of(model, splitter, Minibatch(splits), rank, world)
         assert error.value.culprit == 1
     dist.barrier()
@@ -270,7 +268,7 @@ def test_a_deadline_names_who_did_not_come() -> None:
 def dies_in_a_piece(rank: int, world: int, name: str, where: str) -> None:
     """Rank 1 dies between two layers of a piece of all three ranks."""
     model = model_of("llama")
-    splitter = splitter_of(model, name, layers=None)
+    splitter = splitter_of(model, name, layers=None, timeout_s=600.0)
     minibatch = Minibatch([(60, [0, 1, 2], "zigzag")])
     step_of(model, splitter, minibatch, rank, world)
     dist.barrier()
@@ -287,9 +285,7 @@ def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
     with spawn_ranks(3, dies_in_a_piece, uuid.uuid4().hex, where) as ranks:
         outcomes = ranks.wait()
     ((died, _),) = outcomes[1].told
-    for one in (outcomes[0], outcomes[2]):
-        assert one.error == "PeerLostError" and "rank 1" in one.message, one.describe()
-        assert one.at - died <= 2.0, f"after {one.at - died:.1f} s"
+    assert_all_noticed(outcomes, 1, died)
 
 
 def dies_anywhere(rank: int, world: int, name: str, seed: int) -> None:
@@ -332,16 +328,14 @@ def fails_in_a_piece(splitter: Splitter, world: int) -> None:
 
 
 def raises_in_a_piece(rank: int, world: int, name: str) -> None:
-    """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients."""
-    splitter = splitter_of(model_of("own"), name)
-    began = time.monotonic()
+    """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients, for hours if nobody told it."""
+    splitter = splitter_of(model_of("own"), name, timeout_s=7200.0)
     if rank == 1:
         with pytest.raises(ZeroDivisionError):
             fails_in_a_piece(splitter, world)
     else:
         with pytest.raises(PeerLostError, match="rank 1 left its piece of sample 0 unfinished"):
             step_of(model_of("own"), splitter, Minibatch([(40, [0, 1], "zigzag")]), rank, world)
-    assert time.monotonic() - began < 20, "it waited for the deadline"
     dist.barrier()
 
 

@@ -11,8 +11,10 @@ import torch
 
 from odc.dispatch import Rearrangement
 from odc.dispatch.exchange import AllGatherExchange, CollectiveExchange, Exchange, OnDemandExchange
+from odc.dispatch.route import Route
 
 KINDS = ("collective", "all_gather", "on_demand")
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn]
 _made = 0
 
 
@@ -60,3 +62,33 @@ def ragged(move: Rearrangement, seed: int) -> list[torch.Tensor]:
     draw = np.random.default_rng(seed)
     rows = draw.integers(0, 5, len(move.order))
     return [100.0 * i + torch.arange(float(count) * 3).view(count, 3) for i, count in enumerate(rows.tolist())]
+
+
+def joined(examples: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat(examples) if examples else like[:0]
+
+
+def moves(rank: int, world: int, kind: str, seeds: list[int]) -> None:
+    """Move random rows by random plans, and look where every one of them arrives."""
+    with exchange_of(kind, rank, world, ["data"]) as exchange:
+        for step, seed in enumerate(seeds, 1):
+            plan = random_move(world, 5, seed)
+            values = ragged(plan, seed)
+            dtype = DTYPES[seed % len(DTYPES)]
+            fields = {
+                "rows": (values, torch.zeros(0, 3)),
+                "other": ([one[:, :2].to(dtype).view(-1, 1, 2) for one in values], torch.zeros(0, 1, 2, dtype=dtype)),
+                "one": ([torch.tensor([i]) for i in range(len(values))], torch.zeros(0, dtype=torch.int64)),
+            }
+            given, expected, rows = {}, {}, {}
+            for name, (examples, like) in fields.items():
+                at = plan.starts.tolist()
+                batches = [examples[at[i] : at[i + 1]] for i in range(world)]
+                given[name] = joined(batches[rank], like)
+                expected[name] = joined(plan.apply(batches)[rank], like)
+                rows[name] = [len(one) for one in examples]
+            got = exchange.move(step, "data", Route.of(plan, rows, rank), given)
+            for name, value in expected.items():
+                assert got[name].dtype == value.dtype and got[name].shape == value.shape, f"{name} of seed {seed}"
+                same = torch.equal(got[name].view(torch.uint8), value.contiguous().view(torch.uint8))
+                assert same, f"{name} of seed {seed} on rank {rank}"

@@ -7,6 +7,7 @@ Tasks are functions of `(rank, world, name of the engine, name of the meeting)`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from support.rank_worker import tell
 
 SECRET = b"of this test"
 SIZE = 3_000_017
+PATIENCE_S = 600.0  # that a visitor on a busy machine may take
 
 
 def pattern(rank: int, nbytes: int = SIZE) -> torch.Tensor:
@@ -72,7 +74,7 @@ class Meeting:
 
     def _admit(self, accepted: socket.socket) -> None:
         try:
-            reader = admit(accepted, "server", SECRET, self.rank, purpose=PURPOSE)
+            reader = admit(accepted, "server", SECRET, self.rank, purpose=PURPOSE, timeout_s=PATIENCE_S)
         except (OSError, AdmissionError):
             accepted.close()
         else:
@@ -187,6 +189,38 @@ def read_what_is_refused(rank: int, world: int, engine: str, name: str) -> None:
         dist.barrier()
 
 
+def ask_for_numbers(rank: int, world: int, engine: str, name: str) -> None:
+    """Eight threads, beside one that reads: each number is given once."""
+    with meeting(rank, engine, name) as mine:
+        numbers, given = itertools.count(), list[int]()
+        mine.answer("heap", lambda: next(numbers).to_bytes(8, "big"))
+        mine.answer("nothing", bytes)
+        dist.barrier()
+
+        def live() -> None:
+            given.extend(int.from_bytes(mine.ask(1 - rank, "heap"), "big") for _ in range(25))
+
+        threads = [threading.Thread(target=live) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        into = torch.empty(100, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        assert torch.equal(into, pattern(1 - rank)[:100]), "a region of that name is another thing"
+        for thread in threads:
+            thread.join()
+        assert sorted(given) == list(range(200))
+        assert mine.ask(1 - rank, "nothing") == b""
+        dist.barrier()
+        mine.withdraw("nothing")
+        dist.barrier()
+        said = f"rank {rank}, reading a number of rank {1 - rank}: it does not answer 'nothing'"
+        with pytest.raises(PeerLostError, match=said):
+            mine.ask(1 - rank, "nothing", what="a number")
+        with pytest.raises(ValueError, match="answered already"):
+            mine.answer("heap", bytes)
+        dist.barrier()
+
+
 def read_until_aborted(rank: int, world: int, engine: str, name: str) -> None:
     """Rank 1 stops itself: who waits for it learns of an abort all the same."""
     with meeting(rank, engine, name) as mine:
@@ -244,10 +278,11 @@ def read_from_the_stopped(rank: int, world: int, engine: str, name: str) -> floa
 
 def read_with_little_patience(rank: int, world: int, engine: str, name: str) -> str | None:
     """Rank 1 stops itself, and is woken by the test."""
-    with meeting(rank, engine, name, timeout_s=1.0) as mine:
+    with meeting(rank, engine, name) as mine:
         into = torch.empty(100, dtype=torch.uint8)
         mine.read(1 - rank, "heap", 0, into)
         dist.barrier()
+        mine._timeout_s = mine._connections.timeout_s = 1.0  # type: ignore[attr-defined]
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return None

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from odc import Settings, fully_shard
-from odc.handover import version, weight_handle
+from odc.handover import Reader, version, weight_handle
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.runtime import Daemon, Word, reading_token
+from odc.runtime import Daemon, Word, host_identity, reading_token
 from support.members import BF16, F32, HeapGroup, Layout
+from support.models import Case, adamw, build, next_token_loss, tokens
 from support.rank_worker import tell
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
@@ -51,7 +54,7 @@ class Job:
             for spec in unit.params
         )
         self.owners = tuple(
-            ShardOwner(service.rank, daemon.address, reading_token(service.token))
+            ShardOwner(service.rank, daemon.address, reading_token(service.token), host_identity())
             for service, daemon in zip(self.group.services, self.daemons, strict=True)
         )
         self.handle = WeightHandle(
@@ -139,3 +142,39 @@ def publish_without_pause(rank: int, world: int, stop: str, width: int, settings
         going[0] = 0.0 if Path(stop).exists() or number == last else 1.0
         dist.broadcast(going, 0)
     return number
+
+
+def second_dimension_first(parameter: torch.nn.Parameter) -> Shard | None:
+    """Shard [3 * width, width] and alike along dimension 1, where that divides evenly over 2 or 3 ranks."""
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 6 == 0 else None
+
+
+def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, Any]) -> None:
+    """Every rank reads from its own process; what it gets must be the whole state dict, to the bit."""
+    model = build(fully_shard, case, init_device_mesh("cpu", (world,)), **options)
+    optimizer = adamw(model)
+    for step in range(2):
+        with model.minibatch():
+            x = tokens(rank, step, 0)
+            (next_token_loss(model(x), x) / 18).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.publish()
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    dtype = torch.bfloat16 if case.low_precision else torch.float32
+    with Reader(weight_handle(model)) as source:
+        number, tensors = source.read(at_least=version(model))
+        assert number == version(model) == 3, number
+        assert source.left_out == ()
+        assert source.shapes() == {name: (tuple(value.shape), dtype) for name, value in whole.items()}
+        assert list(tensors) and tensors.keys() == whole.keys(), tensors.keys() ^ whole.keys()
+        wrong = [name for name, value in whole.items() if not torch.equal(tensors[name], value.to(dtype))]
+        assert not wrong, wrong
+        into = {name: torch.empty_like(value) for name, value in whole.items()}
+        source.read(into)
+        assert all(torch.equal(into[name], value.to(dtype).float()) for name, value in whole.items())
+        with torch.no_grad():  # a root whose parameters are gathered makes the same handle
+            before = weight_handle(model)
+            model(tokens(rank, 0, 0))
+            assert weight_handle(model) == before
+            dist.barrier()

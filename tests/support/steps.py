@@ -30,7 +30,7 @@ def clusters(draw: st.DrawFn, *, free: bool = False) -> Cluster:
         inter_latency=draw(_short),
         accumulate_bandwidth=draw(_positive),
         call_seconds=draw(_short),
-        collective=draw(st.sampled_from(["ring", "tree"])),
+        collective=draw(st.sampled_from(["ring", "tree", "gloo"])),
         reductions_in_flight=draw(_in_flight),
         slow=slow,
         jitter=draw(st.sampled_from([0.0, 0.3])),
@@ -57,7 +57,7 @@ def steps(draw: st.DrawFn, *, free: bool = False, transport: str | None = None) 
     chosen = transport or draw(st.sampled_from(TRANSPORTS))
     gangs = draw(st.lists(gangs_of(cluster.ranks), max_size=5)) if chosen == "on demand" and cluster.ranks > 1 else []
     options = draw(st.booleans()), draw(st.integers(0, 1)), draw(st.integers(0, 9))
-    return Step(cluster, model, seconds, chosen, *options, gangs)
+    return Step(cluster, model, seconds, chosen, *options, gangs, draw(st.booleans()))
 
 
 @st.composite

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from odc.dispatch.exchange.meeting import Meeting
-from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, kinds_of, sent_bytes, signature
+from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, instances_of_host, kinds_of, sent_bytes, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
-from odc.runtime import KeyValueStore
+from odc.runtime import JobStore, KeyValueStore, RankGrid, announce_process, locate
 
 
 class CollectiveExchange:
@@ -36,12 +36,19 @@ class CollectiveExchange:
     ) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.me = self.ranks.index(dist.get_rank())
+        self._store, self._timeout_s = store, timeout_s
         self.moved: dict[str, int] = Counter()
         self.buffer_bytes = 0
         backend = dist.get_backend(group)
         self._data = Meeting(store, f"{name}/data", self.ranks, backend, timeout_s)
         self._heads = Meeting(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
         self._planning = Meeting(store, f"{name}/planning", self.ranks, "gloo", timeout_s)
+
+    @property
+    def per_host(self) -> int:
+        job, rank = JobStore(self._store, self._timeout_s), self.ranks[self.me]
+        announce_process(job, rank)
+        return instances_of_host(locate(job, RankGrid(self.ranks, len(self.ranks), self.me)))
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
         return self._planning.gather(f"gathering {channel} of step {step}", values)

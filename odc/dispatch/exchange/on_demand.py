@@ -1,6 +1,7 @@
 """Exchange without any collective: each rank writes its rows to its arena, and peers copy theirs one-sided.
 
-A rank waits only for the ranks it gets rows from, when it needs them. Ranks must share a host.
+A rank waits only for the ranks it gets rows from, when it needs them. Over hosts every row crosses the network once, to
+the rank that gets it, and what is gathered once to every host.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import numpy as np
 import torch
 
 from odc.dispatch.exchange.meeting import require_same_plan
-from odc.dispatch.exchange.rows import as_bytes, from_bytes, kinds_of, signature
+from odc.dispatch.exchange.rows import as_bytes, from_bytes, instances_of_host, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
 from odc.runtime import Arena, KeyValueStore
+from odc.settings import Settings
 from odc.trace import FETCH, recorder
 
+_OF_HOST = "@host"  # added to a channel: what was gathered from the members with this index on all hosts
 _HEAD = 8  # bytes for each destination: where its rows begin
 
 
@@ -34,6 +37,9 @@ class OnDemandExchange:
             all that a rank sends in one step nobody waits for room.
         timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
+        hosts: its address, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
+
+    Waits until all ranks have called `fully_shard` or make an exchange.
     """
 
     def __init__(
@@ -46,22 +52,48 @@ class OnDemandExchange:
         arena_bytes: int = 64 << 20,
         timeout_s: float = 600.0,
         name: str = "dispatch",
+        hosts: Settings | None = None,
     ) -> None:
-        self._arena = Arena(store, ranks, rank, arena_bytes, channels, timeout_s, name)
+        everything = [*channels, *(channel + _OF_HOST for channel in channels)]
+        self._arena = Arena(store, ranks, rank, arena_bytes, everything, timeout_s, name, hosts or Settings())
         self.ranks, self.me = self._arena.grid.ranks, self._arena.grid.me
         self.moved: dict[str, int] = Counter()
         self.buffer_bytes = self._arena.nbytes
 
+    @property
+    def per_host(self) -> int:
+        return instances_of_host(self._arena.grid)
+
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
-        mine = np.array(values, np.int64)
-        others = self._arena.grid.others()
-        raw = self._arena.put(channel, step, mine.nbytes, others)
-        raw.copy_(torch.from_numpy(mine.view(np.uint8)))
-        self._arena.show(channel)
+        grid, mine = self._arena.grid, np.array(values, np.int64)
+        neighbours = [member for member in grid.others() if not grid.is_remote(member)]
         found = [mine] * len(self.ranks)
-        for owner in others:
-            found[owner] = self._arena.get(channel, step, owner).raw.numpy().view(np.int64).copy()
-            self._arena.done(channel, step, owner)
+        if not grid.remote:
+            self._show_all(channel, step, mine, neighbours)
+            for owner in neighbours:
+                found[owner] = self._shown_by(channel, step, owner)
+            return found
+        # First from the member with this index on every other host, then from the neighbours, who have done the same.
+        self._show_all(channel, step, mine, grid.partners)
+        for owner in grid.partners:
+            found[owner] = self._shown_by(channel, step, owner)
+        told = [found[grid.me if host == grid.here else grid.partner(host)] for host in range(grid.host_count)]
+        self._show_all(channel + _OF_HOST, step, np.concatenate([[len(one) for one in told], *told]), neighbours)
+        for neighbour in neighbours:
+            said = self._shown_by(channel + _OF_HOST, step, neighbour)
+            lengths, values_of_hosts = np.split(said, [grid.host_count])
+            for host, part in enumerate(np.split(values_of_hosts, np.cumsum(lengths))[:-1]):
+                found[grid.on(host)[grid.index(neighbour)]] = part
+        return found
+
+    def _show_all(self, channel: str, step: int, values: Ints, readers: Sequence[int]) -> None:
+        raw = self._arena.put(channel, step, values.nbytes, readers)
+        raw.copy_(torch.from_numpy(np.ascontiguousarray(values, np.int64).view(np.uint8)))
+        self._arena.show(channel)
+
+    def _shown_by(self, channel: str, step: int, owner: int) -> Ints:
+        found = self._arena.get(channel, step, owner).raw.numpy().view(np.int64).copy()
+        self._arena.done(channel, step, owner)
         return found
 
     @torch.no_grad()
@@ -130,15 +162,16 @@ class OnDemandExchange:
         except PlanError as error:
             self._arena.refuse(str(error))
             raise
-        base = entry.raw.data_ptr()  # `entry` keeps the memory mapped
-        at = base + int(entry.raw[: _HEAD * len(self.ranks)].view(torch.int64)[self.me])
-        first = at
+        head = int(entry.part(_HEAD * self.me, _HEAD).view(torch.int64))
+        nbytes = sum(int(field.received[owner]) * got[name].shape[1] for name, field in route.fields.items())
+        rows = entry.part(head, nbytes)
+        at = rows.data_ptr()
         for name, field in route.fields.items():
             width = got[name].shape[1]
             _copy_out(got[name].data_ptr(), at, field.incoming[owner], width)
             at += int(field.received[owner]) * width
         self._arena.done(channel, step, owner)
-        recorder().add(FETCH, begin, unit=channel, peer=self.ranks[owner], nbytes=at - first)
+        recorder().add(FETCH, begin, unit=channel, peer=self.ranks[owner], nbytes=nbytes)
 
 
 def _refuse_devices(tensors: Mapping[str, torch.Tensor], who: str) -> None:

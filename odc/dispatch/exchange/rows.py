@@ -14,6 +14,7 @@ import torch
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route
 from odc.errors import PlanError, UnsupportedError
+from odc.runtime import RankGrid
 
 BACK = ".back"  # added to the channel of a move by the move of its gradients
 
@@ -32,6 +33,14 @@ class Exchange(Protocol):
     me: int
     moved: dict[str, int]
     buffer_bytes: int
+
+    @property
+    def per_host(self) -> int:
+        """Instances of each host, as the ranks themselves say; all ranks ask together.
+
+        Raises UnsupportedError unless every host has equally many, one after the other.
+        """
+        ...
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all instances; on the planning thread. Waits for all.
@@ -61,6 +70,16 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Release everything. Idempotent."""
         ...
+
+
+def instances_of_host(grid: RankGrid) -> int:
+    """`Exchange.per_host` of ranks whose hosts are known."""
+    if list(grid.hosts) != sorted(grid.hosts):
+        raise UnsupportedError(
+            f"rank {grid.rank}: a node is a host, whose instances follow each other, but ranks {grid.ranks} are on "
+            f"hosts {grid.hosts}; list them by host, or declare Nodes(size)"
+        )
+    return len(grid.local)
 
 
 def sent_bytes(route: Route, row_bytes: Mapping[str, int]) -> list[int]:

@@ -14,7 +14,8 @@ TRANSPORTS = ("fsdp2", "odc")
 
 @dataclass(frozen=True)
 class MultimodalConfig:
-    """One multimodal job. `per_node` is the number of ranks of a declared node: what crosses nodes is kept small.
+    """One multimodal job. `per_node` is the number of ranks of a declared node: what crosses nodes is kept small; 0
+    takes hosts for nodes.
 
     Of `job`, `model` names a multimodal config, `data` a JSONL file of messages, `arm` is `fsdp2` or `odc`, and
     `max_tokens` caps one example; fields about packing and tokenizers have no effect.
@@ -29,7 +30,7 @@ class MultimodalConfig:
             raise ConfigError(f"balance must be one of {', '.join(BALANCES)}, not {self.balance!r}")
         if self.job.arm not in TRANSPORTS:
             raise ConfigError(f"a multimodal job runs over {' or '.join(TRANSPORTS)}, not {self.job.arm!r}")
-        if self.per_node < 1 or self.job.ranks % self.per_node:
+        if self.per_node < 0 or self.job.ranks % (self.per_node or 1):
             raise ConfigError(
                 f"per_node must divide the number of ranks ({self.job.ranks}) into whole nodes, not {self.per_node!r}"
             )

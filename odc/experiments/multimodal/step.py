@@ -77,7 +77,8 @@ class MultimodalTrainer(Trainer):
         self.sampler = MinibatchSampler(len(self.examples), job.minibatch_size, job.seed)
         self.drawn = self.sampler.state_dict()  # the sampler after the last step: the loader draws ahead
         self.exchange = make_exchange(config, arena_bytes(self.examples, job.minibatch_size, self.geometry))
-        self.mover = Mover(self.exchange, config.per_node)
+        self.per_node = config.per_node or self.exchange.per_host
+        self.mover = Mover(self.exchange, self.per_node)
         self.counts: dict[Phase, PhaseCount] = {}
         self._waited_s, self._on_demand = 0.0, arm_named(self.job.arm).on_demand
 
@@ -95,7 +96,7 @@ class MultimodalTrainer(Trainer):
 
     def start(self, first: int) -> None:
         planning = Planning(self.config.balance, self.costs, self.geometry)
-        nodes = Nodes(self.config.per_node, budget_s=_PLACING_S)
+        nodes = Nodes(self.per_node, budget_s=_PLACING_S)
         ranks, left = dist.get_world_size(), self.job.steps - first
         batches = loaded_minibatches(self.examples, self.geometry, self.sampler, planning, self.rank, ranks, left)
         orchestrator = Orchestrator(*planning.phases(), self.exchange, nodes=nodes)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from odc.errors import WaitTimeoutError
 from odc.memory import close_after_fork
-from odc.runtime.engines.engine import Check, Dial, hang_up, lost, set_for_reader
-from odc.runtime.engines.server import LENGTH, REFUSED
+from odc.runtime.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, reading, set_for_reader
+from odc.runtime.engines.server import ASK, LENGTH, REFUSED, request
 from odc.runtime.wait import Deadline
 
 _MOST_CONNECTIONS = 4  # to one rank
@@ -100,6 +100,16 @@ class Connections:
                 self._idle.setdefault(rank, []).append(connection)
             self._changed.notify_all()
 
+    def ask(self, rank: int, name: str, what: str, check: Check) -> bytes:
+        """As `Engine.ask`."""
+        with self.lend(rank, what, check) as answers:
+            length = answers.ask(request(ASK, name), memoryview(b""))
+            if length > MOST_ANSWERED:  # `REFUSED` is
+                raise lost(self.me, rank, what, f"it does not answer {name!r} (any more)")
+            found = bytearray(length)
+            answers.receive(memoryview(found))
+        return bytes(found)
+
     def _take(self, rank: int, what: str, check: Check) -> socket.socket:
         deadline = Deadline(self.timeout_s)
         with self._changed:
@@ -155,5 +165,5 @@ class Connections:
 
 def late(me: int, rank: int, what: str, timeout_s: float) -> WaitTimeoutError:
     """The error of a read that takes too long."""
-    said = f"rank {me}, reading {what} of rank {rank}: nothing has come for {timeout_s:g} s"
+    said = f"{reading(me, rank, what)}: nothing has come for {timeout_s:g} s"
     return WaitTimeoutError(f"{said}; raise Settings.timeout_s if it is only slow", culprit=rank)

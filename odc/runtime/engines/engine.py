@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
 
 from odc.errors import PeerLostError
+from odc.runtime.admission import READER
 
 PURPOSE = "read"  # what a connection to the engine of another rank says at its admission
 #: Connects to the listener of a rank (global) and goes through admission for `PURPOSE`. Raises OSError.
@@ -18,6 +19,7 @@ Dial = Callable[[int], socket.socket]
 #: Raises if the job was aborted, given what this rank is doing.
 Check = Callable[[str], None]
 
+MOST_ANSWERED = 1 << 16
 LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
 _TOLD_DEAD_AFTER = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": 1500}
 _TIMEVAL = struct.Struct("ll")
@@ -42,12 +44,23 @@ class Engine(Protocol):
         """Let admitted ranks read `memory`, uint8 [n] and contiguous, under a name that is not exposed yet."""
         ...
 
-    def withdraw(self, region: str) -> None:
-        """Expose it no longer. Reads that are being answered may still look at the memory, which they keep alive."""
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        """Let admitted ranks have `function` called, once for each `ask`. It runs on a thread of the engine, beside
+        other calls, and returns at once: at most `MOST_ANSWERED` bytes.
+        """
         ...
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now."""
+    def withdraw(self, name: str) -> None:
+        """Expose the region, or answer, no longer. Reads that are being answered may still look at the memory, which
+        they keep alive.
+        """
+        ...
+
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now.
+
+        With `only` it is a process outside the job, which gets nothing but regions and answers of these names.
+        """
         ...
 
     def read(
@@ -65,6 +78,12 @@ class Engine(Protocol):
         Returns when all have come and, on a device, settled. `what` is said after "reading" in messages. Raises
         PeerLostError if the rank is gone, or does not expose these bytes; WaitTimeoutError if nothing came for the
         engine's timeout; whatever `check` raises, which is called now and then. After an error `into` holds anything.
+        """
+        ...
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        """What the function that `rank` answers with under `name` returns. It is called exactly once, unless this
+        raises, as `read` does: then once or not at all.
         """
         ...
 
@@ -104,9 +123,14 @@ def hang_up(connection: socket.socket) -> None:
     connection.close()
 
 
+def reading(me: int, rank: int, what: str) -> str:
+    """The beginning of a message of rank `me`, or of a reader outside the job."""
+    return f"{'reader' if me == READER else f'rank {me}'}, reading {what} of rank {rank}"
+
+
 def lost(me: int, rank: int, what: str, why: object) -> PeerLostError:
     """The error of a read that found the other rank gone."""
-    return PeerLostError(f"rank {me}, reading {what} of rank {rank}: {why}", culprit=rank)
+    return PeerLostError(f"{reading(me, rank, what)}: {why}", culprit=rank)
 
 
 def refused(me: int, rank: int, what: str, region: str, offset: int, nbytes: int) -> PeerLostError:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -160,14 +160,17 @@ class NixlEngine:
                 "Settings(engine='sockets') reads them too"
             ) from error
 
-    def withdraw(self, region: str) -> None:
-        self._server.withdraw(region)
-        found = self._registered.pop(region, None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
+
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
+        found = self._registered.pop(name, None)
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        self._server.adopt(connection, rank)
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:
         memory, registration = self._registered[region]
@@ -268,6 +271,9 @@ class NixlEngine:
             yield
         finally:
             self._agent.deregister_memory(registration)
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
 
     def close(self) -> None:
         self._connections.close()

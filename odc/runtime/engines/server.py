@@ -1,6 +1,6 @@
-"""The end of an engine that is asked: answers the reads of admitted connections from the regions that it exposes.
+"""The end of an engine that is asked: answers admitted connections from the regions that it exposes, or by a function.
 
-    reader -> operation, offset, bytes, digest of the region's name        server -> length, then as many bytes
+    reader -> operation, offset, bytes, digest of the name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
 stopped holds up nobody. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from odc.memory import close_after_fork
 from odc.runtime.engines.engine import bytes_of, hang_up, set_for_server
 from odc.runtime.engines.staging import Stages
 
-READ, DESCRIBE = b"read", b"desc"
+READ, DESCRIBE, ASK = b"read", b"desc", b"call"
 REQUEST = struct.Struct("!4sQQ16s")
 LENGTH = struct.Struct("!Q")
 REFUSED = (1 << 64) - 1  # in place of a length: the bytes are not exposed; the connection ends
@@ -50,6 +50,7 @@ def request(operation: bytes, region: str, offset: int = 0, nbytes: int = 0) -> 
 class _Conversation:
     sock: socket.socket
     rank: int
+    allowed: frozenset[bytes] | None  # of a process outside the job: digests of the names it may ask for
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
     rest: Generator[memoryview] | None = None  # what follows it
@@ -80,6 +81,7 @@ class RegionServer:
     def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
         self._describe, self._stages = describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
+        self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
         self._conversations: dict[int, _Conversation] = {}
         self._epoll: select.epoll | None = None
@@ -95,17 +97,24 @@ class RegionServer:
             self._stages.prepare(memory.device)
         self._regions[digest(region)] = region, memory
 
-    def withdraw(self, region: str) -> None:
-        self._regions.pop(digest(region), None)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        if digest(name) in self._functions:
+            raise ValueError(f"{name!r} is answered already")
+        self._functions[digest(name)] = function
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
+    def withdraw(self, name: str) -> None:
+        self._regions.pop(digest(name), None)
+        self._functions.pop(digest(name), None)
+
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        allowed = None if only is None else frozenset(digest(name) for name in only)
         set_for_server(connection)
         with self._lock:
             if self._closed:
                 hang_up(connection)
                 return
             epoll = self._epoll or self._begin()
-            self._conversations[connection.fileno()] = _Conversation(connection, rank)
+            self._conversations[connection.fileno()] = _Conversation(connection, rank, allowed)
             epoll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _begin(self) -> select.epoll:
@@ -135,6 +144,7 @@ class RegionServer:
         self._epoll.close()
         os.close(wake)
         self._regions.clear()
+        self._functions.clear()
 
     # the threads -------------------------------------------------------------------------------------------------
 
@@ -174,21 +184,29 @@ class RegionServer:
 
     def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
+        if one.allowed is not None and (name not in one.allowed or operation == DESCRIBE):  # what that says opens more
+            _refuse(one)
+            return
+        if operation == ASK:
+            function = self._functions.get(name)
+            if function is None:
+                _refuse(one)
+            else:
+                _frame(one, memoryview(function()))
+            return
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            one.answer, one.last = [memoryview(LENGTH.pack(REFUSED))], True
+            _refuse(one)
             return
-        found = memoryview(b"")
-        if operation == DESCRIBE:
-            found = memoryview(self._describe(region)) if self._describe is not None else found
-        elif self._stages.needed(memory):
+        if operation == READ and self._stages.needed(memory):
             one.rest = self._stages.pieces(memory[offset : offset + nbytes])
+            one.answer = [memoryview(LENGTH.pack(nbytes))]
+        elif operation == READ:
+            _frame(one, bytes_of(memory)[offset : offset + nbytes])
         else:
-            found = bytes_of(memory)[offset : offset + nbytes]
-        length = len(found) if one.rest is None else nbytes
-        one.answer = [memoryview(LENGTH.pack(length)), *([found] if len(found) else [])]
+            _frame(one, memoryview(b"" if self._describe is None else self._describe(region)))
 
     def _end(self, epoll: select.epoll, one: _Conversation) -> None:
         with self._lock:
@@ -197,6 +215,15 @@ class RegionServer:
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
             one.close()
+
+
+def _refuse(one: _Conversation) -> None:
+    """Answer that the bytes are not exposed, and end the connection."""
+    one.answer, one.last = [memoryview(LENGTH.pack(REFUSED))], True
+
+
+def _frame(one: _Conversation, found: memoryview) -> None:
+    one.answer = [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])]
 
 
 def _send(one: _Conversation) -> None:

@@ -8,6 +8,7 @@ a device goes through pinned memory at its end.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -31,11 +32,14 @@ class SocketEngine:
         refuse_odd(memory)
         self._server.expose(region, memory)
 
-    def withdraw(self, region: str) -> None:
-        self._server.withdraw(region)
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
 
-    def adopt(self, connection: socket.socket, rank: int) -> None:
-        self._server.adopt(connection, rank)
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
+
+    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
 
     def read(
         self,
@@ -63,6 +67,9 @@ class SocketEngine:
     def _fill(self, into: torch.Tensor, answers: Answers) -> None:
         with self._stages.lend(into.device) as stage:
             stage.fill(into, answers.receive)
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
 
     def close(self) -> None:
         self._connections.close()

@@ -72,6 +72,9 @@ def copy_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> Non
 
 
 _refused: list[int] = []  # by the driver: a batch, which is not tried again
+# Attributes, the first copy that they hold for, how many there are of them, and where the driver says what failed.
+_attributes, _first, _failed = _Attributes(order=_STREAM_ORDER, flags=_OVERLAP_COMPUTE), _size(0), _size(0)
+_BATCH = ctypes.addressof(_attributes), ctypes.addressof(_first), 1, ctypes.addressof(_failed)
 
 
 def _in_one_call(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> bool:
@@ -79,9 +82,8 @@ def _in_one_call(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) ->
     function, stream = _batch_function(), torch.cuda.current_stream()
     if function is None or _refused or not stream.cuda_stream:  # the default stream takes no batches
         return False
-    attributes, first, failed = _Attributes(order=_STREAM_ORDER, flags=_OVERLAP_COMPUTE), _size(0), _size(0)
     arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
-    rest = ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed), stream.cuda_stream
+    rest = *_BATCH, stream.cuda_stream
     code = function(*arrays, len(sizes), *rest)
     if code == _NO_CONTEXT:
         stream.query()

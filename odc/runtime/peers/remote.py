@@ -7,6 +7,8 @@ docs/protocol.md writes the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -43,6 +45,12 @@ def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sources: int) ->
     return requests
 
 
+def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Regions of every heap that hold further words of one member on each other host: bytes by the region's name."""
+    rows = grid.host_count - 1
+    return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
+
+
 def sums_bytes(units: tuple[UnitSpec, ...], sources: int, shares: int = 1) -> int:
     """Bytes of the accumulators of all units, unit after unit; `sources` of each, of which one of `shares` is kept."""
     return sum(padded(unit, sources, shares) for unit in units)
@@ -63,7 +71,7 @@ class RemotePeer(TellingPeer):
     def __init__(self, heap: SymmetricHeap, grid: RankGrid, member: int, parameters: int) -> None:
         self.member, self.rank = member, heap.ranks[member]
         self.column, self.row = grid.column(member), grid.row(grid.host(member))
-        self._heap, self._parameters = heap, parameters
+        self._heap, self._parameters, self._rows = heap, parameters, grid.host_count - 1
         self._board: Words | None = None
 
     @property
@@ -93,6 +101,11 @@ class RemotePeer(TellingPeer):
         """int64 [parameters]: cumulative pushes of each parameter by the member."""
         start = self.row * self._parameters
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
+
+    def mirrored(self, name: str) -> Words:
+        """Words of the member's region `name` (see `arena_requests`)."""
+        count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
+        return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
 
 
 class NodeShare:

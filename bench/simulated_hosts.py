@@ -1,0 +1,121 @@
+"""Minibatches on several hosts that `odc.simulate` predicts, beside those that `bench.hosts` has measured.
+
+Run as `python -m bench.simulated_hosts --results bench/results`; it takes a second, and measures nothing itself.
+
+Hosts of `bench.hosts` share the cores of one machine, which copy every byte. What that costs is all that is taken from
+measurements, and only from runs *without a limit on the link*, of 2 hosts of 2 ranks: `gloo` and `odc` each take the
+seconds of their row there. What part of odc's goes with the microbatches, and what with the bytes that cross once a
+minibatch, is told by the processor time of 2 and of 8 microbatches (`python -m bench.hosts --cases 5,8 --name
+hosts_unlimited`), of which only this ratio is used, as a busy machine changes it little. Costs of `gloo` hold for all
+of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is fitted to the
+rows that are compared. A limited link carries the payload of full Ethernet frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.host_arms import Work
+from bench.quoted import Result, find, load
+from odc.bench.report import store
+from odc.provenance import begin
+from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
+
+NAME = "simulated_hosts"
+_FREE = "not limited"
+_FRAME = 1448 / 1514  # payload of TCP in a full frame
+_GBIT = 1e9 / 8
+_EXCHANGE = Work("exchange", 2, 2)
+_UNIT = 4.0 * _EXCHANGE.side**2  # bytes
+_MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    arguments = parser.parse_args()
+    begun = begin()
+    title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
+    store(arguments.results, NAME, title, rows(load("hosts"), load("hosts_unlimited")), begun=begun)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the processors of all hosts together do, in bytes/s: copies within hosts, and transfers between hosts."""
+
+    copies: float
+    transfers: float
+
+
+def rows(measured: Result, unlimited: Result) -> list[dict[str, Any]]:
+    """Every row of an exchange over limited links, with what is simulated."""
+    costs = {arm: costs_of(arm, measured, unlimited) for arm in ("gloo", "odc")}
+    found = []
+    for row in measured["rows"]:
+        if row["work"] != "exchange" or row["link"] == _FREE:
+            continue
+        made = predicted(row, costs["odc" if row["arm"].startswith("odc") else "gloo"])
+        found.append(
+            {
+                **{key: row[key] for key in ("hosts x ranks", "microbatches", "link", "arm")},
+                "measured_s": row["seconds"],
+                "simulated_s": made.seconds,
+                "simulated / measured": made.seconds / row["seconds"],
+                "measured bytes out / parameters": row["bytes out / parameters"],
+                "simulated bytes out / parameters": made.node_bytes / _MODEL.parameter_bytes,
+            }
+        )
+    return found
+
+
+def costs_of(arm: str, measured: Result, unlimited: Result) -> Costs:
+    """Costs with which the arm's minibatch over links without a limit takes what was measured."""
+    row = find(measured, arm=arm, link=_FREE, work="exchange")
+    few, many = (find(unlimited, arm=arm, microbatches=m)["CPU s"] for m in (2, 8))
+    each = min(1.0, 2 * (many - few) / 6 / few) if arm == "odc" else 1.0  # share that goes with the microbatches
+    low, high = 1e6, 1e13
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        late = predicted(row, Costs(middle, math.inf)).seconds > each * row["seconds"]
+        low, high = (middle, high) if late else (low, middle)
+    crossing = 2 * predicted(row, Costs(low, math.inf)).node_bytes  # of both hosts
+    beside = (1 - each) * row["seconds"]
+    return Costs(low, crossing / beside if beside else math.inf)
+
+
+def predicted(row: Result, costs: Costs) -> StepResult:
+    """The simulated minibatch of a row's case and arm."""
+    hosts, per_host = map(int, row["hosts x ranks"].split(" x "))
+    rate = re.match(r"(\d+)gbit", row["link"])
+    delay = re.search(r"([\d.]+) ms each way", row["link"])
+    world, arm = hosts * per_host, row["arm"]
+    link = min(int(rate[1]) * _GBIT * _FRAME if rate else math.inf, costs.transfers / hosts)
+    cluster = Cluster(
+        world,
+        per_host,
+        intra_bandwidth=costs.copies / world,
+        inter_bandwidth=link / per_host,
+        inter_latency=float(delay[1]) / 1000 if delay else 0.0,
+        collective="gloo",
+        node_cache=True,
+        reductions_in_flight=0,
+    )
+    return simulate(
+        Step(
+            cluster,
+            _MODEL,
+            [[0.0] * row["microbatches"]] * world,
+            "on demand" if arm.startswith("odc") else "collectives",
+            within_node="hybrid" in arm,
+            reduce_once=arm.startswith("fsdp2"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What a root shows to the network: its heap, to members of other hosts and to readers outside the job."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+from collections.abc import Callable, Mapping
+
+from odc.memory import ShmHeap
+from odc.runtime.admission import export_purpose
+from odc.runtime.layout import HeapLayout
+from odc.runtime.network import HostNetwork
+from odc.runtime.words import BOARD_WORDS
+
+BOARD = struct.Struct(f"!{BOARD_WORDS}q64s")  # words, digest of the heap's layout; the reason as text follows
+
+
+def board_name(identity: str) -> str:
+    """Under which a member answers a reader how it fares."""
+    return f"{identity}/board"
+
+
+class ExposedHeap:
+    """This rank's heap of one root, exposed under the root's identity until `close`.
+
+    `answers` are functions by the name under which they answer members of other hosts. A heap of weights is also
+    exposed to readers outside the job, which are admitted by a secret of the root's own and get nothing else.
+    """
+
+    def __init__(
+        self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
+    ) -> None:
+        assert isinstance(layout.heap, ShmHeap)
+        self._identity, self._network, self._names = identity, network, [identity, *answers]
+        network.engine.expose(identity, layout.heap.whole(layout.grid.me))
+        for name, function in answers.items():
+            network.engine.answer(name, function)
+        if layout.units:
+            self._names.append(board_name(identity))
+            network.engine.answer(board_name(identity), functools.partial(_board, layout))
+            network.expect(export_purpose(identity), self._visited)
+
+    def _visited(self, connection: socket.socket, rank: int) -> None:
+        """By a reader; on the daemon's thread."""
+        self._network.engine.adopt(connection, rank, only=[self._identity, board_name(self._identity)])
+
+    def close(self) -> None:
+        """Expose nothing any more; on the daemon's thread, or when there is none."""
+        self._network.expect_no_more(export_purpose(self._identity))
+        for name in self._names:
+            self._network.engine.withdraw(name)
+
+
+def _board(layout: HeapLayout) -> bytes:
+    """On a thread of the engine."""
+    board = layout.mine.board
+    words = [board.load(i) for i in range(BOARD_WORDS)]
+    return BOARD.pack(*words, layout.heap.digest.encode()) + layout.mine.reason.encode()

@@ -1,0 +1,200 @@
+"""A member's heap as a process outside the job sees it: mapped on the member's host, read by an engine elsewhere.
+
+Neither has the right to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from odc.errors import LayoutMismatchError, PeerLostError
+from odc.memory import ProcessHandle, Words
+from odc.memory.mapping import Mapping as SharedMemory
+from odc.runtime.admission import READER, export_purpose
+from odc.runtime.connect import ask_member
+from odc.runtime.engines import SocketEngine
+from odc.runtime.exposing import BOARD, board_name
+from odc.runtime.network import connect
+from odc.runtime.peers.board import REASON_BYTES
+from odc.runtime.words import BOARD_WORDS, Word
+
+_SPAN_BYTES = 4 << 20  # that are read from another host at once, where what is wanted lies close together
+_GAP_BYTES = 4 << 10  # that are read for nothing rather than asked for in two reads
+
+
+class ReadOnlyMember(ABC):
+    """One member, `rank`, for one thread. Close it. Every method raises PeerLostError if the member cannot be read."""
+
+    rank: int
+
+    @abstractmethod
+    def look(self) -> Sequence[int]:
+        """Its board now: a value for each `Word`. What is copied later is no older."""
+
+    @abstractmethod
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        """What will be copied: (offset, bytes) of each, in this order. What was expected before is forgotten."""
+
+    @abstractmethod
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        """Fill `into`, uint8 [n] in CPU memory, from this byte of the heap on."""
+
+    def fence(self) -> None:
+        """Have the next look be no older than what was copied."""
+        return
+
+    @abstractmethod
+    def refuse_if_gone(self, doing: str) -> None:
+        """Raise `PeerLostError` if the rank died, shut down or aborted."""
+
+    def _refuse(self, doing: str, words: Sequence[int], reason: bytes) -> None:
+        if words[Word.ABORT]:
+            culprit, said = words[Word.ABORT] - 1, reason.split(b"\0", 1)[0].decode("utf-8", "replace")
+            raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
+        if words[Word.LEFT]:
+            raise PeerLostError(f"reader, {doing}: rank {self.rank} has left the job", culprit=self.rank)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def _refuse_other_heap(rank: int) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        f"reader, attaching to rank {rank}: its heap is not laid out as the weight handle says; ask the job for a new "
+        "one",
+        culprit=rank,
+    )
+
+
+class MappedMember(ReadOnlyMember):
+    """A member on this host, mapped without the right to write.
+
+    `root`, `token`, `nbytes` and `digest` are of the weight handle; `board` and `reason` are offsets in the heap.
+    Raises PeerLostError if it is gone, WaitTimeoutError if its listener does not answer within `timeout_s`,
+    LayoutMismatchError if its heap is another one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        *,
+        root: str,
+        token: str,
+        nbytes: int,
+        digest: str,
+        board: int,
+        reason: int,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self._reason = rank, reason
+        doing = f"reader, attaching to rank {rank}"
+        hint = "; the job has ended, or the weight handle belongs to another run"
+        request = {"op": "read", "root": root, "token": token}
+        answer = ask_member(address, request, timeout_s, "reader", rank, hint=hint)
+        with contextlib.ExitStack() as descriptors:
+            for fd in answer.fds:
+                descriptors.callback(os.close, fd)
+            if "error" in answer.reply:
+                raise PeerLostError(f"{doing}: {answer.reply['error']}", culprit=rank)
+            size = os.fstat(answer.fds[0]).st_size
+            if answer.reply["digest"] != digest or not answer.reply["nbytes"] == nbytes == size:
+                raise _refuse_other_heap(rank)
+            self._memory = SharedMemory(answer.fds[0], nbytes, writable=False)
+        self._memory.prefault(fresh=False)
+        self._board = Words(self._memory.address + board, BOARD_WORDS, self._memory)
+        self._process = ProcessHandle(answer.pid)
+
+    def look(self) -> Sequence[int]:
+        return [self._board.load(i) for i in range(BOARD_WORDS)]
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        return
+
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        ctypes.memmove(into.data_ptr(), self._memory.address + offset, into.numel())
+
+    def fence(self) -> None:
+        self._board.fence()
+
+    def refuse_if_gone(self, doing: str) -> None:
+        self._refuse(doing, self.look(), ctypes.string_at(self._memory.address + self._reason, REASON_BYTES))
+        if not self._process.alive():
+            raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class WeightEngine:
+    """Reads from members of one root on other hosts, which listen there. `secret` is that of the weight handle."""
+
+    def __init__(self, root: str, secret: bytes, listeners: Mapping[int, tuple[str, int]], timeout_s: float) -> None:
+        self.root = root
+        self.sockets = SocketEngine(
+            READER, lambda rank: connect(listeners[rank], secret, READER, rank, export_purpose(root)), timeout_s
+        )
+
+    def close(self) -> None:
+        self.sockets.close()
+
+
+class RemoteMember(ReadOnlyMember):
+    """A member on another host. Small pieces that lie close together are read together.
+
+    Raises PeerLostError if it is gone or does not admit this process, LayoutMismatchError if its heap is another one.
+    """
+
+    def __init__(self, rank: int, engine: WeightEngine, digest: str) -> None:
+        self.rank, self._engine = rank, engine
+        self._spans: list[tuple[int, int]] = []  # first byte, end; rising
+        self._span = torch.empty(0, dtype=torch.uint8)
+        self._at = 0  # of the span that was read last
+        if self._ask()[1] != digest:
+            raise _refuse_other_heap(rank)
+
+    def _ask(self) -> tuple[tuple[int, ...], str, bytes]:
+        said = self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
+        *words, digest = BOARD.unpack_from(said)
+        return tuple(words), digest.decode(), said[BOARD.size :]
+
+    def look(self) -> Sequence[int]:
+        return self._ask()[0]
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
+        spans: list[tuple[int, int]] = []
+        for first, nbytes in sorted(extents):
+            end = first + nbytes
+            if spans and first - spans[-1][1] <= _GAP_BYTES and end - spans[-1][0] <= _SPAN_BYTES:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            else:
+                spans.append((first, end))
+        self._spans, self._at, self._span = spans, 0, self._span[:0]
+
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        end = offset + into.numel()
+        if not self._at <= offset <= end <= self._at + self._span.numel():
+            first, last = next((span for span in self._spans if span[0] <= offset and end <= span[1]), (offset, end))
+            if (first, last) == (offset, end):
+                self._read(offset, into)
+                return
+            self._at, self._span = first, torch.empty(last - first, dtype=torch.uint8)
+            self._read(first, self._span)
+        into.copy_(self._span[offset - self._at : end - self._at])
+
+    def _read(self, offset: int, into: torch.Tensor) -> None:
+        self._engine.sockets.read(self.rank, self._engine.root, offset, into, what="the weights")
+
+    def refuse_if_gone(self, doing: str) -> None:
+        words, _, reason = self._ask()
+        self._refuse(doing, words, reason)
+
+    def close(self) -> None:
+        self._span = self._span[:0]

@@ -1,0 +1,23 @@
+"""What the simulator says of measured exchanges between hosts is what is stored, and it moves the formulas' bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.quoted import find, load
+from bench.simulated_hosts import NAME, rows
+
+
+def test_stored_predictions_are_those_of_the_simulator() -> None:
+    measured, stored = load("hosts"), load(NAME)["rows"]
+    made = rows(measured, load("hosts_unlimited"))
+    assert len(made) == len(stored) > 10
+    case = ("hosts x ranks", "microbatches", "link", "arm")
+    for row, kept in zip(made, stored, strict=True):
+        same = {key: row[key] for key in case}
+        assert same == {key: kept[key] for key in case}
+        figures = {key: value for key, value in row.items() if key not in case}
+        again = "run `python -m bench.simulated_hosts --results bench/results`"
+        assert figures == pytest.approx({key: kept[key] for key in figures}, rel=1e-6), again
+        known = find(measured, work="exchange", **same)
+        assert row["simulated bytes out / parameters"] == pytest.approx(known["formula"])

@@ -1,0 +1,114 @@
+"""The exchange on demand over hosts (namespaces of this machine): the same rows arrive, and each crosses once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.doubles import exchange_of, moves
+from support.failing import assert_all_noticed, end
+from support.host_ranks import spawn_on_hosts
+from support.hosts import DEVICE, Hosts, need_hosts
+from support.rank_worker import tell
+
+from odc.dispatch import BalancePolicy, Nodes, Phase, Rearrangement
+from odc.dispatch.exchange.rows import instances_of_host
+from odc.dispatch.orchestrator import Orchestrator, channels
+from odc.dispatch.route import Route
+from odc.errors import UnsupportedError
+from odc.runtime import RankGrid
+
+HostPools = Callable[[int, int], Any]
+ROWS, WIDTH = 64, 1024
+
+
+def gathers_and_moves(rank: int, world: int, seeds: list[int], per_host: int) -> None:
+    with exchange_of("on_demand", rank, world, ["lengths"]) as exchange:
+        assert exchange.per_host == per_host
+        for step in range(1, 5):
+            given = [np.arange(step * (r + step) % 4) + 10 * r for r in range(world)]  # also none
+            found = exchange.gather(step, "lengths", given[rank])
+            assert [one.tolist() for one in found] == [one.tolist() for one in given]
+    moves(rank, world, "on_demand", seeds)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), [(2, 2), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((3, 1), (3, 2), (2, 4)))]
+)
+def test_a_move_over_hosts_brings_every_row_to_its_place(host_ranks: HostPools, hosts: int, per_host: int) -> None:
+    host_ranks(hosts, per_host).run(gathers_and_moves, list(range(6)), per_host)
+
+
+def sent() -> int:
+    """Bytes that this host has sent, with all headers."""
+    lines = (line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines())
+    return next(int(numbers.split()[8]) for name, _, numbers in lines if name.strip() == DEVICE)
+
+
+def swaps_and_gathers(rank: int, world: int) -> tuple[int, int]:
+    """Bytes that this rank's host sends while it swaps all rows with the other, and gathers; each of them once."""
+    other = (rank + world // 2) % world
+    owners = [(r + world // 2) % world for r in range(world)]
+    route = Route.of(Rearrangement.to([1] * world, owners), {"rows": [ROWS] * world}, rank)
+    with exchange_of("on_demand", rank, world, ["rows", "numbers"]) as exchange:
+        for step, features in ((1, 1), (2, WIDTH)):  # the first connects
+            dist.barrier()
+            before = sent()
+            dist.barrier()
+            got = exchange.move(step, "rows", route, {"rows": torch.full((ROWS, features), float(rank))})["rows"]
+            found = exchange.gather(step, "numbers", np.full(features * 32, rank))
+            dist.barrier()
+            crossed = sent() - before
+            assert bool((got == other).all()) and [one[-1] for one in found] == list(range(world))
+    return crossed, world // 2 * (ROWS * WIDTH * 4 + 8 * 32 * WIDTH)
+
+
+def test_each_row_crosses_the_network_once(host_ranks: HostPools) -> None:
+    for crossed, needed in host_ranks(2, 2).run(swaps_and_gathers):
+        assert needed < crossed < 1.1 * needed, (crossed, needed)
+
+
+def plans_by_host(rank: int, world: int, kind: str, per_host: int) -> None:
+    """Without a size, nodes are hosts; with ranks out of order they cannot be."""
+    with exchange_of(kind, rank, world, channels(["vision"])) as exchange:
+        found = Orchestrator(
+            [Phase("vision", BalancePolicy())], Phase("llm", None), exchange, nodes=Nodes(tolerance=0.1)
+        )
+        assert found._nodes == Nodes(per_host, tolerance=0.1)
+    mixed = RankGrid(tuple(range(4)), 4, 0, (0, 1, 0, 1))
+    with pytest.raises(UnsupportedError, match=r"hosts \(0, 1, 0, 1\); list them by host, or declare Nodes\(size\)"):
+        instances_of_host(mixed)
+
+
+@pytest.mark.parametrize("kind", ["collective", "on_demand"])
+def test_nodes_are_hosts(host_ranks: HostPools, ranks: Callable[[int], Any], kind: str) -> None:
+    host_ranks(2, 2).run(plans_by_host, kind, 2)
+    ranks(2).run(plans_by_host, kind, 2)
+
+
+def moves_on(rank: int, world: int) -> None:
+    route = Route.of(
+        Rearrangement.to([1] * world, [(r + 1) % world for r in range(world)]), {"rows": [3] * world}, rank
+    )
+    with exchange_of("on_demand", rank, world, ["rows", "numbers"], timeout_s=600.0) as exchange:
+        for step in range(1, 100_000):
+            exchange.gather(step, "numbers", np.arange(rank + 1))
+            exchange.move(step, "rows", route, {"rows": torch.zeros(3, 5)})
+            if step == 3:
+                tell("moves")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_killed_rank_is_named_on_every_host(culprit: int) -> None:
+    need_hosts()
+    with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, moves_on) as job:
+        job.until_told(1)
+        died = job.kill(culprit)
+        outcomes = end(job, [])
+    assert_all_noticed(outcomes, culprit, died)

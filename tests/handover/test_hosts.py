@@ -1,0 +1,142 @@
+"""Readers on other hosts (namespaces of this machine) than the ranks whose weights they read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.handover_jobs import Numbered, changed, read_a_trained_model, second_dimension_first
+from support.host_ranks import spawn_on_hosts
+from support.hosts import Hosts, need_hosts
+from support.models import Case, build
+from support.rank_worker import tell
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import Settings, fully_shard
+from odc.errors import PeerLostError, UnsupportedError
+from odc.handover import Reader, weight_handle
+
+HostPools = Callable[[int, int], Any]
+CASES = {
+    "plain": (Case(counts=((1,),)), {}),
+    "low precision": (Case(counts=((1,),), low_precision=True), {}),
+    "second dimension": (Case(counts=((1,),)), {"shard_placement_fn": second_dimension_first}),
+}
+
+
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(n, marks=pytest.mark.thorough) for n in list(CASES)[1:])])
+def test_a_reader_gets_the_shards_of_other_hosts_too(host_ranks: HostPools, name: str) -> None:
+    host_ranks(2, 2).run(read_a_trained_model, *CASES[name])
+
+
+def read_what_is_not_admitted(rank: int, world: int) -> None:
+    models = [build(fully_shard, CASES["plain"][0], init_device_mesh("cpu", (world,))) for _ in range(2)]
+    for model in models:
+        model.publish()
+    handle, another = (weight_handle(model) for model in models)
+    with pytest.raises(PeerLostError, match=r"reader, .*: rank \d|reader, connecting to rank \d .* hung up"):
+        Reader(changed(handle, secret=secrets.token_hex(32)))
+    owners = json.loads(handle)["owners"]
+    with pytest.raises(
+        UnsupportedError, match=r"rank \d is on another host, .* set Settings\(address=...\) in its job"
+    ):
+        Reader(changed(handle, owners=[{**one, "listener": None} for one in owners]))
+    with Reader(handle) as reader:  # its secret opens the weights of this root and nothing else
+        engine = reader._engine
+        assert engine is not None
+        other, region = (rank + world // 2) % world, json.loads(another)["root"]
+        with pytest.raises(PeerLostError, match="exposes no 8 bytes"):
+            engine.sockets.read(other, region, 0, torch.zeros(8, dtype=torch.uint8))
+        with pytest.raises(PeerLostError, match="does not answer"):
+            engine.sockets.ask(other, f"{region}/board")
+        engine.sockets.read(other, json.loads(handle)["root"], 0, torch.zeros(8, dtype=torch.uint8))
+    dist.barrier()
+
+
+def test_who_is_not_admitted_is_told_why(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(read_what_is_not_admitted)
+
+
+READ = """
+import json, sys
+from odc.errors import PeerLostError
+from odc.handover import Reader
+
+try:
+    version = 0
+    with Reader(open(sys.argv[1]).read(), tries=1000) as reader:
+        while True:
+            version, tensors = reader.read(at_least=version + 1)
+            numbers = {float(one) for tensor in tensors.values() for one in tensor.unique()}
+            assert numbers == {float(version)}, (version, numbers)
+            print(version, flush=True)
+except PeerLostError as error:
+    print(error, flush=True)
+"""
+
+
+def publish_now_and_then(rank: int, world: int, settings: Settings) -> None:
+    model = Numbered(16)
+    for layer in (model.first, model.second):
+        fully_shard(layer, settings=settings)
+    sharded: Any = fully_shard(model, settings=settings)
+    for number in range(1, 100_000):
+        model.fill(number)
+        sharded.publish()
+        if number == 1 and rank == 0:
+            tell(weight_handle(sharded))
+        time.sleep(0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("job_hosts", [1, 2])
+def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_dies(
+    tmp_path: Path, job_hosts: int
+) -> None:
+    """A job on one host listens as it has an address."""
+    need_hosts()
+    with Hosts(3) as hosts:
+        settings = Settings(timeout_s=60.0, address="" if job_hosts > 1 else hosts[0].address)
+        some = _First(hosts, job_hosts)
+        with spawn_on_hosts(some, 2, publish_now_and_then, settings) as job:  # type: ignore[arg-type]
+            while not job.outcomes[0].told:
+                assert not any(one.failed for one in job.outcomes), [one.describe() for one in job.outcomes]
+                job.receive(0.05)
+            (tmp_path / "handle").write_text(job.outcomes[0].told[0])
+            (tmp_path / "read.py").write_text(READ)
+            with hosts[2].command(sys.executable, str(tmp_path / "read.py"), str(tmp_path / "handle")) as reader:
+                assert reader.stdout is not None
+                lines = [reader.stdout.readline().strip() for _ in range(20)]
+                job.kill(1)
+                begin = time.monotonic()
+                lines += reader.stdout.read().splitlines()
+    assert all(line.isdigit() for line in lines[:20]), "\n".join(lines)
+    versions = [int(line) for line in lines[:20]]
+    assert versions == sorted(set(versions)) and versions[0] > 0
+    print(f"told {time.monotonic() - begin:.2f} s later: {lines[-1]}")
+    assert lines[-1].startswith("reader, "), lines[-1]
+
+
+class _First:
+    """The first of some hosts, as all there are to a job."""
+
+    def __init__(self, hosts: Hosts, count: int) -> None:
+        self._hosts, self._count = hosts, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Any:
+        return self._hosts[number]
+
+    def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
+        found = self._hosts.rank_environment(rank, per_host)
+        return {**found, "WORLD_SIZE": str(per_host * self._count), "GROUP_WORLD_SIZE": str(self._count)}

@@ -1,0 +1,86 @@
+"""Twin of odc/runtime/reading.py, of members on other hosts; tests/handover has those on this one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from odc.errors import LayoutMismatchError, PeerLostError
+from odc.runtime import RemoteMember, Word
+from odc.runtime.exposing import BOARD
+from odc.runtime.words import BOARD_WORDS
+
+DIGEST = "d" * 64
+
+
+class Fake:
+    """An engine that reads one heap, and counts."""
+
+    root = "0.a"
+
+    def __init__(self, nbytes: int) -> None:
+        self.heap = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        self.board, self.reason = [0] * BOARD_WORDS, b""
+        self.reads: list[tuple[int, int]] = []
+
+    @property
+    def sockets(self) -> Fake:
+        return self
+
+    def ask(self, rank: int, name: str, **unused: Any) -> bytes:
+        assert (rank, name) == (3, "0.a/board")
+        return BOARD.pack(*self.board, DIGEST.encode()) + self.reason
+
+    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
+        assert (rank, region) == (3, "0.a")
+        self.reads.append((offset, into.numel()))
+        into.copy_(self.heap[offset : offset + into.numel()])
+
+
+def member(engine: Fake) -> RemoteMember:
+    return RemoteMember(3, engine, DIGEST)  # type: ignore[arg-type]
+
+
+def test_pieces_that_lie_close_together_are_read_together() -> None:
+    engine = Fake(12 << 20)
+    source, draw = member(engine), random.Random(0)
+    pieces = [(100, 50), (150, 7), (200, 1), (5 << 20, 3 << 20), (9 << 20, 10), ((9 << 20) + 5000, 0)]
+    draw.shuffle(pieces)
+    for _ in range(2):  # what was read before is not given out again
+        engine.heap += 1
+        engine.reads.clear()
+        source.expect(pieces)
+        for offset, nbytes in sorted(pieces):
+            into = torch.zeros(nbytes, dtype=torch.uint8)
+            source.copy(offset, into)
+            assert torch.equal(into, engine.heap[offset : offset + nbytes]), (offset, nbytes)
+        assert (100, 101) in engine.reads and (5 << 20, 3 << 20) in engine.reads
+        assert len(engine.reads) <= 4
+
+
+def test_what_was_not_expected_is_read_all_the_same() -> None:
+    engine = Fake(1000)
+    source, into = member(engine), torch.zeros(40, dtype=torch.uint8)
+    source.copy(7, into)
+    assert torch.equal(into, engine.heap[7:47])
+
+
+def test_the_end_of_the_job_is_told() -> None:
+    engine = Fake(10)
+    source = member(engine)
+    source.refuse_if_gone("reading")
+    engine.board[Word.LEFT] = 1
+    with pytest.raises(PeerLostError, match="reader, reading: rank 3 has left the job"):
+        source.refuse_if_gone("reading")
+    engine.board[Word.ABORT], engine.reason = 1 + 5, b"out of memory"
+    with pytest.raises(PeerLostError, match="aborted by rank 5: out of memory") as caught:
+        source.refuse_if_gone("reading")
+    assert caught.value.culprit == 5
+
+
+def test_another_heap_is_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="rank 3: its heap is not laid out as the weight handle says"):
+        RemoteMember(3, Fake(10), "e" * 64)  # type: ignore[arg-type]
