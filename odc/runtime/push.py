@@ -12,7 +12,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -70,8 +69,8 @@ class Outbox:
         self._data = peer.staging_address(distance)
         self._ring_bytes: Callable[[], torch.Tensor] = functools.partial(peer.staging, distance)
         self._slots: dict[int, torch.Tensor] = {}
-        self._headers: Any = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
-        self._raw_headers = memoryview(self._headers).cast("B")
+        self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._raw_headers = self._headers.data.cast("B")
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
         self._told = self.posted
@@ -208,10 +207,10 @@ class Pusher:
 
     def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send what belongs to one owner (member index); returns the bytes that left this rank."""
-        grid, nodes = self._protocol.grid, self._protocol.grid.nodes
-        remote = nodes.is_remote(owner)
-        # This node's sum for an owner on another node lies in its column's heap.
-        self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
+        grid = self._protocol.grid
+        remote = grid.is_remote(owner)
+        # This host's sum for an owner on another host lies in its column's heap.
+        self._protocol.await_published((grid.column(owner) if remote else owner,), "push")
         pieces = pieces_for(unit, gradients, owner % grid.shards)
         if owner == grid.me or remote or self._layout.settings.accumulate != "server":
             added = list(pieces)
