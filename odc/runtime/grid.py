@@ -164,8 +164,8 @@ class RankGrid:
         return (group.index(owner) - group.index(source)) % len(group)
 
 
-def refuse_unsupported(grid: RankGrid, *, kernels: str) -> None:
-    """Raise `UnsupportedError` for what does not work over several hosts."""
+def refuse_unsupported(grid: RankGrid, *, kernels: str, device_queue: bool = False) -> None:
+    """Raise `UnsupportedError` for what does not work over several hosts; `device_queue`: a queue on CUDA."""
     if grid.host_count == 1:
         return
     where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
@@ -180,3 +180,5 @@ def refuse_unsupported(grid: RankGrid, *, kernels: str) -> None:
         )
     if kernels == "triton":
         raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")
+    if device_queue:
+        raise UnsupportedError(f"{where} on CUDA Settings(queue_bytes=...) works within one host only")
