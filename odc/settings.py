@@ -9,6 +9,8 @@ Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
 Kernels = Literal["auto", "torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
+SumsDtype = Literal["accumulator", "bfloat16"]
+SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
@@ -38,9 +40,11 @@ class Settings:
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
-            key-value store is reached. May differ between ranks. Ignored on one host, as are the two that follow.
+            key-value store is reached. May differ between ranks. Ignored on one host, as are the three that follow.
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
+        sums_dtype: of a host's gradients for an owner on another host, which are added up in the accumulator's dtype:
+            "bfloat16" rounds each sum once before it crosses the network.
         engine: what reads shards and sums from other hosts; "auto" chooses.
         kernels: what moves data: "torch"'s copies and adds, or the "triton" kernels of `odc.kernels`, which run on CPU
             memory only in triton's interpreter (for tests; see docs/gpu.md). "auto": on a device the kernels where
@@ -61,6 +65,7 @@ class Settings:
     kernels: Kernels = "auto"
     address: str = ""
     secret_file: str = ""
+    sums_dtype: SumsDtype = "accumulator"
     engine: EngineName = "auto"
 
     def __post_init__(self) -> None:
@@ -70,6 +75,11 @@ class Settings:
             raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+        if self.sums_dtype not in SUMS_DTYPES:
+            raise ValueError(f"sums_dtype must be one of {', '.join(SUMS_DTYPES)}, not {self.sums_dtype!r}")
+        if self.sums_dtype != "accumulator" and (self.reproducible or self.accumulate == "per_source"):
+            exact = "reproducible=True" if self.reproducible else "accumulate='per_source'"
+            raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that {exact} keeps exact")
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
@@ -92,4 +102,4 @@ class Settings:
         return ",".join(f"{name}={getattr(self, name)}" for name in sorted(_AGREED))
 
 
-_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer"})
+_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})

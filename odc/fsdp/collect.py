@@ -44,9 +44,8 @@ class Collector:
         abandoned = refusals.abandonment(who, protocol)
         if abandoned is None and any(used):
             refusals.refuse_half_evaluated(protocol)
-        protocol.complete()
+        member.complete(self._used_units(used), gather=abandoned is None)
         if abandoned is None:
-            member.gather_sums(self._used_units(used))
             self._write_gradients(used)
         else:
             self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
@@ -87,7 +86,7 @@ def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tenso
     Sums in the order of `parts`: every rank of a replica group computes the same bits.
     """
     first, *others = parts(layout, unit)
-    total = first.clone()
+    total = first.to(unit.accumulator_dtype, copy=True)
     for part in others:
         total.add_(part)
     return total.div_(divide_by)

@@ -103,6 +103,7 @@ class Root:
             shards = [[param.shard() for param in group.odc_params] for group in self.groups]
             refuse_stale(self.layout, self.minibatch.epoch, shards)
         protocol.count_microbatch()
+        self.minibatch.last.forward()
         self.fetcher.restart("forward")
         self.fetcher.restart("backward")
 

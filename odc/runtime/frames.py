@@ -17,6 +17,7 @@ class FrameKind(IntEnum):
     REASON = 2  # body: its reason, as text; before ABORT or LEFT
     ABANDONMENT = 3  # body: why it abandons epoch `value`; before the epoch's outcome
     COUNTS = 4  # body: its push counts, int64 in network order; before DONE
+    SUMMED = 5  # body: its host's sums of epoch `value` that can be read: pairs (unit, pushes in it) of such numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from odc.errors import UnsupportedError
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
 from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.peers.remote import RemotePeer, mirror_requests, node_requests, padded, sums_bytes
+from odc.runtime.peers.remote import RemotePeer, mirror_requests, node_requests, starts
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
@@ -23,9 +24,21 @@ from odc.settings import Settings
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 _BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
 _DATA = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "arrived"}
+    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived"}
 )  # regions on the heap's device; the others are words
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def refuse_rounding(grid: RankGrid, units: Sequence[UnitSpec], sums_dtype: str) -> None:
+    """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
+    if not grid.remote or sums_dtype == "accumulator":
+        return
+    where = f"rank {grid.rank}: Settings(sums_dtype={sums_dtype!r})"
+    if not grid.shards_span_hosts:
+        raise UnsupportedError(f"{where} rounds what hosts add up for each other, but every replica lies on one host")
+    for unit in units:
+        if unit.accumulator_dtype == torch.float64:
+            raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class HeapLayout:
         sources: accumulators of each unit on each member.
         sum_sources: the same of a host's sums for a member of another host.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
+        rounded: the dtype in which sums cross the network, if it is not the accumulators'.
+        wire_at: as `sums_at`, of the sums as they cross.
         pushed_board: this rank's board, over hosts only.
     """
 
@@ -72,9 +87,11 @@ class HeapLayout:
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
         refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=settings.kernels)
         self.sum_sources = min(self.sources, len(grid.local_shard_group))
-        self.sums_at = [0]
-        for unit in self.units:
-            self.sums_at.append(self.sums_at[-1] + padded(unit, self.sum_sources))
+        self.rounded = torch.bfloat16 if grid.remote and settings.sums_dtype == "bfloat16" else None
+        refuse_rounding(grid, self.units, settings.sums_dtype)
+        self.sums_at = starts(self.units, self.sum_sources)
+        self.wire_at = starts(self.units, self.sum_sources, self.rounded)
+        self._node_sums: dict[int, list[torch.Tensor]] = {}
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -127,8 +144,8 @@ class HeapLayout:
             return []
         requests = mirror_requests(grid, self.param_base[-1])
         if grid.shards_span_hosts:
-            requests += node_requests(grid, self.units, self.sum_sources)
-        arrived = max(64, sums_bytes(self.units, self.sum_sources))
+            requests += node_requests(grid, self.units, self.sums_at[-1], self.wire_at[-1] if self.rounded else 0)
+        arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
 
     @property
@@ -164,13 +181,27 @@ class HeapLayout:
         """This host's sums of `unit` that lie in this rank's heap, one for each other host where shards span hosts."""
         if not self.grid.shards_span_hosts:
             return []
-        rows, itemsize = self.grid.host_count - 1, unit.accumulator_dtype.itemsize
-        at, count = self.sums_at[unit.index] // itemsize, self.sum_sources * unit.numel
-        me, dtype = self.grid.me, unit.accumulator_dtype
-        return [self.heap.tensor(me, f"sums/{row}", dtype, offset=at, numel=count) for row in range(rows)]
+        found = self._node_sums.get(unit.index)
+        if found is None:
+            found = self._node_sums[unit.index] = self._by_host("sums", self.sums_at, unit, unit.accumulator_dtype)
+        return found
+
+    def round_sums(self, unit: UnitSpec) -> None:
+        """Where sums are rounded: write `node_sums` to where they are read from."""
+        if self.rounded is not None:
+            for whole, rounded in zip(
+                self.node_sums(unit), self._by_host("wire", self.wire_at, unit, self.rounded), strict=True
+            ):
+                rounded.copy_(whole)
+
+    def _by_host(self, name: str, starts_at: list[int], unit: UnitSpec, dtype: torch.dtype) -> list[torch.Tensor]:
+        at, count = starts_at[unit.index] // dtype.itemsize, self.sum_sources * unit.numel
+        rows = range(self.grid.host_count - 1)
+        with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
+            return [self.heap.tensor(self.grid.me, f"{name}/{row}", dtype, offset=at, numel=count) for row in rows]
 
     def arrived(self, number: int) -> torch.Tensor:
-        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `sums_at` says."""
+        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
@@ -188,6 +219,7 @@ class HeapLayout:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""
         for peer in self._peers:
             peer.forget()
+        self._node_sums.clear()
         self.heap.close()
 
     def ledger(self) -> dict[str, int]:
@@ -197,5 +229,6 @@ class HeapLayout:
             account |= {"cache": 0, "sums": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]
-            account[{"headers": "words", "arrived": "sums"}.get(kind, kind if kind in account else "words")] += nbytes
+            part_of = {"headers": "words", "arrived": "sums", "wire": "sums"}
+            account[part_of.get(kind, kind if kind in account else "words")] += nbytes
         return account

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -111,6 +111,7 @@ class Links:
         self._closed = False
         self._refreshed = 0.0
         layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+        self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # told SUMMED of a member, by epoch
 
     # to the other hosts ------------------------------------------------------------------------------------------
 
@@ -166,6 +167,10 @@ class Links:
     def tell_counts(self, counts: torch.Tensor) -> None:
         self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
 
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        body = np.array(list(counts.items()), _COUNT).tobytes()
+        self._tell(Frame(FrameKind.SUMMED, value=epoch, body=body))
+
     def _tell(self, *frames: Frame) -> None:
         with self._changing:
             for link in list(self._links.values()):
@@ -188,6 +193,7 @@ class Links:
             FrameKind.REASON: REASON_BYTES,
             FrameKind.ABANDONMENT: REASON_BYTES,
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
+            FrameKind.SUMMED: 16 * len(self._layout.units),
         }
         frames = FrameReader(limits, BOARD_WORDS)
 
@@ -215,10 +221,21 @@ class Links:
             peer.set_reason(frame.body.decode("utf-8", "replace"))
         elif frame.kind is FrameKind.ABANDONMENT:
             peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
+        elif frame.kind is FrameKind.SUMMED:
+            self._take_summed(member, frame)
         elif len(frame.body) != 8 * self._layout.param_base[-1]:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
             peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+
+    def _take_summed(self, member: int, frame: Frame) -> None:
+        if len(frame.body) % 16:
+            raise MalformedFrameError(f"{len(frame.body)} bytes of sums")
+        numbers = np.frombuffer(frame.body, _COUNT).tolist()
+        counts = dict(zip(numbers[::2], numbers[1::2], strict=True))
+        if not all(0 <= unit < len(self._layout.units) for unit in counts):
+            raise MalformedFrameError(f"sums of units {sorted(counts)}")
+        self.summed(member, frame.value, counts)
 
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""
@@ -244,5 +261,6 @@ class Links:
             self._closed = True
             board = self._layout.pushed_board
             board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
+            self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()

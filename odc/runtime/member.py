@@ -23,13 +23,14 @@ from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
+from odc.runtime.node import NodeCache, RemoteHeaps, gather_replicas
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
+from odc.runtime.sums import HostSums, SumsReader
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS, Outcome, Word
 from odc.settings import Settings
@@ -46,9 +47,10 @@ class Endpoint:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
         self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = None
+        cache = self.sums = self.reader = None
         if self._heaps is not None and self.grid.shards_span_hosts:
             cache = NodeCache(self.protocol, self._heaps)
+            self.sums, self.reader = HostSums(self.protocol), SumsReader(self.protocol, self._heaps)
         self.shards = PublishedShards(self.protocol, cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
@@ -62,6 +64,8 @@ class Endpoint:
         lanes = self.layout.heap.lanes
         with lanes.lane("fetch"):
             lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
+        if outcome is Outcome.TRAINED:
+            self.pusher.end(self.layout.units)
         if outcome is Outcome.EVALUATED:
             self.protocol.skip_collect()
         elif self.pusher.epoch == self.protocol.epoch:
@@ -73,10 +77,17 @@ class Endpoint:
         self.protocol.await_links()
         self.protocol.close(outcome)
 
-    def gather_sums(self, used: Sequence[bool]) -> None:
-        """Bring what other hosts hold of this rank's gradients here, of the units that are `used`; after `complete`."""
-        if self._heaps is not None:
-            gather_sums(self.layout, self._heaps, used)
+    def complete(self, used: Sequence[bool], *, gather: bool) -> None:
+        """Say that what this rank holds of others' gradients is complete, of the units that are `used`; then bring what
+        other hosts hold of its own, unless `gather` is False. When all ranks are DONE.
+        """
+        if self.sums is not None:
+            self.sums.complete(used)
+        self.protocol.complete()
+        if self.reader is not None:
+            self.reader.collect(used) if gather else self.reader.drop()
+        elif self._heaps is not None and gather:
+            gather_replicas(self.layout, self._heaps, used)
 
 
 class Member(Endpoint):
@@ -101,13 +112,19 @@ class Member(Endpoint):
         layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
         self._daemon = server = daemon(grid.rank)
         network = server.network(store, settings) if grid.remote else None
-        super().__init__(layout, rendezvous.notify, None if network is None else network.engine)
-        self._service = service = Service(identity, self.layout)
+
+        def notify(member: int) -> None:
+            server.notify() if member == grid.me else rendezvous.notify(member)
+
+        super().__init__(layout, notify, None if network is None else network.engine)
+        self._service = service = Service(identity, self.layout, self.sums)
         self._hosts: HostMeeting | None = None
         if network is not None:
             attend = functools.partial(server.attend, service)
             self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
             self.protocol.links = self._hosts.links
+            if self.reader is not None:
+                self._hosts.links.summed = self.reader.told
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
@@ -137,6 +154,8 @@ class Member(Endpoint):
         if self.forked:
             return None
         self.protocol.leave(note)
+        if self.reader is not None:
+            self.reader.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
         departure = Departure(self._service, self.rendezvous, dismiss, self._hosts)
         self._daemon.departures.add(departure)

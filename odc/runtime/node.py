@@ -1,8 +1,6 @@
-"""The node cache and the node sums: a shard crosses the network once a host, a host's gradients once an owner.
+"""The node cache, by which a shard crosses the network once a host; what adds up to a gradient over hosts.
 
     cache     claim (under its lock) | read from the owner's heap | CACHED        others: wait: CACHED | copy
-    sums      every local rank adds (under the lock) to the sum in its column's heap    wait: all DONE | COMPLETE
-              the owner: wait: its partners' COMPLETE | read | add, in the order of the hosts | READ
 
 Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it saves.
 """
@@ -99,40 +97,22 @@ def _holds(cached: Words, epoch: int) -> bool:
     return cached.load(0) >= epoch
 
 
-def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
-    """Read what other hosts hold of this rank's gradients, of the units that are `used`. They have been completed."""
+def gather_replicas(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
+    """Read the accumulators of replicas on other hosts, of the units that are `used`. They have been completed."""
     grid = layout.grid
     for number, member in sorted(enumerate(layout.contributors), key=lambda one: grid.steps_to(one[1])):
         into = layout.arrived(number)
-        if grid.shards_span_hosts:
-            region = f"sums/{grid.row(grid.here, seen_from=grid.host(member))}"
-            for first, end in _runs(used):
-                start, stop = layout.sums_at[first], layout.sums_at[end]
-                if stop > start:
-                    heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
-            continue
         for unit in (unit for unit in layout.units if used[unit.index] and unit.accumulator_bytes):
             start, nbytes = layout.sums_at[unit.index], layout.sources * unit.accumulator_bytes
             place = into[start : start + nbytes]
             heaps.read(member, f"accumulator/{unit.index}", 0, place, f"the gradients of unit {unit.name!r}")
 
 
-def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
-    """(first, end) of each run of units that are used: one read each."""
-    runs: list[tuple[int, int]] = []
-    for index in (index for index, one in enumerate(used) if one):
-        if runs and runs[-1][1] == index:
-            runs[-1] = runs[-1][0], index + 1
-        else:
-            runs.append((index, index + 1))
-    return runs
-
-
 def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
 
     Per-source accumulators and those of replicas come in rank order, sums of hosts in the order of the hosts, whoever
-    adds them. Parts from other hosts are those that `gather_sums` has read.
+    adds them. Parts from other hosts are those that were read; they may be rounded (`HeapLayout.rounded`).
     """
     grid = layout.grid
     if not grid.remote:
@@ -160,6 +140,6 @@ def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
 
 
 def _arrived(layout: HeapLayout, number: int, unit: UnitSpec) -> list[torch.Tensor]:
-    start = layout.sums_at[unit.index]
-    raw = layout.arrived(number)[start : start + layout.sum_sources * unit.accumulator_bytes]
-    return list(raw.view(unit.accumulator_dtype).view(layout.sum_sources, unit.numel))
+    start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
+    raw = layout.arrived(number)[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
+    return list(raw.view(dtype).view(layout.sum_sources, unit.numel))

@@ -8,6 +8,9 @@
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
 
+    sums      last push of a unit: added | LAST        daemon: all ranks of the host LAST | SUMMED, over the links
+    collect   before .grad: wait: SUMMED of every unit, or COMPLETE | read what was not read, or has grown since
+
 An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -59,6 +62,9 @@ class OtherHosts(Protocol):
     def tell_counts(self, counts: torch.Tensor) -> None:
         """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
 
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
+
 
 class NoOtherHosts:
     """The links of a rank whose peers are all on its host."""
@@ -67,6 +73,9 @@ class NoOtherHosts:
         return True
 
     def tell_counts(self, counts: torch.Tensor) -> None:
+        return
+
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         return
 
 
@@ -189,6 +198,44 @@ class MemberProtocol:
         claims = self.layout.mine.claims
         claims.store(ClaimWord.MINE, claims.load(ClaimWord.MINE) + 1)
 
+    # sums over hosts ---------------------------------------------------------------------------------------------
+
+    def say_last(self, counts: Mapping[int, int]) -> bool:
+        """LAST: this rank pushes these units no more in the current epoch; by unit, how often it has since the start.
+
+        Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
+        """
+        lasts, epoch = self.layout.mine.lasts, self.epoch
+        for unit, count in counts.items():
+            lasts.store(2 * unit, count)
+            lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
+        lasts.fence()  # of two ranks that say it at the same time one at least sees both
+        others = [self.layout.local(member).lasts for member in self.grid.local]
+        return any(all(words.load(2 * unit + 1) == epoch for words in others) for unit in counts)
+
+    def summed(self, unit: int) -> int | None:
+        """How often this host's ranks have pushed `unit`, if all have said LAST of it in this rank's epoch. On the
+        daemon's thread, attached to all of them.
+        """
+        epoch, count = self.board.load(Word.PUBLISHED), 0
+        for member in self.grid.local:
+            lasts = self.layout.local(member).lasts
+            if lasts.load(2 * unit + 1) != epoch:
+                return None
+            count += lasts.load(2 * unit)
+        return count
+
+    def await_sums(self, partner: int, told: Callable[[], bool]) -> None:
+        """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
+        board, epoch = self.layout.peer(partner).board, self.epoch
+        what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
+        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
+
+    def await_reads(self, partner: int, idle: Callable[[], bool]) -> None:
+        """Wait until this rank's own thread has read the sums that it was told of."""
+        what = f"this rank's thread to read the sums of rank {self.grid.ranks[partner]} of epoch {self.epoch}"
+        self.waiter.until(idle, partner, what)
+
     # done --------------------------------------------------------------------------------------------------------
 
     def skip_collect(self) -> None:
@@ -259,10 +306,10 @@ class MemberProtocol:
         return self.layout.peer(member).abandonment(self.epoch)
 
     def complete(self) -> None:
-        """COMPLETE: this rank's accumulators hold every push. Then wait for those of all replicas."""
+        """COMPLETE: this rank's accumulators, and sums for its partners, hold every push. Then wait for replicas'."""
         self.board.store(Word.COMPLETE, self.epoch)
-        if len(others := self._summed_with()) > 1:
-            self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
+        if len(self.grid.replica_group) > 1:
+            self._await_word(Word.COMPLETE, self.grid.replica_group, self.epoch, "to complete the accumulators of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""

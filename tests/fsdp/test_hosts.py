@@ -64,9 +64,16 @@ def batch(rank: int, step: int, i: int) -> torch.Tensor:
 
 
 def train(
-    shard: Callable[..., Any], rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None
+    shard: Callable[..., Any],
+    rank: int,
+    world: int,
+    counts: tuple[tuple[int, ...], ...],
+    settings: Settings | None,
+    marks: str = "none",
 ) -> list[torch.Tensor]:
-    """Whole parameters after every step, and the outputs of an evaluation between them."""
+    """Whole parameters after every step, and the outputs of an evaluation between them. `marks`: which backwards are
+    marked as the rank's last, "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all".
+    """
     model, mine = Exact(), shard is fully_shard
     options = {"settings": settings} if mine and settings is not None else {}
     for layer in model.layers:
@@ -78,6 +85,8 @@ def train(
         if mine:
             with model.minibatch():
                 for i in range(row[rank]):
+                    last = i == row[rank] - 1 and (rank, step) != (0, 1)
+                    model.set_is_last_backward(marks == "all" or (marks == "last" and last))
                     model(batch(rank, step, i)).sum().backward()
         else:
             most = max(row)
@@ -92,8 +101,10 @@ def train(
     return found + [values.full_tensor() for values in model.state_dict().values()]
 
 
-def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None) -> int:
-    ours = train(fully_shard, rank, world, counts, settings)
+def same(
+    rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None, marks: str = "none"
+) -> int:
+    ours = train(fully_shard, rank, world, counts, settings, marks)
     theirs = train(torch_fully_shard, rank, world, counts, None)
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -101,7 +112,12 @@ def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: S
     return sum(int(one.count_nonzero()) for one in ours)
 
 
-SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.thorough) for shape in ((3, 1), (2, 4), (3, 2)))]
+SHAPES = [(2, 2, "last")] + [
+    pytest.param(*shape, marked, marks=pytest.mark.thorough)
+    for shape in ((2, 2), (3, 1), (2, 4), (3, 2))
+    for marked in ("none", "last", "all")
+    if (*shape, marked) != (2, 2, "last")
+]
 SETTINGS = {
     "server": Settings(timeout_s=60.0),
     "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
@@ -110,19 +126,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), SHAPES)
-def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int) -> None:
-    """With uneven and no microbatches, and evaluations between the steps."""
+@pytest.mark.parametrize(("hosts", "per_host", "marked"), SHAPES)
+def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int, marked: str) -> None:
+    """With uneven and no microbatches, evaluations between the steps, and backwards that are marked as the last."""
     world = hosts * per_host
     counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)))
-    found = host_ranks(hosts, per_host).run(same, counts, SETTINGS["server"])
+    found = host_ranks(hosts, per_host).run(same, counts, SETTINGS["server"], marked)
     assert min(found) > 1000
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "server"])
 def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None:
-    host_ranks(2, 2).run(same, ((1, 2, 1, 3), (0, 0, 2, 1)), SETTINGS[settings])
+    host_ranks(2, 2).run(same, ((1, 2, 1, 3), (2, 0, 2, 1)), SETTINGS[settings], "last")
 
 
 def same_hybrid(rank: int, world: int) -> None:

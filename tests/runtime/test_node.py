@@ -6,70 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from support.members import F32, HeapGroup
+from support.members import HeapGroup
+from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
-from odc.runtime import Gradient, Word, parts
-from odc.runtime.fetch import PublishedShards
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
-from odc.settings import Accumulate, Settings
-
-LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
-HOSTS = (0, 0, 1, 1)
-
-
-class Copies:
-    """An engine that reads the heap of the other member; it counts."""
-
-    def __init__(self, group: HeapGroup) -> None:
-        self.group, self.reads, self.nbytes = group, list[tuple[int, int]](), 0
-        self.fails = False
-
-    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
-        if self.fails:
-            raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
-        member = self.group.ranks.index(rank)
-        heap = self.group.layouts[member].heap
-        into.copy_(heap.whole(member)[offset : offset + into.numel()])  # type: ignore[attr-defined]
-        self.reads.append((rank, into.numel()))
-        self.nbytes += into.numel()
-
-
-class Spread:
-    """A group on two hosts, whose mirrors are written by hand."""
-
-    def __init__(self, accumulate: Accumulate = "server") -> None:
-        settings = Settings(timeout_s=60.0, accumulate=accumulate)
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
-        self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
-        for member in self.group.members:
-            engine = Copies(self.group)
-            heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
-            member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
-            self.engines.append(engine)
-            self.heaps.append(heaps)
-
-    def publish(self, value: float = 0.0) -> None:
-        for member in range(4):
-            self.group.publish(member, value + member)
-        for layout in self.group.layouts:  # what links would do
-            for other in layout.grid.remote:
-                layout.peer(other).board.store(Word.PUBLISHED, self.group.members[other].protocol.epoch)
-
-    def fetch(self, me: int, unit: int) -> list[float]:
-        spec = self.group.units[unit]
-        out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
-        self.group.members[me].shards.fetch(spec, out)
-        return [values.item() for values in out[0].view(4, -1)[:, 0]]
+from odc.runtime import Word
+from odc.settings import Settings
 
 
 @pytest.fixture
 def spread() -> Iterator[Spread]:
     made = Spread()
     yield made
-    made.group.close()
+    made.close()
 
 
 def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
@@ -112,49 +62,21 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
         spread.fetch(0, 0)
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
-def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate) -> None:
-    spread = Spread(accumulate)
-    group = spread.group
-    for epoch in (1, 2):  # what was summed in the first must not be there in the second
-        spread.publish()
-        for me in range(4):
-            for unit in group.units[:2]:
-                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
-                for _ in range(epoch):
-                    group.members[me].pusher.push(unit, gradients)
-        for me in range(4):
-            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
-            for unit in group.units[:2]:
-                found = parts(group.layouts[me], unit)
-                expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
-                assert [part[0].item() for part in found] == [epoch * value for value in expected]
-                assert all(bool((part == part[0]).all()) for part in found)
-    sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
-    assert len(sums) == 2 * 4, "units that follow each other are read together"
-    group.close()
-
-
-def test_units_that_nobody_used_do_not_cross(spread: Spread) -> None:
-    spread.publish()
-    gather_sums(spread.group.layouts[0], spread.heaps[0], [False, False, False])
-    assert not spread.engines[0].reads
-    gather_sums(spread.group.layouts[0], spread.heaps[0], [True, False, True])
-    assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
-
-
 def test_the_ledger_says_what_hosts_cost() -> None:
     with (
         HeapGroup(LAYOUT, 4) as one,
         HeapGroup(LAYOUT, 4, hosts=HOSTS) as two,
         HeapGroup(LAYOUT, 4, hosts=(0, 1, 2, 3)) as four,
+        HeapGroup(LAYOUT, 4, hosts=HOSTS, settings=Settings(sums_dtype="bfloat16")) as rounded,
     ):
-        single, double, quadruple = (group.layouts[0].ledger() for group in (one, two, four))
+        single, double, quadruple, half = (group.layouts[0].ledger() for group in (one, two, four, rounded))
         assert "cache" not in single
         published = sum(max(64, unit.published_bytes) for unit in one.units)
         sums = sum(-(-unit.accumulator_bytes // 64) * 64 for unit in one.units)
         assert (double["cache"], double["sums"]) == (published, 2 * sums), "sums for the other host, and those of it"
         assert (quadruple["cache"], quadruple["sums"]) == (3 * published, 6 * sums)
+        shorter = sum(-(-unit.numel * 2 // 64) * 64 for unit in one.units)
+        assert (half["cache"], half["sums"]) == (published, sums + 2 * shorter), "whole, rounded, and those that arrive"
         assert double["staging"] < single["staging"], "no ring for a source on another host"
         assert sum(double.values()) == sum(
             nbytes for name, nbytes in two.layouts[0].heap.bytes_by_name().items() if name != "heap/layout"

@@ -7,6 +7,8 @@ docs/protocol.md writes the rest.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -29,28 +31,31 @@ def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
     ]
 
 
-def node_requests(grid: RankGrid, units: tuple[UnitSpec, ...], sources: int) -> list[tuple[str, int]]:
-    """Regions of every heap for the node cache and the node sums, where shards span hosts."""
+def node_requests(
+    grid: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int, wire_bytes: int
+) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span hosts. `sums_bytes` are those of a
+    host's sums for one member, `wire_bytes` the same as they cross the network, 0 if they cross as they are.
+    """
     rows, count = grid.host_count - 1, max(1, len(units))
     requests = [
         ("node/claims", rows * count * 2 * 8),
         ("node/cached", rows * count * 8),
         ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
+        ("node/lasts", count * 2 * 8),
     ]
     for row in range(rows):
         requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
-        requests.append((f"sums/{row}", max(_LINE, sums_bytes(units, sources))))
+        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
+        if wire_bytes:
+            requests.append((f"wire/{row}", wire_bytes))
     return requests
 
 
-def sums_bytes(units: tuple[UnitSpec, ...], sources: int) -> int:
-    """Bytes of the accumulators of all units, unit after unit; `sources` of each."""
-    return sum(padded(unit, sources) for unit in units)
-
-
-def padded(unit: UnitSpec, sources: int) -> int:
-    """Bytes of a unit's accumulators among those of all units."""
-    return -(-sources * unit.accumulator_bytes // _LINE) * _LINE
+def starts(units: tuple[UnitSpec, ...], sources: int, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its `sources` sums, and the bytes of all; in `dtype`, or as they are added up."""
+    sizes = (sources * unit.numel * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
 class RemotePeer(TellingPeer):

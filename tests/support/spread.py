@@ -1,0 +1,108 @@
+"""Four members of two hosts in one process, with an engine that copies between their heaps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from odc.errors import PeerLostError
+from odc.runtime import Gradient, Word
+from odc.runtime.fetch import PublishedShards
+from odc.runtime.node import NodeCache, RemoteHeaps
+from odc.runtime.protocol import NoOtherHosts
+from odc.runtime.sums import HostSums, SumsReader
+from odc.settings import Accumulate, Settings
+from support.members import F32, HeapGroup
+
+LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
+HOSTS = (0, 0, 1, 1)
+
+
+class Copies:
+    """An engine that reads the heap of the other member; it counts."""
+
+    def __init__(self, group: HeapGroup) -> None:
+        self.group, self.reads, self.nbytes = group, list[tuple[int, int]](), 0
+        self.fails = False
+
+    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
+        if self.fails:
+            raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
+        member = self.group.ranks.index(rank)
+        heap = self.group.layouts[member].heap
+        into.copy_(heap.whole(member)[offset : offset + into.numel()])  # type: ignore[attr-defined]
+        self.reads.append((rank, into.numel()))
+        self.nbytes += into.numel()
+
+
+class Spread:
+    """A group on two hosts, whose mirrors are written by hand; `told` are the SUMMED that its members have said."""
+
+    def __init__(self, accumulate: Accumulate = "server", **options: Any) -> None:
+        settings = Settings(timeout_s=60.0, accumulate=accumulate, **options)
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
+        self.group.attach_local()
+        self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
+        self.sums, self.readers = list[HostSums](), list[SumsReader]()
+        self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
+        for member in self.group.members:
+            engine = Copies(self.group)
+            heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
+            member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
+            member.protocol.links = _Told(self, len(self.engines))
+            self.engines.append(engine)
+            self.heaps.append(heaps)
+            self.sums.append(HostSums(member.protocol))
+            self.readers.append(SumsReader(member.protocol, heaps))
+
+    def publish(self, value: float = 0.0) -> None:
+        for member in range(4):
+            self.group.publish(member, value + member)
+        self.mirror(Word.PUBLISHED)
+
+    def mirror(self, word: Word) -> None:
+        """What links do with a word of every member."""
+        for layout in self.group.layouts:
+            for other in layout.grid.remote:
+                layout.peer(other).board.store(word, self.group.layouts[other].mine.board.load(word))
+
+    def push(self, me: int, unit: int, value: float, *, last: bool = False) -> None:
+        """Member `me` pushes `value` in every element of a unit."""
+        spec, pusher = self.group.units[unit], self.group.members[me].pusher
+        pusher.push(spec, [Gradient(i, torch.full((4 * p.numel,), value)) for i, p in enumerate(spec.params)])
+        if last:
+            pusher.end([spec])
+
+    def finish(self, used: list[bool]) -> None:
+        """All members are DONE, and complete what the others read."""
+        for me, member in enumerate(self.group.members):
+            for layout in self.group.layouts:
+                if layout.grid.is_remote(me):
+                    layout.remote(me).pushes.copy_(member.pusher.counts)
+                else:
+                    layout.local(layout.grid.me).pushes(me).copy_(member.pusher.counts)
+        for member, sums in zip(self.group.members, self.sums, strict=True):
+            sums.complete(used)
+            member.protocol.complete()
+        self.mirror(Word.COMPLETE)
+
+    def fetch(self, me: int, unit: int) -> list[float]:
+        spec = self.group.units[unit]
+        out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
+        self.group.members[me].shards.fetch(spec, out)
+        return [values.item() for values in out[0].view(4, -1)[:, 0]]
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+        self.group.close()
+
+
+class _Told(NoOtherHosts):
+    def __init__(self, spread: Spread, member: int) -> None:
+        self._spread, self._member = spread, member
+
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        self._spread.told.append((self._member, epoch, dict(counts)))
