@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
-from odc.fsdp import default_store
+from odc.fsdp import default_store, root_of
 from odc.handover import weight_handle
 from odc.runtime import Arena
 
@@ -287,3 +288,38 @@ def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None
         assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and Settings(queue_bytes=...)" in queue
         assert "keep each replica on one host" in mesh
         assert "are on different hosts" in arena
+
+
+def crossing_in_backward(rank: int, world: int) -> None:
+    """The first layer's backward waits until the last layer's sums have come: they cross while backward goes on."""
+    model = Exact()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    waited = []
+
+    def await_sums(grad: torch.Tensor) -> None:
+        root = root_of(model)
+        reader, epoch = root.member.reader, root.minibatch.epoch
+        assert reader is not None
+        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
+        deadline = time.monotonic() + 60
+        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
+            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
+            time.sleep(0.002)
+        waited.append(epoch)
+
+    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    model(batch(rank, 0, 0)).sum().backward()  # a minibatch of one backward
+    model.set_requires_gradient_sync(False)
+    model(batch(rank, 1, 0) * 0).sum()  # of a microbatch without a backward
+    model.set_requires_gradient_sync(True)
+    model(batch(rank, 1, 0)).sum().backward()
+    with model.minibatch():
+        model.set_is_last_backward(True)
+        model(batch(rank, 2, 0)).sum().backward()
+    assert waited == [1, 2, 3]
+
+
+def test_sums_cross_while_backward_goes_on(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(crossing_in_backward)
