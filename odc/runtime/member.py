@@ -47,11 +47,13 @@ class Endpoint:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
         self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = self.sums = self.reader = None
+        self.cache: NodeCache | None = None
+        self.sums: HostSums | None = None
+        self.reader: SumsReader | None = None
         if self._heaps is not None and self.grid.shards_span_hosts:
-            cache = NodeCache(self.protocol, self._heaps)
+            self.cache = NodeCache(self.protocol, self._heaps)
             self.sums, self.reader = HostSums(self.protocol), SumsReader(self.protocol, self._heaps)
-        self.shards = PublishedShards(self.protocol, cache)
+        self.shards = PublishedShards(self.protocol, self.cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
@@ -62,6 +64,8 @@ class Endpoint:
         Waits only for peers to begin the epoch, and only where something was pushed in it.
         """
         lanes = self.layout.heap.lanes
+        if self.cache is not None:
+            self.cache.settle()
         with lanes.lane("fetch"):
             lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
         if outcome is Outcome.TRAINED:
@@ -154,7 +158,8 @@ class Member(Endpoint):
         if self.forked:
             return None
         self.protocol.leave(note)
-        if self.reader is not None:
+        if self.cache is not None and self.reader is not None:
+            self.cache.close()
             self.reader.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
         departure = Departure(self._service, self.rendezvous, dismiss, self._hosts)

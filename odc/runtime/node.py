@@ -8,6 +8,8 @@ Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it sa
 from __future__ import annotations
 
 import functools
+import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +48,11 @@ class RemoteHeaps:
 
 
 class NodeCache:
-    """Shards of members on other hosts, read once a host and epoch. Any thread may call `fill`."""
+    """Shards of members on other hosts, read once a host and epoch. Any thread may call `fill`.
+
+    The cache has room for every unit, so a thread reads ahead in the order of the last epoch, from this rank's first
+    use of a unit on: the network is never idle while ranks compute. It waits for nobody, and claims what it reads.
+    """
 
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
@@ -56,10 +62,16 @@ class NodeCache:
         # next host, so that hosts read from different hosts.
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
+        self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
+        self._changed = threading.Condition()
+        self._reading = self._closed = False  # whether the thread is in a read
+        self._failed: Exception | None = None
+        self._thread: threading.Thread | None = None
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
         epoch, peers = self._protocol.epoch, [self._layout.remote(owner) for owner in self._owners]
+        self._look_ahead(unit.index, epoch)
         for peer in peers:
             if self._claim(peer, unit, epoch):
                 self._read(peer, unit, epoch)
@@ -67,6 +79,48 @@ class NodeCache:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
                 self._await(peer, unit, epoch, cached, lane)
+
+    def _look_ahead(self, unit: int, epoch: int) -> None:
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            if epoch != self._epoch:
+                self._epoch, self._used, self._ahead = epoch, [], deque(self._used)
+            if unit not in self._used:
+                self._used.append(unit)
+            if self._ahead and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="odc-ahead", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._reading = False
+                while not self._ahead and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
+            try:
+                for owner in self._owners:
+                    peer = self._layout.remote(owner)
+                    if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
+                        self._read(peer, unit, epoch)
+            except Exception as error:
+                self._failed = error  # ranks of this host wait for what was claimed: the next fill ends the job
+
+    def settle(self) -> None:
+        """Read no further ahead; return when nothing is being read. Before DONE."""
+        with self._changed:
+            self._ahead.clear()
+        self._protocol.await_reads(self._owners[0], "shards ahead", lambda: not self._reading)
+
+    def close(self) -> None:
+        """End the thread. Waits for nobody."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _claim(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> bool:
         """Whether this rank has to read the shard: it is the first of its host to ask for it in this epoch."""

@@ -139,6 +139,10 @@ class MemberProtocol:
             # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
             known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
 
+    def has_published(self, member: int, epoch: int) -> bool:
+        """Whether `await_published` would not wait, in `epoch`."""
+        return _reached(self.layout.peer(member).board, Word.PUBLISHED, epoch)
+
     def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
         """Wait until the ring to `owner` has a free slot; `credit()` counts them. On the sender's thread."""
         if credit() <= 0:
@@ -231,10 +235,9 @@ class MemberProtocol:
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
 
-    def await_reads(self, partner: int, idle: Callable[[], bool]) -> None:
-        """Wait until this rank's own thread has read the sums that it was told of."""
-        what = f"this rank's thread to read the sums of rank {self.grid.ranks[partner]} of epoch {self.epoch}"
-        self.waiter.until(idle, partner, what)
+    def await_reads(self, member: int, what: str, idle: Callable[[], bool]) -> None:
+        """Wait until a thread of this rank has read what it reads, perhaps of `member`; `what` is said of it."""
+        self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}")
 
     # done --------------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,10 @@ class SumsReader:
         """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
         with self._changed:
             self._over = self._protocol.epoch
-        self._protocol.await_reads(next(iter(self._partners)), lambda: not self._busy and not self._waiting)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._idle)
+
+    def _idle(self) -> bool:
+        return not self._busy and not self._waiting
 
     def _run(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,3 +84,52 @@ def test_the_ledger_says_what_hosts_cost() -> None:
         )
         assert two.layouts[0].heap.layout.size("node/mutexes") == len(two.units) * 2 * MUTEX_BYTES
         assert one.layouts[0].heap.bytes_by_name().keys().isdisjoint({"mirror/board", "cache/0/0", "sums/0"})
+
+
+def test_units_are_read_ahead_in_the_order_of_the_last_epoch(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (2, 0):
+        spread.fetch(0, unit)
+    assert len(spread.engines[0].reads) == 4, "of an unknown order nothing is read ahead"
+    cache = spread.caches[0]
+    for epoch in (2, 3):
+        cache.settle()
+        spread.publish(50.0 * epoch)
+        del spread.engines[0].reads[:]
+        spread.fetch(0, 2)
+        spread.group.members[0].protocol.await_reads(2, "ahead", lambda: len(spread.engines[0].reads) == 4)
+        assert spread.fetch(1, 0) == [50.0 * epoch + member for member in range(4)]
+        assert not spread.engines[1].reads, "it was there"
+        spread.fetch(0, 0)
+
+
+def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (0, 1):
+        spread.fetch(0, unit)
+    spread.caches[0].settle()
+    for member in (0, 1, 2):
+        spread.group.publish(member)
+    spread.mirror(Word.PUBLISHED)
+    del spread.engines[0].reads[:]
+    spread.caches[0]._look_ahead(0, 2)
+    spread.group.members[0].protocol.await_reads(2, "ahead", lambda: len(spread.engines[0].reads) == 2)
+    spread.caches[0].settle()
+    assert {rank for rank, _ in spread.engines[0].reads} == {16}
+
+
+def test_a_read_ahead_that_fails_is_told_by_the_next_fetch(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (0, 1):
+        spread.fetch(0, unit)
+    spread.caches[0].settle()
+    spread.publish(5.0)
+    board = spread.group.layouts[0].mine.board
+    board.store(Word.ABORT, 1 + 16)  # so that nobody waits for the link to explain it
+    spread.engines[0].fails = True
+    spread.caches[0]._look_ahead(0, 2)
+    while spread.caches[0]._failed is None:
+        time.sleep(0.001)
+    board.store(Word.ABORT, 0)
+    with pytest.raises(PeerLostError, match=r"connection reset|aborted by rank 16"):
+        spread.fetch(0, 0)

@@ -45,12 +45,14 @@ class Spread:
         self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
         self.group.attach_local()
         self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
+        self.caches = list[NodeCache]()
         self.sums, self.readers = list[HostSums](), list[SumsReader]()
         self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
         for member in self.group.members:
             engine = Copies(self.group)
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
-            member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
+            self.caches.append(NodeCache(member.protocol, heaps))
+            member.shards = PublishedShards(member.protocol, self.caches[-1])
             member.protocol.links = _Told(self, len(self.engines))
             self.engines.append(engine)
             self.heaps.append(heaps)
@@ -95,8 +97,8 @@ class Spread:
         return [values.item() for values in out[0].view(4, -1)[:, 0]]
 
     def close(self) -> None:
-        for reader in self.readers:
-            reader.close()
+        for thread in (*self.caches, *self.readers):
+            thread.close()
         self.group.close()
 
 
