@@ -15,6 +15,7 @@ from odc.errors import AbandonedMinibatchError
 from odc.fsdp import refusals
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
+from odc.memory import advise_huge
 from odc.runtime import Endpoint, HeapLayout, UnitSpec, parts
 
 
@@ -86,7 +87,15 @@ def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tenso
     Sums in the order of `parts`: every rank of a replica group computes the same bits.
     """
     first, *others = parts(layout, unit)
-    total = first.to(unit.accumulator_dtype, copy=True)
+    total = torch.empty_like(first, dtype=unit.accumulator_dtype)
+    if total.device.type == "cpu":
+        advise_huge(total)  # freshly allocated: much of the time would be page faults
+    if not others:
+        return torch.div(first, divide_by, out=total)
+    if first.dtype == others[0].dtype == total.dtype:  # in one pass
+        torch.add(first, others.pop(0), out=total)
+    else:  # some were rounded as they came: each is added as it is, in the accumulator's dtype
+        total.copy_(first)
     for part in others:
         total.add_(part)
     return total.div_(divide_by)

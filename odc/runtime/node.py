@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
+NAP_S = 0.1  # between two looks at ABORT while a thread of this rank reads
 _LINK_S = 2.0  # that a link may take longer than a read to notice an end
 
 
@@ -97,6 +98,7 @@ class NodeCache:
         while True:
             with self._changed:
                 self._reading = False
+                self._changed.notify_all()
                 while not self._ahead and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -114,7 +116,11 @@ class NodeCache:
         """Read no further ahead; return when nothing is being read. Before DONE."""
         with self._changed:
             self._ahead.clear()
-        self._protocol.await_reads(self._owners[0], "shards ahead", lambda: not self._reading)
+        nap = functools.partial(nap_until, self._changed, self._idle)
+        self._protocol.await_reads(self._owners[0], "shards ahead", self._idle, nap)
+
+    def _idle(self) -> bool:
+        return not self._reading
 
     def close(self) -> None:
         """End the thread. Waits for nobody."""
@@ -139,12 +145,23 @@ class NodeCache:
         offset = self._layout.buffer_offset(unit, epoch)
         self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
         peer.cached(unit).store(0, epoch)  # release: the shard is there
+        with self._changed:
+            self._changed.notify_all()
 
     def _await(self, peer: RemotePeer, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
         what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this host"
-        self._protocol.waiter.until(functools.partial(_holds, cached, epoch), claimer, what, lane=lane)
+        there = functools.partial(_holds, cached, epoch)
+        nap = functools.partial(nap_until, self._changed, there) if claimer == self._layout.grid.me else None
+        self._protocol.waiter.until(there, claimer, what, lane=lane, nap=nap)
+
+
+def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
+    """Sleep for a moment, or until whoever makes `ready` true notifies of it."""
+    with changed:
+        if not ready():
+            changed.wait(NAP_S)
 
 
 def _holds(cached: Words, epoch: int) -> bool:

@@ -235,9 +235,11 @@ class MemberProtocol:
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
 
-    def await_reads(self, member: int, what: str, idle: Callable[[], bool]) -> None:
-        """Wait until a thread of this rank has read what it reads, perhaps of `member`; `what` is said of it."""
-        self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}")
+    def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
+        """Wait until a thread of this rank has read what it reads, perhaps of `member`; `what` is said of it, and the
+        thread ends a `nap`.
+        """
+        self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}", nap=nap)
 
     # done --------------------------------------------------------------------------------------------------------
 

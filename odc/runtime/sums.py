@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from odc.runtime.node import RemoteHeaps
+from odc.runtime.node import RemoteHeaps, nap_until
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.words import Word
 
@@ -132,7 +132,8 @@ class SumsReader:
         """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
         with self._changed:
             self._over = self._protocol.epoch
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._idle)
+        nap = functools.partial(nap_until, self._changed, self._idle)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._idle, nap)
 
     def _idle(self) -> bool:
         return not self._busy and not self._waiting
@@ -141,6 +142,7 @@ class SumsReader:
         while True:
             with self._changed:
                 self._busy = False
+                self._changed.notify_all()
                 while not self._waiting and not self._closed:
                     self._changed.wait()
                 if self._closed:

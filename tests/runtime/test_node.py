@@ -97,7 +97,7 @@ def test_units_are_read_ahead_in_the_order_of_the_last_epoch(spread: Spread) -> 
         spread.publish(50.0 * epoch)
         del spread.engines[0].reads[:]
         spread.fetch(0, 2)
-        spread.group.members[0].protocol.await_reads(2, "ahead", lambda: len(spread.engines[0].reads) == 4)
+        spread.await_reads(0, 4)
         assert spread.fetch(1, 0) == [50.0 * epoch + member for member in range(4)]
         assert not spread.engines[1].reads, "it was there"
         spread.fetch(0, 0)
@@ -113,7 +113,7 @@ def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread
     spread.mirror(Word.PUBLISHED)
     del spread.engines[0].reads[:]
     spread.caches[0]._look_ahead(0, 2)
-    spread.group.members[0].protocol.await_reads(2, "ahead", lambda: len(spread.engines[0].reads) == 2)
+    spread.await_reads(0, 2)
     spread.caches[0].settle()
     assert {rank for rank, _ in spread.engines[0].reads} == {16}
 

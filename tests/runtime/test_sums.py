@@ -102,7 +102,7 @@ def test_what_is_pushed_after_the_last_push_is_not_lost(spread: Spread) -> None:
         spread.push(me, 0, 1.0, last=True)
     look(spread)
     bring(spread)
-    spread.group.members[0].protocol.await_reads(2, "sums", lambda: len(spread.engines[0].reads) == 1)
+    spread.await_reads(0, 1)
     spread.push(3, 0, 5.0)
     spread.finish([True, False, False])
     spread.readers[0].collect([True, False, False])

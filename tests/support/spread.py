@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,11 @@ class Spread:
         pusher.push(spec, [Gradient(i, torch.full((4 * p.numel,), value)) for i, p in enumerate(spec.params)])
         if last:
             pusher.end([spec])
+
+    def await_reads(self, me: int, count: int) -> None:
+        """Until the threads of `me` have read so often."""
+        reads = self.engines[me].reads
+        self.group.members[me].protocol.await_reads(2, "it", lambda: len(reads) == count, lambda: time.sleep(0.001))
 
     def finish(self, used: list[bool]) -> None:
         """All members are DONE, and complete what the others read."""
