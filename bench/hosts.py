@@ -4,9 +4,10 @@ Run as root, as `OMP_NUM_THREADS=1 python -m bench.hosts --results bench/results
 (five minutes on two cores). Each case makes its hosts anew, limits both ends of every link by `tbf`, and measures its
 arms in turn. Bytes are what the host's device counts.
 
-Arms: `gloo` is FSDP2's collectives alone; `fsdp2` and `fsdp2-hybrid` reduce in the last microbatch only. `odc` marks the
-last backward, as `odc train` does, so that sums cross while it runs; `odc-unmarked` does not, and `odc-bf16` rounds the
-sums too. `odc-nixl` is left out where NIXL is not installed. "exchange" computes nothing, "demo" is the model of `odc compare --demo`.
+Arms: `gloo` is FSDP2's collectives alone; `fsdp2` and `fsdp2-hybrid` reduce in the last microbatch only. `odc` marks
+the last backward, as `odc train` does, so that sums cross while it runs; `odc-unmarked` does not, and `odc-bf16` rounds
+the sums too. `odc-nixl` is left out where NIXL is not installed. "exchange" computes nothing, "demo" is the model of
+`odc compare --demo`.
 """
 
 from __future__ import annotations

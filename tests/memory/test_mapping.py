@@ -13,17 +13,15 @@ _NBYTES = 24 << 20
 
 
 def _faults() -> int:
-    """Page faults of filling as much memory as was just freed."""
+    """Page faults of filling as much memory as was just freed, once malloc has settled."""
     keep_freed(4 * _NBYTES)
-    held = torch.ones(1 << 18)  # not at the top of the heap
-    for _ in range(2):
+    found = []
+    for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        first = torch.ones(_NBYTES // 8)
-        second = torch.ones(_NBYTES // 8)
-        del first, second
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    del held
-    return found
+        units = [torch.ones(_NBYTES // 16) for _ in range(4)]  # more than glibc keeps by itself
+        del units
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(found)
 
 
 def _in_a_child() -> int:
