@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-trl, .venv-titan, .venv-integrations and .venv-evaluation over it, in the same way;
+# test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-integrations and .venv-evaluation over it, likewise;
 # test-emulated makes .venv-emulated beside it, for a torch of its own.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
@@ -27,6 +27,7 @@ EXTRAS_integrations := transformers,verl
 EXTRAS_trl := trl,lora,parquet
 EXTRAS_evaluation := lm-eval,lmms-eval
 EXTRAS_titan := torchtitan
+EXTRAS_nixl := nixl
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 # Tests start many processes: what one has compiled of odc, the others load, whatever the shell says.
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
@@ -51,13 +52,15 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
-test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations with the real libraries
+test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-nixl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
 	    tests/integrations/test_examples.py tests/integrations/test_train.py \
 	    --installed accelerate,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
+	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/runtime/test_engines.py tests/doctor/test_network.py -k "nixl or network" \
+	    --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_accelerate.py \
@@ -103,7 +106,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.

@@ -168,9 +168,8 @@ def measure(rank: int, world: int, arm: str, work: Work) -> tuple[float, float]:
 def bytes_out(arm: str, work: Work, hosts: int) -> float:
     """What leaves a host in a minibatch, as a multiple of the parameters' bytes; all is fp32."""
     world, m = hosts * work.per_host, work.microbatches
-    if "hybrid" in arm:
-        return 2 * (hosts - 1) / hosts if arm.startswith("fsdp2") else hosts - 1.0
-    if arm.startswith("odc"):
-        return (1.5 if "bf16" in arm else 2) * (hosts - 1) / hosts  # a shard once, a sum once
+    if "hybrid" in arm or arm.startswith("odc"):
+        sums = 0.5 if "bf16" in arm else 1
+        return (1 + sums) * (hosts - 1) / hosts  # an all-reduce's, or a shard once and a sum once
     syncs = m if arm in ("gloo", "fsdp2-every") else 1
     return (world - 1) / world * (2 * m + 2 * syncs)  # gloo reduces and scatters as it all-reduces

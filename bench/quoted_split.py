@@ -20,6 +20,7 @@ def split() -> str:
         for what, cell in (
             ("step / ideal, `odc` -> `odc-split`", _over_ideal),
             ("speed-up over `fsdp2`", lambda result, count: _speed_up(result, count, "fsdp2")),
+            ("of at most", lambda result, count: f"{_row(result, count, 'fsdp2')['over mean']:.2f}"),
             ("over `fsdp2-equal-samples`", lambda result, count: _speed_up(result, count, "fsdp2-equal-samples")),
             ("pieces a step", lambda result, count: f"{_row(result, count, 'odc-split')['pieces']:.0f}"),
         )
@@ -27,7 +28,8 @@ def split() -> str:
     control = span([result["control"]["fsdp2"] / result["control"]["odc"] for result in results.values()])
     command = next(iter(results.values()))["command"].partition(" --results")[0]
     emulated = prose(
-        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`). Ideal is the mean rank's compute. On a control "
+        f"*Emulated*: 8 ranks, cost of a 7B model, slept (`{command}`). Ideal is the mean rank's compute: "
+        "no plan gains more than `fsdp2` takes over it. On a control "
         f"of equal samples `fsdp2` takes {control} times as long as `odc`."
         + "".join(note(result, 8) for result in results.values())
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Accumulate = Literal["server", "direct", "per_source"]
@@ -13,6 +13,7 @@ SumsDtype = Literal["accumulator", "bfloat16"]
 SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
+OptimizerSharding = Literal["mesh", "world"]  # of `fully_shard`
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
 
 
@@ -69,37 +70,41 @@ class Settings:
     engine: EngineName = "auto"
 
     def __post_init__(self) -> None:
-        if self.accumulate not in ACCUMULATE_MODES:
-            raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_MODES)}, not {self.accumulate!r}")
-        if self.kernels not in KERNELS:
-            raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
-        if self.sums_dtype not in SUMS_DTYPES:
-            raise ValueError(f"sums_dtype must be one of {', '.join(SUMS_DTYPES)}, not {self.sums_dtype!r}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        for one in fields(self):
+            kind, value = type(one.default), getattr(self, one.name)
+            if kind in _KINDS and not isinstance(value, kind):
+                raise ValueError(f"{one.name} must be {_KINDS[kind]}, not {value!r}")
         if self.sums_dtype != "accumulator" and (self.reproducible or self.accumulate == "per_source"):
             exact = "reproducible=True" if self.reproducible else "accumulate='per_source'"
             raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that {exact} keeps exact")
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
                 f"{self.timeout_s!r}"
             )
-        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(f"prefetch must be a whole number of units, 0 or more, not {self.prefetch!r}")
+        for name, what, least in (
+            ("prefetch", "units", 0),
+            ("copy_engine_bytes", "bytes", 1),
+            ("queue_bytes", "bytes", 0),
+        ):
+            if not _is_whole(value := getattr(self, name)) or value < least:
+                raise ValueError(f"{name} must be a whole number of {what}, {least} or more, not {value!r}")
         block = self.staging_block_bytes
-        if block is not None and (block < 4096 or block % 64):
+        if block is not None and (not _is_whole(block) or block < 4096 or block % 64):
             raise ValueError(f"staging_block_bytes must be at least 4096 and a multiple of 64, not {block!r}")
-        if not isinstance(self.copy_engine_bytes, int) or self.copy_engine_bytes < 1:
-            raise ValueError(
-                f"copy_engine_bytes must be a whole number of bytes, 1 or more, not {self.copy_engine_bytes!r}"
-            )
-        if not isinstance(self.queue_bytes, int) or isinstance(self.queue_bytes, bool) or self.queue_bytes < 0:
-            raise ValueError(f"queue_bytes must be a whole number of bytes, 0 or more, not {self.queue_bytes!r}")
 
     def fingerprint(self) -> str:
         """The settings that every rank must agree on, as one line of text; part of the heap's layout hash."""
         return ",".join(f"{name}={getattr(self, name)}" for name in sorted(_AGREED))
 
 
+_CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES, "sums_dtype": SUMS_DTYPES}
+_KINDS: dict[type, str] = {bool: "True or False", str: "a text"}
 _AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -23,11 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
     )
+    parser.addoption("--installed", help="packages, with commas between, without which not to start", default="")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     from support.extent import ALL_EXAMPLES, QUICK_EXAMPLES
 
+    names = filter(None, config.getoption("--installed").split(","))
+    if absent := [name for name in names if not importlib.util.find_spec(name)]:
+        raise pytest.UsageError(f"not installed: {', '.join(absent)}")
     count = QUICK_EXAMPLES if config.getoption("--extent") == "quick" else ALL_EXAMPLES
     # No example has a deadline: a busy machine must not fail a test.
     hypothesis.settings.register_profile("odc", deadline=None, max_examples=count)
@@ -54,6 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
     longest_first(items, Path(__file__).parent)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> None:
+    """What loads torch, odc and transformers for ranks does so once in a process, for tests and for jobs."""
+    from support.ranks import share_server
+
+    share_server()
 
 
 @pytest.fixture(scope="session")

@@ -25,3 +25,23 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
     event = threading.Event()
     event.set()
     assert event.wait(timeout=longest)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("timeout_s", "600", "a positive number of seconds"),
+        ("reproducible", "no", "True or False"),
+        ("trace", 0, "True or False"),
+        ("prefetch", True, "a whole number of units, 0 or more"),
+        ("copy_engine_bytes", 0, "a whole number of bytes, 1 or more"),
+        ("queue_bytes", 1.5, "a whole number of bytes, 0 or more"),
+        ("staging_block_bytes", "1M", "at least 4096 and a multiple of 64"),
+        ("accumulate", None, "one of server, direct, per_source"),
+        ("engine", "tcp", "one of auto, sockets, nixl"),
+        ("address", 10, "a text"),
+    ],
+)
+def test_what_no_setting_can_be_is_refused_by_name(name: str, wrong: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be {said}.*, not {wrong!r}$"):
+        Settings(**{name: wrong})  # type: ignore[arg-type]

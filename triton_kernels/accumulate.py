@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype, word_dtype
-from odc.kernels.launch import BESIDE_COMPUTE, block_of, ceil_div, check_table, contiguous, launch
+from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
 from odc.kernels.rows import Rows, pointer_table, row_of, row_table
 from odc.kernels.tile import move_tile, zero_tile
 
@@ -95,7 +95,7 @@ class ScatterPlan:
         ]
         self.device, self._shards, self._blocks = device, shards, sum(counts)
         self._rows = make_rows(counts, columns, device)
-        self._constants = {"TO": write, "FROM": read, "BLOCK": size, "HOW": how}
+        self._launch = PreparedLaunch(accumulate_kernel, device, TO=write, FROM=read, BLOCK=size, HOW=how)
 
     def run(
         self,
@@ -111,13 +111,10 @@ class ScatterPlan:
 
         `table`: int64 [shards] on the device: address of each owner's accumulator or slot.
         """
-        launch(
-            accumulate_kernel,
-            (min(self._blocks * count, programs or BESIDE_COMPUTE),),
-            self.device,
+        self._launch(
+            min(self._blocks * count, programs or BESIDE_COMPUTE),
             *(*self._rows, self._blocks, pointer_table(sources, self.device), table, first, count, self._shards),
             warps=warps,
-            **self._constants,
         )
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
-from odc.kernels.launch import BESIDE_COMPUTE, block_of, ceil_div, check_table, contiguous, launch
+from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
 from odc.kernels.nvshmem import Symmetric, options_for
 from odc.kernels.rows import Rows, pointer_table, row_of, row_table
 
@@ -91,6 +91,7 @@ class GatherPlan:
         self.device, self._shards, self._blocks = device, shards, sum(counts)
         self._rows = make_rows(counts, columns, device)
         self._constants = {"TO": kernel_dtype(to), "FROM": kernel_dtype(source), "BLOCK": size}
+        self._launches: dict[bool, PreparedLaunch] = {}  # by whether a kernel of NVSHMEM's is used
 
     def run(
         self,
@@ -108,14 +109,14 @@ class GatherPlan:
         `programs` at most run at once, by default as many as run beside compute.
         """
         args, constants = options_for(table, symmetric)
-        launch(
-            gather_kernel,
-            (min(self._blocks * count, programs or BESIDE_COMPUTE),),
-            self.device,
+        run = self._launches.get(symmetric is None)
+        if run is None:
+            run = PreparedLaunch(gather_kernel, self.device, **self._constants, **constants)
+            self._launches[symmetric is None] = run
+        run(
+            min(self._blocks * count, programs or BESIDE_COMPUTE),
             *(*self._rows, self._blocks, pointer_table(targets, self.device), table, first, count, self._shards, *args),
             warps=warps,
-            **self._constants,
-            **constants,
         )
 
 

@@ -43,15 +43,15 @@ def launch(
     *args: Any,
     warps: int | None = None,
     **constants: Any,
-) -> None:
+) -> Any:
     """Run `kernel` over `grid` on `device`, on its current stream; returns at once on a GPU, when done on the CPU.
 
     May be called from any thread. An empty grid launches nothing. `warps` of a compiled program are those of OPTIONS by
-    default. Raises UnsupportedError where compiled kernels are to
-    work on CPU memory, or interpreted ones on a GPU's.
+    default. Returns what triton has compiled, if anything. Raises UnsupportedError where compiled kernels are to work
+    on CPU memory, or interpreted ones on a GPU's.
     """
     if 0 in grid:
-        return
+        return None
     if is_interpreted(kernel):
         if device.type != "cpu":
             raise UnsupportedError(
@@ -59,21 +59,45 @@ def launch(
                 "again"
             )
         _alone(kernel[grid], args, constants)
-        return
+        return None
     if device.type == "cpu":
         refuse_compiled()
     options = OPTIONS if warps is None else {**OPTIONS, "num_warps": warps}
     with torch.cuda.device(device):
-        _alone(kernel[grid], args, {**options, **constants})
+        return _alone(kernel[grid], args, {**options, **constants})
 
 
-def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+class PreparedLaunch:
+    """Launches of one kernel with the same constants on one device, the second and later ones without triton's binding
+    of arguments, which takes five times as long as they do.
+
+    All other parameters of the kernel must be exempt from specialization: what is compiled then serves any of them.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, **constants: Any) -> None:
+        self._kernel, self._device, self._constants = kernel, device, constants
+        self._compiled: Any = None
+        self._ordered: tuple[Any, ...] = ()
+
+    def __call__(self, programs: int, *args: Any, warps: int | None = None) -> None:
+        """As `launch`, over a grid of one dimension."""
+        if self._compiled is None or warps is not None or not programs:
+            found = launch(self._kernel, (programs,), self._device, *args, warps=warps, **self._constants)
+            if found is not None and warps is None:
+                self._ordered = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
+                self._compiled = found
+            return
+        with torch.cuda.device(self._device):
+            self._compiled[programs, 1, 1](*args, *self._ordered)
+
+
+def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """One launch at a time. The collector stays off until just before the lock is released."""
     _launching.acquire()
     collects = gc.isenabled()
     gc.disable()
     try:
-        run(*args, **constants)
+        return run(*args, **constants)
     finally:
         if collects:
             gc.enable()

@@ -37,8 +37,8 @@ class OneProcessHeap(CudaHeap):
         self._all.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
         return self._all[-1]
 
-    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
-        return self._all
+    def _map(self, local: torch.Tensor) -> dict[int, torch.Tensor]:
+        return dict(enumerate(self._all))
 
 
 class Members:

@@ -21,11 +21,13 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def bench(
     only: Annotated[
         str | None,
-        Option(help=f"With commas, of {', '.join(_HERE)}; on CUDA also {', '.join(_CUDA_ONLY)}. (default: all)"),
+        Option(help=f"With commas, of {', '.join(_HERE)}; on CUDA also {', '.join(_CUDA_ONLY)}.", show_default="all"),
     ] = None,
-    ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas. (default: what fits)")] = None,
-    sizes: Annotated[str | None, Option(help=f"Bytes, with commas. (default: {_SIZES}; quick: {_QUICK_SIZES})")] = None,
-    device: Annotated[str | None, Option(help="cpu or cuda. (default: cuda where there is one)")] = None,
+    ranks: Annotated[str | None, Option(help="Numbers of ranks, with commas.", show_default="what fits")] = None,
+    sizes: Annotated[
+        str | None, Option(help="Bytes, with commas.", show_default=f"{_SIZES}; quick: {_QUICK_SIZES}")
+    ] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
     quick: Annotated[bool, Option("--quick", help="Few rounds, small sizes: does it run, not how fast.")] = False,
     json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
     compare: Annotated[
@@ -35,8 +37,9 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure get, put, accumulate, publish, signal, unit gather, push, begin and finish, and planners.
 
-    Prints one table, with what each is measured against in the same run, and writes it as JSON with machine and
-    versions. Exit code 1: something could not be measured, and the last lines say why.
+    Prints one table, with what each is measured against in the same run, and
+    writes it as JSON with machine and versions. Exit code 1: something could
+    not be measured, and the last lines say why.
     """
     from odc.bench import suite, tables
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from odc.arms import ARM_NAMES
 from odc.cli.options import options_from
+from odc.cli.torchrun import told_by_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import DEFAULT_ARMS, JobConfig
+
+if TYPE_CHECKING:
+    from odc.experiments.compare import CompareConfig
+    from odc.experiments.hosts import HostTeam
 
 # The demo: documents of the standard library up to the cap, long enough to be skewed, few enough for two cores.
 _DEMO: dict[str, Any] = {
@@ -29,8 +37,10 @@ _DEMO: dict[str, Any] = {
 }
 _WIDE = 10_000  # characters: all arms in one table
 Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
-Output = Annotated[str | None, Option(help="Folder for figures, pictures and traces. (default: runs/COMMAND-DATE)")]
-Figures = Annotated[str | None, Option(help="Where the figures go. (default: OUTPUT/COMMAND.json)")]
+Output = Annotated[
+    str | None, Option(help="Folder for figures, pictures and traces.", show_default="runs/COMMAND-DATE")
+]
+Figures = Annotated[str | None, Option(help="Where the figures go.", show_default="OUTPUT/COMMAND.json")]
 Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
 Report = Annotated[bool, Option("--report", help="Write OUTPUT/report.html as well: tables, pictures and settings.")]
 
@@ -52,22 +62,62 @@ def compare(
     json: Figures = None,
     report: Report = False,
 ) -> None:
-    """Run arms one after the other on identical data; print one table, write figures, picture and traces."""
+    """Run arms one after the other on identical data; print one table, write figures, picture and traces.
+
+    Starts its own ranks on this machine. Under torchrun on several hosts it starts ranks on all of them, and host 0
+    prints and writes.
+    """
     say = progress("compare")
     job = (_DEMO if demo else {}) | given
     for name in ("model", "data"):
         if name not in job:
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
-    folder = output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = JobConfig(**job, output=folder)
-    names = tuple(name.strip() for name in arms.split(","))
-    say(f"{len(names)} arms, {config.ranks} ranks, {config.steps} steps; figures and pictures go to {folder}")
+    folder = Path(output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(json or folder / "compare.json")
+    if under_torchrun():
+        job |= told_by_torchrun(job)
+    in_folder = partial(_comparison, job, tuple(name.strip() for name in arms.split(",")), repeats, skip)
+    if not under_torchrun():
+        _compare(in_folder(folder), path, say, report)
+    elif os.environ["LOCAL_RANK"] == "0":  # it starts the ranks of its host; the others have nothing to do
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        record(_compare_over_hosts)(in_folder, folder, path, say, report)
+
+
+def _comparison(job: dict[str, Any], arms: tuple[str, ...], repeats: int, skip: int, folder: Path) -> CompareConfig:
+    config = JobConfig(**job, output=str(folder))
     from odc.experiments.compare import CompareConfig
-    from odc.experiments.table import tables
     from odc.experiments.text.workload import TextWorkload
 
-    comparison = CompareConfig(TextWorkload(config), names, repeats, skip)
-    carry_out(comparison, Path(json or Path(folder) / "compare.json"), say, tables, report)
+    return CompareConfig(TextWorkload(config), arms, repeats, skip)
+
+
+def _compare_over_hosts(
+    in_folder: Callable[[Path], CompareConfig], folder: Path, path: Path, say: Callable[[str], None], report: bool
+) -> None:
+    from odc.experiments.compare import run_arms
+    from odc.experiments.hosts import HostTeam
+
+    with HostTeam.of_torchrun() as team:
+        if team.leads:
+            _compare(in_folder(folder), path, say, report, team)
+            return
+        with TemporaryDirectory() as spans:  # which host 0 is sent; nothing else is written here
+            run_arms(in_folder(Path(spans)), lambda text: None, team)
+
+
+def _compare(
+    config: CompareConfig, path: Path, say: Callable[[str], None], report: bool, team: HostTeam | None = None
+) -> None:
+    job, where = config.workload.job, f" on {team.count} hosts" if team is not None and team.count > 1 else ""
+    say(
+        f"{len(config.arms)} arms, {job.ranks} ranks{where}, {job.steps} steps; figures and pictures go to "
+        f"{config.output}"
+    )
+    from odc.experiments.table import tables
+
+    carry_out(config, path, say, tables, report, team)
 
 
 def carry_out(
@@ -76,8 +126,12 @@ def carry_out(
     say: Callable[[str], None],
     tables: Callable[[dict[str, Any], int], list[Any]],
     report: bool = False,
+    team: HostTeam | None = None,
 ) -> None:
-    """Runs a comparison, writes its figures to `path`, its pictures and its report, and prints its tables."""
+    """Runs a comparison, writes its figures to `path`, its pictures and its report, and prints its tables.
+
+    With a `team` it does so on the host that leads.
+    """
     from rich.console import Console
 
     from odc.experiments.html import require_template_engine, write_html
@@ -85,7 +139,7 @@ def carry_out(
 
     if report:
         require_template_engine()
-    figures, written = compare(config, path, ["odc", *sys.argv[1:]], say)
+    figures, written = compare(config, path, ["odc", *sys.argv[1:]], say, team)
     if report:
         written["report"] = config.output / "report.html"
         write_html(written["report"], figures, tables(figures, _WIDE), written.get("timeline"))

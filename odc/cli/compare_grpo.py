@@ -10,8 +10,9 @@ from typer import Option
 
 from odc.cli.compare import Figures, Output, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
+from odc.cli.torchrun import refuse_torchrun
 
-_ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts. (default: these four)"
+_ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts."
 
 
 @options_from(
@@ -19,13 +20,14 @@ _ARMS = "With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl
 )
 def compare_grpo(
     given: dict[str, Any],
-    arms: Annotated[str | None, Option(help=_ARMS)] = None,
+    arms: Annotated[str | None, Option(help=_ARMS, show_default="these four")] = None,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Output = None,
     json: Figures = None,
 ) -> None:
     """Run arms of a GRPO job one after the other; print one table, write figures, picture and traces."""
+    refuse_torchrun("odc compare-grpo")
     folder = Path(output or f"runs/compare-grpo-{time.strftime('%Y%m%d-%H%M%S')}")
     say = progress("compare-grpo")
     say(f"figures and pictures go to {folder}")

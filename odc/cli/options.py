@@ -1,6 +1,7 @@
 """Command options made from configuration dataclasses.
 
-A field whose metadata has a "help" text is an option: its name, type, default and help stand in the dataclass alone.
+A field whose metadata has a "help" text is an option: its name, type, default and help stand in the dataclass alone. A
+text may end in "(default: ...)", for a default that is no value.
 Metadata may also name a "panel" of the help page and another "flag" than the field's name.
 """
 
@@ -110,8 +111,8 @@ def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:
     flag = one.metadata.get("flag", f"--{one.name.replace('_', '-')}")
     if default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    untold = default is None and "(default:" not in text
-    shown: Any = ("the demo's, else needed" if optional else "none") if untold else True
+    text, _, told = text.removesuffix(")").partition(" (default: ")
+    shown: Any = told or default is not None or ("the demo's, else needed" if optional else "none")
     option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"), show_default=shown)
     annotation: Any = Annotated[kind | None if default is None else kind, option]
     return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

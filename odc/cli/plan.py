@@ -18,16 +18,16 @@ def plan(
     ranks: Annotated[int, Option(help="Number of ranks.")] = 8,
     max_tokens: Annotated[
         str | None,
-        Option(help="Most tokens of a microbatch; with commas, one cap a rank. (default: the longest sample)"),
+        Option(help="Most tokens of a microbatch; with commas, one cap a rank.", show_default="the longest sample"),
     ] = None,
     policy: Annotated[str, Option(help="local-sort, lb-micro, lb-mini or lb-split.")] = "lb-mini",
     quadratic_cost: Annotated[
-        str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l. (default: one unit per token)")
+        str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l.", show_default="one unit per token")
     ] = None,
     model: Annotated[
         Path | None, Option(help="Hugging Face config (JSON): cost in FLOPs of this model.", show_default="none")
     ] = None,
-    speeds: Annotated[str | None, Option(help="Speed of every rank, with commas. (default: all 1)")] = None,
+    speeds: Annotated[str | None, Option(help="Speed of every rank, with commas.", show_default="all 1")] = None,
     field: Annotated[str, Option(help="Field of JSON objects: an integer, or a list to count.")] = "length",
     group_field: Annotated[
         str | None,

@@ -35,7 +35,7 @@ def simulate(
         ),
     ] = None,
     picture: Annotated[
-        str | None, Option(help="Where the sweeps are drawn. (default: simulated.png)", **_OUTPUT)
+        str | None, Option(help="Where the sweeps are drawn.", show_default="simulated.png", **_OUTPUT)
     ] = None,
     json: Annotated[str | None, Option(help="Where figures are written.", show_default="nowhere", **_OUTPUT)] = None,
     reproduce: Annotated[

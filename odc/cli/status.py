@@ -1,4 +1,4 @@
-"""`odc status`: what every rank on this host is doing."""
+"""`odc status`: what every rank on this host is doing, and every rank of the same jobs on other hosts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _EVERY_S = 1.0
 
 def status(
     job: Annotated[
-        int | None, Option(help="Only ranks that this process started, as the column `job` says. (default: all)")
+        int | None, Option(help="Only ranks that this process started, as the column `job` says.", show_default="all")
     ] = None,
     watch: Annotated[bool, Option("--watch", help="Ask again every second, until Ctrl-C.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what every rank of the jobs on this host is doing, from another terminal."""
+    """Show what every rank of the jobs on this host is doing, from another terminal.
+
+    Ranks of these jobs on other hosts are shown as this host knows them, at most some tenths of a second late.
+    """
     from rich.console import Console
 
     if as_json:
-        answers = [{"job": started_by(answer.pid), **vars(answer)} for answer in _asked(job)]
+        answers = [{"job": started_by(one.pid)} | vars(one) | _nowhere(one) for one in _asked(job)]
         print(json.dumps(answers, indent=2))
     elif watch:
         _watch(job)
@@ -74,36 +77,46 @@ def _shown(answers: list[RankStatus], job: int | None) -> Any:
     return table(answers)
 
 
+def _nowhere(answer: RankStatus) -> dict[str, None]:
+    """A rank on another host has no process here."""
+    return {"pid": None} if answer.elsewhere else {}
+
+
 def table(answers: list[RankStatus]) -> Any:
     """A rich table of `answers`, which 80 columns hold: columns that say nothing are left out."""
     from rich.console import Group
     from rich.table import Table
 
+    roots = [root for answer in answers for root in answer.roots]
     several = any(len(answer.roots) > 1 for answer in answers)
-    queued = any(root.get("queue") is not None for answer in answers for root in answer.roots)
-    heads = ["job", "rank", "pid", *["root"] * several, "epoch", "state", "mb", *["claimed"] * queued]
-    heads += ["in/out MiB", "slots", "waits for"]
+    queued = any(root.get("queue") is not None for root in roots)
+    hosts = any(root.get("hosts", 1) > 1 for root in roots)
+    heads = ["job", *["host"] * hosts, "rank", "pid", *["root"] * several, "epoch", "state", "mb"]
+    heads += [*["claimed"] * queued, "in/out MiB", "slots", "waits for"]
     made = Table(*heads, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     troubles = []
     for answer in answers:
-        who = [str(started_by(answer.pid) or "-"), str(answer.rank), str(answer.pid)]
+        pid = "-" if answer.elsewhere else str(answer.pid)
+        job, who = str(started_by(answer.pid) or "-"), [str(answer.rank), pid]
         if answer.error is not None:
             troubles.append(f"rank {answer.rank}, process {answer.pid}: {answer.error}")
         if answer.error is not None or not answer.roots:
             state = "no answer" if answer.error is not None else "no root yet"
-            made.add_row(*who, *["-"] * several, "-", state, *["-"] * (len(heads) - len(who) - several - 2))
+            row = [job, *["-"] * hosts, *who, *["-"] * several, "-", state]
+            made.add_row(*row, *["-"] * (len(heads) - len(row)))
         for root in answer.roots:
-            made.add_row(*who, *[root["root"]] * several, *_row(root, queued))
+            host = [str(root.get("host", "-"))] * hosts
+            made.add_row(job, *host, *who, *[root["root"]] * several, *_row(root, queued, digits=0 if hosts else 1))
     return Group(made, *troubles)
 
 
-def _row(root: dict[str, Any], queued: bool) -> list[str]:
+def _row(root: dict[str, Any], queued: bool, digits: int) -> list[str]:
     waits = "-" if root["waits_for"] is None else f"{root['waits_for']} (epoch {root['waits_in_epoch']})"
     return [
         *map(str, (root["epoch"], root["state"], root["microbatch"])),
         *[_claimed(root.get("queue"))] * queued,
-        f"{root['fetched_bytes'] / _MIB:.1f}/{root['pushed_bytes'] / _MIB:.1f}",
-        f"{root['slots_in_use']}/{root['slots']}",
+        f"{root['fetched_bytes'] / _MIB:.{digits}f}/{root['pushed_bytes'] / _MIB:.{digits}f}",
+        f"{root['slots_in_use']}/{root['slots']}" if "slots" in root else "-",
         waits,
     ]
 

@@ -11,6 +11,7 @@ from typer import Option
 
 from odc.arms import PLANS
 from odc.cli.options import options_from
+from odc.cli.torchrun import told_by_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 
@@ -19,7 +20,8 @@ from odc.experiments.config import JobConfig
 def train(
     given: dict[str, Any],
     plan: Annotated[
-        str | None, Option(help=f"How to balance a step: {', '.join(PLANS)}; short for an --arm. (default: lb-mini)")
+        str | None,
+        Option(help=f"How to balance a step: {', '.join(PLANS)}; short for an --arm.", show_default="lb-mini"),
     ] = None,
 ) -> None:
     """Fine-tune a causal language model on text, sharded over ranks.
@@ -65,15 +67,10 @@ def _say_what_is_lost(config: JobConfig) -> None:
         print(said, file=sys.stderr, flush=True)
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process as one rank."""
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-
-
 def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The configuration, with torchrun's number of ranks where it started this process; else says what starts."""
     if under_torchrun():
-        return kind(**(given | {"ranks": int(os.environ["WORLD_SIZE"])}))
+        return kind(**(given | told_by_torchrun(given)))
     config = kind(**given)
     print(f"odc {command}: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     return config

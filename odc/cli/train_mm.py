@@ -12,13 +12,24 @@ from typer import Option
 
 from odc.cli.compare import Figures, Repeats, Skip, carry_out, progress
 from odc.cli.options import options_from
-from odc.cli.train import carry_out_job, under_torchrun
+from odc.cli.torchrun import refuse_torchrun, under_torchrun
+from odc.cli.train import carry_out_job
 from odc.errors import ConfigError
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
 _ARM = "TRANSPORT/BALANCE: fsdp2 or odc; none, llm-only, all-pad, all-rmpad, all-gather or full."
-_TEXT_ONLY = ("tokenizer", "vocab", "precision", "activation_checkpointing", "cache", "device", "long", "slow")
+_TEXT_ONLY = (
+    "tokenizer",
+    "vocab",
+    "precision",
+    "activation_checkpointing",
+    "cache",
+    "device",
+    "long",
+    "slow",
+    "optimizer_sharding",
+)
 _NOT_YET = ("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
 
 
@@ -37,16 +48,20 @@ def train_mm(
     demo: Annotated[
         bool, Option("--demo", help="On a corpus made up for it, whose examples differ wildly in their modalities.")
     ] = False,
-    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM} (default: compare)")] = None,
-    arms: Annotated[str | None, Option(help="Compare these arms, with commas. (default: all)")] = None,
+    arm: Annotated[str | None, Option(help=f"Train one job under this arm. {_ARM}", show_default="compare")] = None,
+    arms: Annotated[str | None, Option(help="Compare these arms, with commas.", show_default="all")] = None,
     per_node: Annotated[int, Option(help="Ranks of one declared node.")] = 1,
     repeats: Repeats = 1,
     skip: Skip = 1,
     output: Annotated[
         str | None,
-        Option(help="Folder for checkpoints and steps.jsonl of one arm; for a comparison's files (default: runs/...)."),
+        Option(
+            help="Folder for checkpoints and steps.jsonl of one arm, or for a comparison's files.",
+            show_default="none, or runs/train-mm-DATE",
+        ),
     ] = None,
     json: Figures = None,
+    plan: Annotated[str | None, Option(hidden=True, show_default="none")] = None,
 ) -> None:
     """Train a vision tower, an audio encoder and a language model: one arm, or every balance and transport compared.
 
@@ -54,8 +69,11 @@ def train_mm(
     """
     from odc.experiments.preflight import require
 
+    if plan is not None:
+        raise ConfigError(f"plan: train-mm balances each phase and splits no sample; choose one by --arm. {_ARM}")
     for package in ("transformers", "PIL", "soundfile"):
         require(package, "multimodal", "train-mm")
+    _refuse_unknown([arm] if arm is not None else arms.split(",") if arms is not None else [])
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     folder = Path(output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}")
     if "data" not in fields:
@@ -66,6 +84,14 @@ def train_mm(
         raise ConfigError("arm trains one job; --arms, --repeats, --skip and --json are options of a comparison")
     else:
         _train(fields | {"output": output}, per_node, arm)
+
+
+def _refuse_unknown(arms: list[str]) -> None:
+    from odc.experiments.multimodal.workload import MultimodalWorkload
+
+    for arm in arms:
+        if arm.strip() not in MultimodalWorkload.arms:
+            raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm.strip()!r}")
 
 
 def _made_up(demo: bool, folder: Path, seed: int) -> str:
@@ -82,6 +108,7 @@ def _made_up(demo: bool, folder: Path, seed: int) -> str:
 def _compare(
     fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
 ) -> None:
+    refuse_torchrun("a comparison by odc train-mm")
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
@@ -103,8 +130,6 @@ def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
     transport, _, balance = arm.partition("/")
-    if arm not in MultimodalWorkload.arms:
-        raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm!r}")
     if under_torchrun():
         fields = fields | {"ranks": int(os.environ["WORLD_SIZE"])}
     job: Any = JobConfig(**fields, arm=transport)  # type: ignore[arg-type]

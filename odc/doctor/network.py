@@ -80,8 +80,8 @@ def _engine() -> Finding:
         chosen = choose_engine("auto")
     except UnsupportedError as error:
         return broken("engine", str(error), _EXTRA, "network")
-    why = {"sockets": "plain TCP, CPU memory", "nixl": "this host has RDMA"}[chosen]
-    return ok("engine", f"{chosen} ({why}); on CUDA nixl; every host of a job should say the same", "network")
+    why = {"sockets": "plain TCP; device memory goes through pinned memory", "nixl": "this host has RDMA"}[chosen]
+    return ok("engine", f"{chosen} ({why}); every host of a job should say the same", "network")
 
 
 def _speed(nic: Path) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from odc import fsdp
 from odc.arms import Arm
 from odc.experiments.collectives import record_collectives
-from odc.settings import Settings
+from odc.settings import OptimizerSharding, Settings
 
 
 def shard_model(
@@ -28,16 +28,18 @@ def shard_model(
     settings: Settings,
     device: str = "cpu",
     per_node: int = 2,
+    optimizer_sharding: OptimizerSharding = "mesh",
     **options: Any,
 ) -> None:
     """Shards each block and then the model, in place. Every rank calls it; making the mesh may communicate.
 
-    `settings` are odc's and `options` those of `fully_shard`; `per_node` divides the number of ranks.
+    `settings` and `optimizer_sharding` are odc's and `options` those of `fully_shard`; `per_node` divides the number of
+    ranks.
     """
     options["mesh"] = _mesh(arm, device, per_node)
     if arm.on_demand:
         for module in (*blocks, model):
-            fsdp.fully_shard(module, settings=settings, **options)
+            fsdp.fully_shard(module, settings=settings, optimizer_sharding=optimizer_sharding, **options)
         return
     if arm.transport == "resident":
         options["reshard_after_forward"] = False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odc.errors import ConfigError, OdcError, TraceError
 from odc.experiments.launch import start_server
@@ -27,9 +27,13 @@ from odc.trace import (
     draw,
     headline,
     load_spans,
+    rank_file,
     split_waits,
     write_trace,
 )
+
+if TYPE_CHECKING:
+    from odc.experiments.hosts import HostTeam
 
 REFERENCE = "fsdp2"
 DEFAULT = ("default",)
@@ -77,13 +81,14 @@ class CompareConfig:
         return self.workload.folder
 
 
-def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[str, list[ArmRun]]:
+def run_arms(
+    config: CompareConfig, say: Callable[[str], None], team: HostTeam | None = None
+) -> dict[str, list[ArmRun]]:
     """All runs, by arm; `say` is told which arm runs. Writes spans below the output folder.
 
+    On the hosts of a `team`, each of which calls it, those that do not lead run their ranks and return no runs.
     Raises what `odc.experiments.job.run` raises; an error of an arm carries its name as a note.
     """
-    from odc.experiments.job import launch_ranks  # loads torch
-
     workload = config.workload
     for arm in config.arms:
         workload.with_arm(arm).check_arm()
@@ -98,18 +103,28 @@ def run_arms(config: CompareConfig, say: Callable[[str], None]) -> dict[str, lis
         spans = spans_folder(config, arm, repeat)
         shutil.rmtree(spans, ignore_errors=True)
         before = processor_times()
-        try:
-            results = launch_ranks(workload.with_arm(arm, f"{arm} ({number + 1}/{total})", str(spans)))
-        except OdcError as error:
-            error.add_note(f"arm {arm}")
-            raise
+        results = _run(config, arm, f"{arm} ({number + 1}/{total})", number, team)
         stolen = steal(before, processor_times())
-        refuse_skipped(arm, results)
-        recorded, windows = read_spans(spans, workload.job.ranks), workload.windows
-        measured = measure(recorded, config.skip * windows, workload.job.steps * windows)
-        parts = workload.dissect(split_waits(recorded).spans_by_rank, measured)
-        runs[arm].append(ArmRun(results, measured, stolen, parts))
+        if team is None or team.leads:
+            refuse_skipped(arm, results)
+            recorded, windows = read_spans(spans, workload.job.ranks), workload.windows
+            measured = measure(recorded, config.skip * windows, workload.job.steps * windows)
+            parts = workload.dissect(split_waits(recorded).spans_by_rank, measured)
+            runs[arm].append(ArmRun(results, measured, stolen, parts))
     return runs
+
+
+def _run(config: CompareConfig, arm: str, title: str, number: int, team: HostTeam | None) -> list[Any]:
+    """One run; results by rank, of all hosts where this one leads."""
+    from odc.experiments.job import launch_ranks  # loads torch
+
+    spans = spans_folder(config, arm, number // len(config.arms))
+    try:
+        results = launch_ranks(config.workload.with_arm(arm, title, str(spans)), team, number)
+    except OdcError as error:
+        error.add_note(f"arm {arm}")
+        raise
+    return results if team is None else team.collect(number, results, spans)
 
 
 def refuse_skipped(arm: str, results: Sequence[JobResult[Any]]) -> None:
@@ -140,7 +155,7 @@ def spans_folder(config: CompareConfig, arm: str, repeat: int) -> Path:
 
 def read_spans(folder: Path, ranks: int) -> dict[int, list[Span]]:
     """The spans of one run by rank."""
-    return {rank: load_spans(folder / f"rank-{rank}.jsonl") for rank in range(ranks)}
+    return {rank: load_spans(rank_file(folder, rank)) for rank in range(ranks)}
 
 
 def over_repeats(
@@ -172,6 +187,12 @@ def typical_windows(runs: Mapping[str, Sequence[ArmRun]], count: int) -> tuple[i
     return repeat, [step.epoch for step in next(iter(measured.values()))[repeat][at : at + count]]
 
 
+def hosts_of(runs: Mapping[str, Sequence[ArmRun]]) -> dict[int, int]:
+    """Number of each rank's host, by rank."""
+    (first, *_), *_ = runs.values()
+    return {result.rank: result.host for result in first.results}
+
+
 def _seconds(step: EpochBreakdown) -> float:
     return step.step_s
 
@@ -184,6 +205,7 @@ def write_pictures(config: CompareConfig, runs: Mapping[str, Sequence[ArmRun]]) 
     """
     written: dict[str, Path] = {}
     panels, headlines = [], {}
+    hosts = hosts_of(runs)
     repeat, epochs = typical_windows(runs, config.workload.drawn_windows)
     for arm, own in runs.items():
         recorded = read_spans(spans_folder(config, arm, repeat), config.workload.job.ranks)
@@ -192,12 +214,13 @@ def write_pictures(config: CompareConfig, runs: Mapping[str, Sequence[ArmRun]]) 
         bubble, step_s = (median(over_repeats(measured, figure)) for figure in (lambda step: step.bubble, _seconds))
         headlines[arm] = headline("measured", bubble, step_s, len(measured[0]), len(own))
         path = config.output / f"trace-{arm.replace('/', '-')}.json.gz"
-        write_trace(path, panels[-1][1])
+        write_trace(path, panels[-1][1], hosts)
         written[f"trace {arm}"] = path
     path = config.output / "timeline.png"
     skip = config.skip * config.workload.windows
+    passes = config.workload.passes()
     try:
-        draw(path, panels, epochs=epochs, skip=skip, headlines=headlines, passes=config.workload.passes())
+        draw(path, panels, epochs=epochs, skip=skip, headlines=headlines, passes=passes, hosts=hosts)
     except OdcError as error:
         if not isinstance(error.__cause__, ImportError):
             raise

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
 from odc.errors import ConfigError
-from odc.settings import Accumulate, Settings
+from odc.settings import Accumulate, OptimizerSharding, Settings
 
 Long = Literal["error", "split", "drop"]
 Precision = Literal["fp32", "bf16"]
@@ -47,6 +47,10 @@ class JobConfig:
     )
     arm: ArmName = field(default="odc", metadata=option(f"One of {', '.join(ARM_NAMES)}."))
     per_node: int = field(default=2, metadata=option("Ranks of one declared node, for hybrid arms.", _WORK))
+    optimizer_sharding: OptimizerSharding = field(
+        default="mesh",
+        metadata=option("Optimizer states under odc-hybrid: mesh (within a node) or world (over all ranks).", _WORK),
+    )
     ranks: int = field(default=2, metadata=option("Processes on this machine.", _WORK))
     device: Device = field(default="cpu", metadata=option("cpu, or cuda: this machine's devices in turn.", _WORK))
     steps: int = field(default=10, metadata=option("Optimizer steps of the whole schedule.", _WORK))
@@ -189,6 +193,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "schedule": get_args(Schedule),
     "accumulate": get_args(Accumulate),
+    "optimizer_sharding": get_args(OptimizerSharding),
 }
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12

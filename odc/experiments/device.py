@@ -35,22 +35,27 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
         return
     if not torch.cuda.is_available():
         raise UnsupportedError("device: no CUDA device here (`odc doctor --need cuda` says what is missing)")
-    devices = torch.cuda.device_count()
-    if config.ranks > devices and config.export is not None:
+    devices, ranks = torch.cuda.device_count(), ranks_here(config.ranks)
+    if ranks > devices and config.export is not None:
         raise ConfigError(
-            f"export: a whole model is gathered by NCCL, which needs a CUDA device a rank; {config.ranks} ranks share "
+            f"export: a whole model is gathered by NCCL, which needs a CUDA device a rank; {ranks} ranks share "
             f"{devices} here. Save checkpoints (--output), and export on the CPU (--resume, without --device)"
         )
-    if config.ranks > devices and not arm_named(arm).on_demand:
+    if ranks > devices and not arm_named(arm).on_demand:
         raise ConfigError(
-            f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {config.ranks} ranks share {devices} "
+            f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {ranks} ranks share {devices} "
             f"here. Take --ranks {devices}, or only arms that share devices (odc and all odc-*)"
         )
 
 
+def ranks_here(ranks: int) -> int:
+    """How many of a job's ranks are on this host, as `torchrun` says; all where it says nothing."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def backend(device: str, ranks: int) -> str:
     """The process group's: gloo for host memory, and NCCL for devices if each rank has its own."""
-    return "cpu:gloo,cuda:nccl" if device == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
+    return "cpu:gloo,cuda:nccl" if device == "cuda" and ranks_here(ranks) <= torch.cuda.device_count() else "gloo"
 
 
 def take_device(device: str, ranks: int) -> torch.device:
@@ -58,7 +63,7 @@ def take_device(device: str, ranks: int) -> torch.device:
     if device == "cpu":
         return _CPU
     devices = torch.cuda.device_count()
-    if ranks > devices:
+    if ranks_here(ranks) > devices:
         os.environ[_OVERLAP] = "1"
     local = os.environ.get("LOCAL_RANK")  # torchrun's and torch elastic's
     taken = torch.device("cuda", (int(local) if local is not None else dist.get_rank()) % devices)

@@ -12,11 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError, install
+from odc.experiments.table import on_hosts
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Lines that coincide must still be told apart, so each arm has a marker and dashes of its own beside its colour.
+# Lines that coincide must still be told apart, so each arm has a marker, dashes and width of its own beside its colour.
 _COLOURS = ("#27496d", "#d8431f", "#1b9e77", "#b07c00", "#8e63b8", "#4d9de0", "#7a5230", "#c2185b")
 _MARKERS = "os^Dvp*X"
 _DASHES = ("-", "--", "-.", ":")
@@ -47,7 +48,7 @@ def write_html(path: Path, figures: Mapping[str, Any], tables: Sequence[Table], 
         facts=_facts(figures),
         tables=[_table(table) for table in tables],
         pictures=_pictures(figures, timeline),
-        settings=[(name, value) for name, value in figures["job"].items() if value not in (None, "")],
+        settings=[(name, value) for name, value in figures["job"].items() if name != "arm" and value not in (None, "")],
     )
     path.write_text(text, encoding="utf-8")
 
@@ -56,10 +57,11 @@ def _facts(figures: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
     machine = dict(figures["machine"])
     machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.1f} GiB"
+    where = "; host 0" if on_hosts(figures) else ""
     about = ", ".join(f"{name} {value}" for name, value in machine.items() if value not in (None, []))
     load = figures["load_1min"]["begin"]
     begun = f"Measured on {figures['date']}, commit {figures['commit'] or 'of an installed package'}"
-    return f"{begun}; {about}; {versions}; load of the machine at the start {load}."
+    return f"{begun}{where}; {about}; {versions}; load of the machine at the start {load}."
 
 
 def _table(table: Table) -> dict[str, Any]:
@@ -87,6 +89,8 @@ def _pictures(figures: Mapping[str, Any], timeline: Path | None) -> list[dict[st
     ]
     if timeline is not None:
         caption = "What each rank did when. Every panel starts at 0 and all share one scale."
+        if on_hosts(figures):
+            caption += " Ranks stand by host; times of all hosts are on the clock of host 0."
         source = _embedded("image/png", timeline.read_bytes())
         pictures.append({"title": "Timeline", "source": source, "caption": caption})
     return pictures
@@ -125,7 +129,9 @@ def _line(axes: Any, number: int, name: str, runs: Sequence[Sequence[float]], fi
     steps = list(zip(*runs, strict=True))
     at = range(first, first + len(steps))
     colour = _COLOURS[number % len(_COLOURS)]
-    style = {"marker": _MARKERS[number % len(_MARKERS)], "linestyle": _DASHES[number % len(_DASHES)]}
-    axes.plot(at, [median(step) for step in steps], color=colour, label=name, markersize=5, linewidth=1.4, **style)
+    thin = min(number, 5)  # of lines that coincide each is thinner than the one below it
+    style: dict[str, Any] = {"marker": _MARKERS[number % len(_MARKERS)], "linestyle": _DASHES[number % len(_DASHES)]}
+    style |= {"markersize": 9 - thin, "linewidth": 3.2 - 0.4 * thin}
+    axes.plot(at, [median(step) for step in steps], color=colour, label=name, **style)
     if len(runs) > 1:
         axes.fill_between(at, list(map(min, steps)), list(map(max, steps)), color=colour, alpha=0.15, linewidth=0)

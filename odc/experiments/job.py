@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -18,16 +19,19 @@ import torch.distributed as dist
 from odc.arms import arm_named
 from odc.experiments import device as devices
 from odc.experiments.checkpoint import find_checkpoint, load, save
+from odc.experiments.clock import CommonClock
 from odc.experiments.collectives import recorded_stalls
 from odc.experiments.config import threads_per_rank
+from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
-from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, recorder, save_spans
+from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, rank_file, recorder, save_spans
 
 _CPU = torch.device("cpu")
+_ALIGN_EVERY = 32  # steps between two measurements of the clocks of other hosts
 
 
 def run(workload: Workload[Any]) -> list[Any]:
@@ -39,8 +43,10 @@ def run(workload: Workload[Any]) -> list[Any]:
     return launch_ranks(workload)
 
 
-def launch_ranks(workload: Workload[Any]) -> list[Any]:
-    """`run` without the checks."""
+def launch_ranks(workload: Workload[Any], team: HostTeam | None = None, run: int = 0) -> list[Any]:
+    """`run` without the checks. With `team`, which calls it for run `run` on every host, this host's ranks only."""
+    if team is not None:
+        return team.launch(run, _launched_rank, workload)
     return launch(_launched_rank, workload, ranks=workload.job.ranks)
 
 
@@ -69,7 +75,7 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
     """
-    torch.set_num_threads(threads_per_rank(ranks))
+    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         yield
@@ -101,6 +107,7 @@ class RankJob:
         devices.trim()
         self.baseline = devices.held_bytes(device)
         self.trainer.build()
+        self.clock = CommonClock()
 
     def run(self) -> Any:
         on_demand = arm_named(self.workload.job.arm).on_demand
@@ -116,6 +123,8 @@ class RankJob:
         recorder().clear()
         self.progress.phase(f"step {first + 1}")
         for number in range(first, job.steps):
+            if (number - first) % _ALIGN_EVERY == 0:
+                self.clock.align()
             record = self.trainer.step(number, self._probe if self.held is None else None)
             bubble = self._bubble()
             if isinstance(record, SkippedStep):
@@ -135,11 +144,11 @@ class RankJob:
                 self._save(self.workload.folder, done)
         peak = devices.peak_bytes(self.device)
         if job.spans is not None:
-            save_spans(Path(job.spans) / f"rank-{self.rank}.jsonl", self.spans)
+            save_spans(rank_file(job.spans, self.rank), self.spans)
         self.trainer.finish()
         saved = str(self.saved) if self.saved else None
         return self.trainer.result(  # type: ignore[no-any-return]
-            JobResult(self.rank, records, peak, self.held, self.baseline, saved, skipped)
+            JobResult(self.rank, records, peak, self.held, self.baseline, saved, skipped, self.clock.host)
         )
 
     def _resume(self) -> int:
@@ -168,7 +177,7 @@ class RankJob:
 
         None if a rank's recorder could not hold the whole step.
         """
-        workload, spans = self.workload, recorder().spans()
+        workload, spans = self.workload, self.clock.on_rank_0(recorder().spans())
         recorder().clear()
         if workload.job.spans is not None:
             self.spans += spans

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this machine and says which rank was to blame when it failed.
+"""Starts this host's ranks of a job, mostly all of them, and says which rank was to blame when it failed.
 
 A rank has the environment that `torchrun` gives its workers. Ranks are forked from a process that has loaded what they
 need (`odc.ranks`): a second launch starts in a second. They end with this process, however it ends.
@@ -7,7 +7,8 @@ need (`odc.ranks`): a second launch starts in a second. They end with this proce
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from odc.errors import OdcError
@@ -16,6 +17,7 @@ from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_ser
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
+_DEATH = "the process"  # begins what is said of a rank that ended without a word
 _GRACE_S = 1.0  # for the other ranks to say what they saw, once one has failed
 
 
@@ -30,16 +32,45 @@ class JobFailedError(OdcError):
         self.tracebacks = tracebacks
 
 
-def launch(entry: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
-    """Runs `entry(*args)` in `ranks` new processes and returns what each returned, in rank order.
+@dataclass(frozen=True)
+class LaunchSite:
+    """The ranks that one host starts: `ranks` of `world`, on host `host` of `hosts`; all meet at the store there."""
+
+    ranks: range
+    world: int
+    address: str
+    port: int
+    host: int = 0
+    hosts: int = 1
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What `torchrun` would set for a rank."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.ranks.start),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "GROUP_RANK": str(self.host),
+            "GROUP_WORLD_SIZE": str(self.hosts),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": f"odc-{self.port}",
+        }
+
+
+def launch(entry: Callable[..., Any], *args: Any, ranks: int, site: LaunchSite | None = None) -> list[Any]:
+    """Runs `entry(*args)` in `ranks` new processes, or in those of `site`; returns what each returned, in rank order.
 
     `entry` must be a module-level function; `args` and results must pickle. Blocks until all ranks have ended; on
     return or raise none lives. Raises `JobFailedError` when a rank raises or dies.
     """
-    server, store = start_server(), host_store()
-    processes = RankProcesses(
-        server, range(ranks), environment=lambda rank: _environment(rank, ranks, store.port), once=True, quiet=True
-    )
+    server = start_server()
+    if site is None:
+        store = host_store()  # it is there until this function returns
+        site = LaunchSite(range(ranks), ranks, "127.0.0.1", store.port)
+    processes = RankProcesses(server, site.ranks, environment=site.environment, once=True, quiet=True)
     try:
         processes.send(task(entry, *args))
         if processes.answers(_FOREVER_S, _GRACE_S):
@@ -58,40 +89,35 @@ def start_server() -> ForkServer:
     return fork_server((), _PRELOADED)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": f"odc-{port}",
-    }
-
-
 def _failures(outcomes: list[RankOutcome]) -> list[tuple[int, str]]:
-    """Ranks and why they failed: deaths first, then errors of their own, then errors that only say a peer is gone."""
-    found: list[tuple[tuple[int, float], int, str]] = []
+    """Ranks and why they failed, as `by_blame` orders them; those of equal blame by time."""
+    found: list[tuple[float, int, str]] = []
     for outcome in outcomes:
         if outcome.error is None or outcome.error == "SystemExit":
             code = outcome.exit_code or 0 if outcome.error is None else outcome.message
             if outcome.failed or code:
-                found.append(((0, 0.0), outcome.rank, _ended(code)))
+                found.append((0.0, outcome.rank, _ended(code)))
             continue
-        text = f"{outcome.error}: {outcome.message}"
-        consequence = any(name in text for name in _CONSEQUENCES)
-        found.append(((2 if consequence else 1, outcome.at), outcome.rank, text))
-    return [(rank, text) for _, rank, text in sorted(found)]
+        found.append((outcome.at, outcome.rank, f"{outcome.error}: {outcome.message}"))
+    return by_blame((rank, text) for _, rank, text in sorted(found))
+
+
+def by_blame(failures: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Deaths first, then errors of a rank's own, then those that only say that a peer is gone."""
+
+    def severity(failure: tuple[int, str]) -> int:
+        text = failure[1]
+        if text.startswith(_DEATH):
+            return 0
+        return 2 if any(name in text for name in _CONSEQUENCES) else 1
+
+    return sorted(failures, key=severity)
 
 
 def _ended(code: int | str) -> str:
     if isinstance(code, int) and code < 0:
-        return f"the process was killed by {signal.Signals(-code).name}"
-    return f"the process exited with code {code} and left no message"
+        return f"{_DEATH} was killed by {signal.Signals(-code).name}"
+    return f"{_DEATH} exited with code {code} and left no message"
 
 
 def _short(message: str) -> str:

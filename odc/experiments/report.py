@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from odc.experiments.compare import CompareConfig, over_repeats, run_arms, write_pictures
+from odc.experiments.compare import CompareConfig, hosts_of, over_repeats, run_arms, write_pictures
 from odc.experiments.device import device_names
+from odc.experiments.hosts import HostTeam
 from odc.experiments.machine import machine, versions
 from odc.experiments.preflight import writable_folder
 from odc.experiments.results import ArmRun
@@ -23,13 +24,16 @@ from odc.trace import CATEGORIES, Stat
 
 
 def compare(
-    config: CompareConfig, path: Path, command: Sequence[str], say: Callable[[str], None]
+    config: CompareConfig, path: Path, command: Sequence[str], say: Callable[[str], None], team: HostTeam | None = None
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind."""
+    """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind.
+
+    Of a `team` the host that leads calls it; the others call `run_arms`.
+    """
     begun = begin()
     config.workload.check_extras()
     writable_folder(path.parent, "json")
-    runs = run_arms(config, say)
+    runs = run_arms(config, say, team)
     figures = report(config, runs, command) | begun.facts()
     write_report(path, figures)
     say("drawing")
@@ -46,6 +50,7 @@ def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequen
         "job": workload.to_dict(),
         "repeats": config.repeats,
         "skipped_steps": config.skip,
+        "hosts": list(hosts_of(runs).values()),
         "machine": machine() | ({"devices": device_names()} if workload.device == "cuda" else {}),
         "versions": versions(),
         "seed": workload.job.seed,

@@ -53,7 +53,7 @@ class JobResult(Generic[R]):
 
     `peak_bytes` is the most held at once after the first step, `held_bytes` what was held between two microbatches of
     the first step with two (None without one), when no activation is alive, and `baseline_bytes` before the model was
-    built.
+    built. `host` numbers the rank's host, in the order of the ranks.
     """
 
     rank: int
@@ -63,6 +63,7 @@ class JobResult(Generic[R]):
     baseline_bytes: int
     checkpoint: str | None = None
     skipped: list[SkippedStep] = field(default_factory=list)
+    host: int = 0
 
     def summary(self) -> str:
         """One line for the end of a job."""

@@ -114,9 +114,15 @@ def _title(figures: dict[str, Any]) -> str:
     if "prompts" in job:
         return f"{job['ranks']} ranks, {job['prompts']} prompts of {job['group']} responses a step"
     return (
-        f"{job['ranks']} ranks, {job['minibatch_size']} samples a step, cap {job['max_tokens']} tokens, "
-        f"{job['precision']}{', on CUDA' if job['device'] == 'cuda' else ''}{_slowed(job)}"
+        f"{job['ranks']} ranks{on_hosts(figures)}, {job['minibatch_size']} samples a step, cap {job['max_tokens']} "
+        f"tokens, {job['precision']}{', on CUDA' if job['device'] == 'cuda' else ''}{_slowed(job)}"
     )
+
+
+def on_hosts(figures: Mapping[str, Any]) -> str:
+    """How many hosts the ranks were on, if on several."""
+    count = len(set(figures.get("hosts", ())))
+    return f" on {count} hosts" if count > 1 else ""
 
 
 def _slowed(job: dict[str, Any]) -> str:

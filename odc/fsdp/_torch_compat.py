@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d, fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -83,6 +84,7 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "autograd.Variable": (torch.autograd.Variable, "_execution_engine"),
     "_C": (torch._C, "_current_graph_task_id"),
     "autograd": (torch.autograd, "_unsafe_preserve_version_counter"),
+    "DeviceMesh": (DeviceMesh, "_flatten"),
 }
 
 # Names that only some supported versions have, and whether the installed torch is one of them.
@@ -247,6 +249,11 @@ def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
     if not isinstance(info, FSDPMeshInfo):
         return ranks, 1, False
     return ranks, int(info.shard_mesh_size), True
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh of all ranks of a mesh with dimension names; the same object every time."""
+    return mesh._flatten()
 
 
 def device_of(group: FSDPParamGroup) -> torch.device:

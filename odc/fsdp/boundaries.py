@@ -11,6 +11,7 @@ from torch import nn
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
+from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import Root, live_roots, root_of
 from odc.runtime import RootState
 from odc.trace import FETCH, recorder
@@ -26,10 +27,7 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     """
     for module in roots:
         if isinstance(module, nn.Module) and not isinstance(module, compat.FSDPModule):
-            raise UnsupportedError(
-                f"minibatch() was given a {type(module).__name__} that is not sharded: call odc.fully_shard on it too, "
-                "last, after its layers"
-            )
+            raise UnsupportedError(f"minibatch(): this {type(module).__name__} {NOT_SHARDED}")
     opened = [root_of(root) for root in roots]
     for number, root in enumerate(opened):
         if root.minibatch.explicit:

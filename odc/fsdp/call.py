@@ -9,7 +9,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from odc.fsdp.root import live_roots, root_above, root_at
 from odc.fsdp.root_layout import register
 from odc.memory import require_add
 from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
-from odc.settings import Settings
+from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
 _joined: tuple[int, weakref.ref[Any]] | None = None  # the process and the store of its job
@@ -39,6 +39,7 @@ class _Options(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy | None
     ignored_params: set[nn.Parameter] | None
+    optimizer_sharding: OptimizerSharding
     settings: Settings | None
 
 
@@ -57,6 +58,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    optimizer_sharding: OptimizerSharding = "mesh",
     settings: Settings | None = None,
 ) -> Any:
     """Shard `module` over `mesh` as torch's `fully_shard` does, with on-demand communication.
@@ -71,20 +73,20 @@ def fully_shard(
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
         offload_policy: only torch's default.
+        optimizer_sharding: with "world" on a 2-D mesh, parameters, gradients and optimizer states are DTensors sharded
+            over all its ranks, as on a 1-D mesh; what the forward fetches, and where the backward pushes, stays in the
+            shard dimension. A 1-D mesh shards that way over hosts without it. Same on all units of a root.
         settings: of the runtime; the root's hold for its tree, others must agree or be None.
 
     Raises:
         TypeError: `settings` are no `Settings`.
+        ValueError: an unknown `optimizer_sharding`.
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
-    if settings is not None and not isinstance(settings, Settings):
-        raise TypeError(f"settings must be odc.Settings(...), not {type(settings).__name__} {settings!r}")
+    _refuse_options(settings, offload_policy)
     mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedError(f"{type(offload_policy).__name__}: offloading is not supported")
-    if settings is not None and settings.queue_bytes:
-        require_add()
+    mesh, node_size = _divide(mesh, optimizer_sharding, settings or Settings())
     modules = module if isinstance(module, list) else [module]
     _refuse_mixed_dtypes(modules, ignored_params or set())
     whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True
@@ -97,7 +99,7 @@ def fully_shard(
         ignored_params=ignored_params,
     )
     for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, modules[0]))):
-        adopt(group, root_above)
+        adopt(group, root_above, node_size)
     for one in modules:
         add_methods(one)
         # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
@@ -158,6 +160,15 @@ def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:
     return init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
 
 
+def _refuse_options(settings: object, offload_policy: OffloadPolicy | None) -> None:
+    if settings is not None and not isinstance(settings, Settings):
+        raise TypeError(f"settings must be odc.Settings(...), not {type(settings).__name__} {settings!r}")
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedError(f"{type(offload_policy).__name__}: offloading is not supported")
+    if settings is not None and settings.queue_bytes:
+        require_add()
+
+
 def _refuse_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         raise UnsupportedError(f"a {mesh.ndim}-D mesh: fully_shard takes (shard,) or (replicate, shard); got {mesh}")
@@ -165,6 +176,23 @@ def _refuse_mesh(mesh: DeviceMesh) -> None:
         raise UnsupportedError(f"a 2-D mesh needs dimension names, the shard dimension last; got {mesh}")
     if mesh.device_type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device type {mesh.device_type!r}: odc runs on cpu and cuda")
+
+
+def _divide(mesh: DeviceMesh, optimizer_sharding: str, settings: Settings) -> tuple[DeviceMesh, int]:
+    """(the mesh over which torch shards, ranks of a node; 0: of a host)."""
+    if optimizer_sharding not in get_args(OptimizerSharding):
+        raise ValueError(f"optimizer_sharding must be 'mesh' or 'world', not {optimizer_sharding!r}")
+    if optimizer_sharding == "mesh" or mesh.ndim == 1:
+        return mesh, 0
+    ranks = mesh.mesh.flatten().tolist()
+    for wrong, what in (
+        (mesh.device_type != "cpu", f"a {mesh.device_type} mesh"),
+        (settings.kernels == "triton", "Settings(kernels='triton')"),
+        (ranks != sorted(ranks), f"a mesh whose ranks do not rise: {ranks}"),
+    ):
+        if wrong:
+            raise UnsupportedError(f"optimizer_sharding='world' does not go with {what}")
+    return compat.flattened(mesh), int(mesh.size(1)) if mesh.size(0) > 1 else 0
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

@@ -17,12 +17,14 @@ class OdcParamGroup(FetchedGroup):
     """A torch parameter group whose shards are fetched and whose gradients are pushed. Made by `adopt`.
 
     Attributes:
+        odc_node_size: ranks of a node (`RankGrid.node_size`).
         odc_trained: for each parameter whether it required a gradient when it was sharded.
         odc_needed_now: whether whoever calls `unshard` waits for it at once.
         odc_find_root: builds the root, which sets the attributes below.
         odc_root: keeps the root alive for as long as its groups; None before their first use.
     """
 
+    odc_node_size: int
     odc_trained: list[bool]
     odc_needed_now: bool
     odc_find_root: Callable[[OdcParamGroup], object]
@@ -108,12 +110,15 @@ class OdcParamGroup(FetchedGroup):
             self.odc_find_root(self)
 
 
-def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object]) -> OdcParamGroup:
+def adopt(
+    group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object], node_size: int = 0
+) -> OdcParamGroup:
     """Turn one of torch's groups into an on-demand one, in place; `find_root` is asked at its first use."""
     group.__class__ = OdcParamGroup
     adopted: Any = group
     adopted.odc_root = None
     adopted.odc_find_root = find_root
+    adopted.odc_node_size = node_size
     adopted.odc_params = []
     adopted.odc_trained = [param.parameter.requires_grad for param in params_of(group)]
     adopted.odc_fetch = None

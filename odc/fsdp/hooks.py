@@ -9,19 +9,26 @@ a child process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot b
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
 import threading
+import time
+import traceback
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc.fsdp import _torch_clip
+from odc.fsdp.module import OdcModule
+from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
 from odc.runtime import JobStore, RootState, Word, announce_failure
 
@@ -75,8 +82,10 @@ def _install_hooks() -> None:
     uncaught, in_thread, leave = sys.excepthook, threading.excepthook, sys.exit
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        advise(error)
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             report(error)
+            _tell_launcher(error)
         uncaught(kind, error, trace)
 
     def on_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -94,6 +103,12 @@ def _install_hooks() -> None:
     sys.exit = on_exit
 
 
+def advise(error: BaseException) -> None:
+    """Add the cure to an error of `model.minibatch()` and the like on a module that was never sharded."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module) and hasattr(OdcModule, error.name or ""):
+        error.add_note(f"This {type(error.obj).__name__} {NOT_SHARDED}")
+
+
 def _child_ends() -> None:
     error = sys.exception()
     if isinstance(error, SystemExit):
@@ -108,6 +123,16 @@ def report(error: BaseException, thread: int | None = None) -> None:
     `thread` is the ident of the thread that it has ended: only the roots that were made there end.
     """
     _tell(*_described(error), thread)
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Write the error where torchrun looks for what its last message quotes, unless torch's `record` has."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if _process != os.getpid() or not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": _described(error)[0], "extraInfo": extra}}))
 
 
 def _tell(reason: str, culprit: int, thread: int | None = None) -> None:

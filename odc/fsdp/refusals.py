@@ -21,6 +21,8 @@ from odc.errors import (
 from odc.runtime import Gradient, HeapLayout, MemberProtocol, Outcome, Queue, RootState, UnitSpec
 from odc.runtime.movers.choice import device_mover
 
+NOT_SHARDED = "is not sharded by odc: call odc.fully_shard on it too, last, after its layers"
+
 
 def refuse_early_begin(who: str, state: RootState) -> None:
     """Before an epoch is opened or used: the last one must have written its gradients."""

@@ -90,9 +90,14 @@ def grid_of(groups: list[OdcParamGroup], rank: int) -> RankGrid:
                 f"unit {compat.unit_name(group)!r} is on another mesh (ranks {compat.mesh_of(group)[0]}) than unit "
                 f"{compat.unit_name(groups[0])!r} (ranks {ranks}); units of one root must share a mesh"
             )
+        if group.odc_node_size != groups[0].odc_node_size:
+            raise UnsupportedError(
+                f"units {compat.unit_name(group)!r} and {compat.unit_name(groups[0])!r} were given different meshes or "
+                "optimizer_sharding; units of one root must share both"
+            )
     if rank not in ranks:
         raise OdcError(f"rank {rank} is not on the mesh of ranks {ranks} that it shards over")
-    return RankGrid(ranks, shards, ranks.index(rank))
+    return RankGrid(ranks, shards, ranks.index(rank), node_size=groups[0].odc_node_size)
 
 
 def unit_of(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
@@ -139,17 +144,17 @@ def open_heap(
             raise UnsupportedError(f"unit {name!r} is on {compat.device_of(group)}, the first unit on {device}")
     if device.type == "cpu":
         return host
+    from odc.memory.cuda import CudaHeap, CudaLanes, StoreGroup
+
+    lanes = CudaLanes(device, compat.lane_streams(state))
     if grid.remote:
-        raise UnsupportedError(
-            f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts; on CUDA odc works within one"
-        )
+        name, place = f"odc/{identity}/devices/{grid.here}", grid.index(grid.me)
+        here = StoreGroup(compat.default_store(), name, place, len(grid.local))
+        return CudaHeap(host, device, lanes, here, rendezvous.meet, grid.local)
     process_group = compat.process_group_of(groups[0])
     if process_group is None:
         raise UnsupportedError(
             f"no process group has exactly the ranks {grid.ranks} of the mesh, in this order: on CUDA a mesh is "
             "1-D, or 2-D over the whole world"
         )
-    from odc.memory.cuda import CudaHeap, CudaLanes
-
-    lanes = CudaLanes(device, compat.lane_streams(state))
     return CudaHeap(host, device, lanes, process_group, rendezvous.meet)

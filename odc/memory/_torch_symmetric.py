@@ -6,10 +6,11 @@ A release of torch that moves one is noticed here, with a message that names wha
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,9 +76,37 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-def map_peers(
-    local: torch.Tensor, group: dist.ProcessGroup, me: int, *, same_numbers: bool = False
-) -> list[torch.Tensor]:
+class Group(Protocol):
+    """What is asked of a process group."""
+
+    @property
+    def group_name(self) -> str: ...
+    def size(self) -> int: ...
+
+
+class StoreGroup:
+    """Ranks that torch finds in a part of a store, where no process group has exactly these. Waits for nobody.
+
+    `prefix` names the part, the same on all of its `ranks` ranks, of which this is number `me`.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, me: int, ranks: int) -> None:
+        _module()
+        from torch._C._distributed_c10d import _register_process_group
+
+        self.group_name, self._ranks = f"{prefix}/{next(_numbers)}", ranks  # torch takes a name once
+        make: Any = dist.ProcessGroup
+        self._group = make(dist.PrefixStore(prefix, store), me, ranks)  # without backends: it only says who is there
+        _register_process_group(self.group_name, self._group)  # type: ignore[arg-type]
+
+    def size(self) -> int:
+        return self._ranks
+
+
+_numbers = itertools.count()
+
+
+def map_peers(local: torch.Tensor, group: Group, me: int, *, same_numbers: bool = False) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
     `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group; `same_numbers`:

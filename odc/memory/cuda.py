@@ -1,16 +1,17 @@
-"""A symmetric heap on CUDA devices of one host, and the lanes (streams and events) of its device.
+"""A symmetric heap on CUDA devices, and the lanes (streams and events) of its device.
 
 Data (published shards, accumulators, staging) lies on the device, in torch's symmetric memory. Words (status board,
 counters, locks) lie in a `ShmHeap`: a waiting rank polls them without touching the device, the daemon needs no CUDA
 context, and a dead rank's board can still be read. In return, a rank must wait for its device (`lanes.settle`) before a
-word may announce what it did. The first use of a peer's data maps all ranks' memory, which is a collective; `meet`
-makes sure that every rank is there before torch's exchange begins, with the deadlines and blame of every other wait.
+word may announce what it did. The first use of a peer's data maps the memory of all ranks of this host, which is a
+collective; `meet` makes sure that each is there before torch's exchange begins, with the deadlines and blame of every
+other wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -18,6 +19,7 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
+from odc.memory._torch_symmetric import StoreGroup as StoreGroup
 from odc.memory.heap import Lanes, NamedHeap
 from odc.memory.layout import Layout, Request, check
 from odc.memory.shm import LAYOUT_REGION, ShmHeap
@@ -82,8 +84,9 @@ class CudaHeap(NamedHeap):
 
     Args:
         host: unsealed heap for words; it also supplies identity, ranks and member index.
-        group: process group of exactly the heap's ranks, in their order; torch finds the peers through it.
-        meet: returns once every rank of the heap has called it, or raises. Called at most once.
+        group: process group of exactly the `local` members, in their order; torch finds the peers through it.
+        meet: returns once every local member has called it, or raises. Called at most once.
+        local: members on this host, whose data can be reached; None: all.
     """
 
     def __init__(
@@ -91,17 +94,19 @@ class CudaHeap(NamedHeap):
         host: ShmHeap,
         device: torch.device,
         lanes: Lanes,
-        group: torch.distributed.ProcessGroup,
+        group: symmetric.Group,
         meet: Callable[[], None],
+        local: Sequence[int] | None = None,
     ) -> None:
         self.identity, self.ranks, self.me = host.identity, host.ranks, host.me
+        self._members = tuple(range(len(self.ranks)) if local is None else local)
         self.device, self.lanes = device, lanes
         self._host, self._group, self._meet = host, group, meet
         self._requests: dict[str, Request] = {}
         self._words: set[str] = set()
         self._order: list[Request] = []
         self._local: torch.Tensor | None = None
-        self._bases: list[torch.Tensor] = []  # by member, once mapped; empty before
+        self._bases: dict[int, torch.Tensor] = {}  # by member, once mapped; empty before
         self._mapping = threading.Lock()
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
@@ -163,13 +168,16 @@ class CudaHeap(NamedHeap):
         first, count = self.layout.extent(name, dtype, offset, numel)
         return base[first : first + count * dtype.itemsize].view(dtype)
 
+    def whole(self, member: int) -> torch.Tensor:
+        return self._base(member)
+
     def address(self, member: int, name: str) -> int:
         if name in self._words:
             return self._host.address(member, name)
         return self._base(member).data_ptr() + self.layout.offset(name)
 
     def base_addresses(self) -> torch.Tensor:
-        return torch.tensor([self._base(member).data_ptr() for member in range(len(self.ranks))], dtype=torch.int64)
+        return torch.tensor([self._base(member).data_ptr() for member in self._members], dtype=torch.int64)
 
     def words(self, member: int, name: str) -> Words:
         if name not in self._words:
@@ -181,9 +189,10 @@ class CudaHeap(NamedHeap):
         return self._host.attached(member) and (member == self.me or bool(self._bases))
 
     def _base(self, member: int) -> torch.Tensor:
-        """uint8 [nbytes]: the member's data. The first use of a peer's data maps all members'."""
-        if not 0 <= member < len(self.ranks):
-            raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}")
+        """uint8 [nbytes]: the member's data. The first use of a peer's data maps that of all local members."""
+        if member not in self._members:
+            where = " is on another host" if 0 <= member < len(self.ranks) else ""
+            raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}{where}")
         local = self._local
         if local is None:
             raise OdcError(f"{self._who()}: the heap is {'closed' if self.sealed else 'not sealed yet'}")
@@ -194,13 +203,15 @@ class CudaHeap(NamedHeap):
                 self._bases = self._map(local)
             return self._bases[member]
 
-    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
-        for member in range(len(self.ranks)):
+    def _map(self, local: torch.Tensor) -> dict[int, torch.Tensor]:
+        for member in self._members:
             self._host.address(member, LAYOUT_REGION)  # proves that the member is up and laid out alike
         one_visible = self._refuse_shared_devices()
         self._meet()
         try:
-            return symmetric.map_peers(local, self._group, self.me, same_numbers=one_visible)
+            place = self._members.index(self.me)
+            mapped = symmetric.map_peers(local, self._group, place, same_numbers=one_visible)
+            return dict(zip(self._members, mapped, strict=True))
         except RuntimeError as error:
             hint = f"; {_SEE_ALL}" if one_visible else ""
             raise OdcError(
@@ -214,13 +225,14 @@ class CudaHeap(NamedHeap):
         torch takes equal numbers for one device and refuses them in the midst of its exchange, so the ranks say through
         their words beforehand which device they mean. Every rank finds the same, so none is left alone in the exchange.
         """
-        texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in range(len(self.ranks))]
+        texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in self._members]
         devices = [bytes(text.numpy().tobytes()).split(b"\0", 1)[0].decode() for text in texts]
-        for member, device in enumerate(devices):
+        ranks = [self.ranks[member] for member in self._members]
+        for place, device in enumerate(devices):
             first = devices.index(device)
-            if first < member and not symmetric.may_share_devices():
+            if first < place and not symmetric.may_share_devices():
                 raise OdcError(
-                    f"{self._who()}: ranks {self.ranks[first]} and {self.ranks[member]} are both on one device "
+                    f"{self._who()}: ranks {ranks[first]} and {ranks[place]} are both on one device "
                     f"({device}): give each its own by torch.cuda.set_device(LOCAL_RANK) before its first use of CUDA. "
                     f"For tests, ranks may share a device with {symmetric.SHARE}=1 in the environment"
                 )
@@ -243,7 +255,7 @@ class CudaHeap(NamedHeap):
         return self._host.bytes_by_name() | {name: request.nbytes for name, request in self._requests.items()}
 
     def close(self) -> None:
-        self._local, self._bases = None, []
+        self._local, self._bases = None, {}
         self._host.close()
 
 

@@ -124,6 +124,9 @@ class SymmetricHeap(Protocol):
         WaitTimeoutError or PeerLostError if it could not be attached within the deadline.
         """
 
+    def whole(self, member: int) -> torch.Tensor:
+        """uint8: all memory of a member on `device`, where `layout` places the regions. Raises as `tensor` does."""
+
     def address(self, member: int, name: str) -> int:
         """Address of region `name` of `member` in this process, valid until `close`. Raises as `tensor` does."""
 

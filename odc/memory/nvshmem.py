@@ -181,9 +181,9 @@ class NvshmemHeap(CudaHeap):
         torch.cuda.current_stream(self.device).synchronize()
         return local
 
-    def _map(self, local: torch.Tensor) -> list[torch.Tensor]:
-        empty = local[:0]
-        return [local if member == self.me else _peer(local, rank, empty) for member, rank in enumerate(self.ranks)]
+    def _map(self, local: torch.Tensor) -> dict[int, torch.Tensor]:
+        peers = {member: _peer(local, rank, local[:0]) for member, rank in enumerate(self.ranks) if member != self.me}
+        return peers | {self.me: local}
 
     def _base(self, member: int) -> torch.Tensor:
         base = super()._base(member)

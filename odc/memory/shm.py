@@ -145,7 +145,6 @@ class ShmHeap(NamedHeap):
         return self._attach(member).tensor(dtype, *self.layout.extent(name, dtype, offset, numel))
 
     def whole(self, member: int) -> torch.Tensor:
-        """uint8 [nbytes]: all memory of a member of this host. Raises as `tensor` does."""
         return self._attach(member).tensor(torch.uint8, 0, self.nbytes)
 
     def address(self, member: int, name: str) -> int:

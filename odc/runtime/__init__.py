@@ -12,10 +12,10 @@ from odc.runtime.grid import RankGrid
 from odc.runtime.hosts import locate
 from odc.runtime.layout import HeapLayout
 from odc.runtime.member import Endpoint, Member, ReadOnlyMember
-from odc.runtime.node import parts
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.runtime.queue import Claimed, Queue
+from odc.runtime.replicas import parts
 from odc.runtime.service import Service, reading_token
 from odc.runtime.store import JobStore, KeyValueStore, announce_failure, announce_process
 from odc.runtime.units import Piece, UnitSpec

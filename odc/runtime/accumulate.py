@@ -52,7 +52,7 @@ class Adder:
         Raises PeerLostError if a rank died while it held the lock (the accumulator may be half-added), WaitTimeoutError
         if the lock was not had in `timeout_s` seconds.
         """
-        peer = self._layout.peer(owner)
+        peer = self._layout.holder(owner)
         total = peer.accumulator(unit, self._source)
         mutex = peer.mutex(unit) if self._locks else None
         turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)

@@ -148,8 +148,7 @@ class Rendezvous:
             self._patient.set(self._roots_key(rank), json.dumps(listed))
 
     def _listed(self, store: JobStore, rank: int) -> dict[str, list[int]]:
-        key = self._roots_key(rank)
-        listed: dict[str, list[int]] = json.loads(store.get(key)) if store.check([key]) else {}
+        listed: dict[str, list[int]] = json.loads(store.find(self._roots_key(rank)) or "{}")
         return listed
 
     def _roots_key(self, rank: int) -> str:
@@ -186,8 +185,7 @@ class Rendezvous:
             f"it has not created heap {self._identity} in {self.timeout_s:g} s; every rank of the mesh must shard the "
             "same modules and run them, or enter `with model.minibatch()` if it has no data"
         )
-        self._await_key(self._key(member), member, "come up", late)
-        said: dict[str, Any] = json.loads(self._store.get(self._key(member)))
+        said: dict[str, Any] = json.loads(self._await_key(self._key(member), member, "come up", late))
         return said
 
     def agreed(self, member: int) -> dict[str, Any]:
@@ -211,9 +209,10 @@ class Rendezvous:
 
     def _told(self, member: int) -> PeerLostError | None:
         """What the member left by `tell`, or any rank as it ended, as an error."""
-        key, store = self._key(member) + "/aborted", self._store.within(_TELL_S)
+        store = self._store.within(_TELL_S)
         try:
-            said = json.loads(store.get(key)) if store.check([key]) else failure(store)
+            found = store.find(self._key(member) + "/aborted")
+            said = failure(store) if found is None else json.loads(found)
         except OdcError:
             return None
         return None if said is None else self._lost(f"attaching to rank {self.grid.ranks[member]}", *said)
@@ -236,12 +235,12 @@ class Rendezvous:
         self.on_attach(member, answer.pid)
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
-    def _await_key(self, key: str, member: int, what: str, late: str) -> None:
-        """Return once the member has set `key`; `what` it is waited for to do, and `late` is said at the deadline."""
+    def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
+        """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
         deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
-        while not self._store.check([key]):
+        while (found := self._store.find(key)) is None:
             self.check(doing)
             self._refuse_other_root(rank)  # first: each rank names the difference as it sees it
             failed = failure(self._store)
@@ -257,23 +256,25 @@ class Rendezvous:
             if deadline.passed():
                 raise WaitTimeoutError(f"rank {me}, {doing}: {late}", culprit=rank)
             backoff.sleep()
+        return found
 
     def _refuse_other_root(self, rank: int) -> None:
         """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""
         for identity, calls in self._listed(self._store, rank).items() if self._calls else ():
             if identity != self._identity and self._calls.intersection(calls):
-                said = json.loads(self._store.get(f"odc/{identity}/{rank}"))
-                raise LayoutMismatchError(self._difference(said, rank, identity))
+                said = self._store.find(f"odc/{identity}/{rank}")
+                if said is not None:  # else all its ranks have shut it down by now
+                    raise LayoutMismatchError(self._difference(json.loads(said), rank, identity))
 
     def meet(self) -> None:
-        """Return once every member has called it, before its device memory is mapped. Raises as `connect` does."""
+        """Return once every member of this host has called it, before device memory is mapped. Raises as `connect`."""
         late = (
             f"it has not mapped that of heap {self._identity} in {self.timeout_s:g} s; on CUDA the ranks of a mesh "
             "meet when they first run a model, so with several models they must run them in the same order"
         )
         self._store.set(self._key(self.grid.me) + "/met", "1")
         try:
-            for member in self.grid.others():
+            for member in self.grid.local:
                 self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
             self.on_failure(str(error), self.grid.rank if error.culprit is None else error.culprit)
@@ -297,8 +298,8 @@ class Rendezvous:
 
     def _first_lines(self, unit: int, key: str, rank: int) -> str:
         """The first line in which a unit differs from the peer's, if both have announced their lines."""
-        packed = self._store.get(key + "/lines")
-        lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed)))
+        packed = self._store.find(key + "/lines")
+        lines: list[list[str]] = json.loads(zlib.decompress(base64.b64decode(packed))) if packed else []
         if not lines or not self._lines:
             return ""
         pairs = itertools.zip_longest(self._lines[unit], lines[unit], fillvalue="nothing")

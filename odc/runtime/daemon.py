@@ -255,18 +255,23 @@ def stop_daemon() -> None:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's answer: `roots` as in `Service.status`; `error` instead if it did not answer."""
+    """What is known of one rank: `roots` as in `Service.status`; `error` instead if it did not answer.
+
+    Of a rank `elsewhere`, on another host, `pid` is that of the rank here with its index, which is told of it.
+    """
 
     rank: int
     pid: int
     roots: list[dict[str, Any]]
     error: str | None = None
+    elsewhere: bool = False
 
 
 def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
-    """The status of every odc rank of this user on this host, by rank; waits at most `timeout_s` for each.
+    """The status of every odc rank of this user on this host, and of those on other hosts of their jobs, by rank.
 
-    Ranks are found by the addresses of their listeners. The daemon answers, so also while the rank computes.
+    Ranks are found by the addresses of their listeners, and asked for at most `timeout_s` each. The daemon answers, so
+    also while the rank computes.
     """
     found = []
     prefix = f"{LISTENER_PREFIX}{os.getuid()}."
@@ -277,7 +282,17 @@ def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
         rank, pid = int(named["rank"]), int(named["pid"])
         try:
             answer = ask(address, {"op": "status"}, timeout_s)
-            found.append(RankStatus(rank, pid, list(answer.reply["roots"])))
+            found += _answered(rank, pid, list(answer.reply["roots"]))
         except (OSError, KeyError, TypeError) as error:  # no answer, or not one of odc's
             found.append(RankStatus(rank, pid, [], f"{type(error).__name__}: {error}"))
     return sorted(found, key=lambda status: (status.rank, status.pid))
+
+
+def _answered(rank: int, pid: int, roots: list[dict[str, Any]]) -> list[RankStatus]:
+    """The rank that answers, and those on other hosts that it tells of."""
+    others: dict[int, list[dict[str, Any]]] = {}
+    for root in roots:
+        for other in root.pop("others", ()):
+            others.setdefault(int(other["rank"]), []).append({"root": root["root"], "hosts": root["hosts"], **other})
+    told = [RankStatus(other, pid, own, elsewhere=True) for other, own in others.items()]
+    return [RankStatus(rank, pid, roots), *told]

@@ -2,7 +2,7 @@
 
 Both writers of this rank's accumulators, its sender and its daemon, ask for their adds in the lane "server". The device
 does them in that order, so that neither takes a lock or waits for the other. Pushers that add directly, to all owners
-in one launch, add atomically.
+in one launch, add atomically; so do all ranks of a host to its sums for owners on other hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from odc.runtime.layout import HeapLayout
 from odc.runtime.movers.choice import device_mover
+from odc.runtime.movers.cuda import Values
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Gradient, Inbox, Pusher, pieces_for
 from odc.runtime.units import UnitSpec
@@ -63,21 +64,28 @@ class DevicePusher(Pusher):
 
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
         super().__init__(protocol, notify)
-        self._kept: dict[tuple[int, tuple[tuple[int, torch.dtype], ...]], list[_Run]] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[_Run]] = {}
+        nodes = protocol.grid.nodes
+        self._others = [owner for owner in self._owners if owner != nodes.me and not nodes.is_remote(owner)]
+        self._remote = [owner for owner in self._owners if nodes.is_remote(owner)]
+        # This node's sums for an owner on another node lie in its column's heap.
+        self._adds_to = tuple(dict.fromkeys(nodes.column(owner) for owner in self._owners))
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
         if accumulate == "per_source" or (accumulate == "direct" and not mover.atomic):
             return super().push(unit, gradients)
-        self._protocol.await_published(self._owners, "push")
+        self._protocol.await_published(self._adds_to, "push")
         lanes, sent = self._layout.heap.lanes, 0
         computed = lanes.mark()
         for run in self._runs_of(unit, gradients):
-            values = [gradient.values for gradient in gradients[run.start : run.stop]]
+            values = Values([gradient.values for gradient in gradients[run.start : run.stop]])
             if accumulate == "direct":
-                sent += self._add_everywhere(unit, run, values)
+                sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
             sent += self._stage_everywhere(unit, gradients, run, values)
+            if self._remote:
+                sent += self._add_for_other_hosts(unit, gradients, run, values)
             with lanes.lane("server"):
                 lanes.follow(computed)
                 place = self._layout.mine.accumulator(unit)[run.first : run.first + run.numel]
@@ -90,21 +98,31 @@ class DevicePusher(Pusher):
 
     def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
         """`_runs`, which are the same for most pushes of a unit."""
-        key = unit.index, tuple([(gradient.param, gradient.values.dtype) for gradient in gradients])
+        params = tuple([gradient.param for gradient in gradients])
+        key = unit.index, params, tuple([gradient.values.dtype for gradient in gradients])
         runs = self._kept.get(key)
         if runs is None:
             runs = self._kept[key] = _runs(unit, gradients)
         return runs
 
-    def _add_everywhere(self, unit: UnitSpec, run: _Run, values: Sequence[torch.Tensor]) -> int:
-        """Add a run to all accumulators, this rank's too, atomically; returns the bytes that leave this rank."""
-        layout, shards = self._layout, self._protocol.grid.shards
+    def _add_everywhere(self, unit: UnitSpec, run: _Run, values: Sequence[torch.Tensor], owners: Sequence[int]) -> int:
+        """Add a run to the accumulators of `owners`, atomically; returns the bytes that leave this rank."""
+        layout, grid = self._layout, self._protocol.grid
         places = [
-            (owner % shards, layout.peer(owner).accumulator(unit)[run.first : run.first + run.numel])
-            for owner in self._owners
+            (owner % grid.shards, layout.holder(owner).accumulator(unit)[run.first : run.first + run.numel])
+            for owner in owners
         ]
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
-        return (len(places) - 1) * run.numel * run.dtype.itemsize
+        return sum(owner != grid.me for owner in owners) * run.numel * run.dtype.itemsize
+
+    def _add_for_other_hosts(
+        self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
+    ) -> int:
+        """Add a run to this host's sums; returns the bytes. Without atomic adds under their locks, waiting for each."""
+        if device_mover(self._layout.mover).atomic:
+            return self._add_everywhere(unit, run, values, self._remote)
+        mine = gradients[run.start : run.stop]
+        return sum(self.push_to(owner, unit, mine) for owner in self._remote)
 
     def _stage_everywhere(
         self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
@@ -113,15 +131,14 @@ class DevicePusher(Pusher):
 
         Waits for free slots, after it has told the owners of the blocks before.
         """
-        grid = self._protocol.grid
-        others = [owner for owner in self._owners if owner != grid.me]
+        grid, others = self._protocol.grid, self._others
         nbytes = run.numel * run.dtype.itemsize
         if nbytes > self._layout.ring.slot_bytes:  # in another dtype than the slots were made for
             mine = gradients[run.start : run.stop]
             return sum(self._stage(unit, owner, pieces_for(unit, mine, owner % grid.shards)) for owner in others)
         boxes = [self._outbox(owner) for owner in others]
         for box in boxes:
-            if box.credit() <= 0:
+            if not box.ready():
                 self._layout.heap.lanes.settle()
                 self._announce()
                 self._protocol.await_credit(box.owner, box.credit)

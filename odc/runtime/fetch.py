@@ -19,8 +19,8 @@ class PublishedShards:
         self._protocol, self._layout = protocol, protocol.layout
         self.count = protocol.grid.shards  # shards of each parameter
         self._owners = protocol.grid.shard_group_from_next()
-        self._cache = cache  # where some owners are on other hosts
-        self._sources = [(owner % self.count, self._layout.peer(owner)) for owner in self._owners]
+        self._cache = cache  # where some owners are on other nodes
+        self._sources = [(owner % self.count, self._layout.holder(owner)) for owner in self._owners]
 
     @torch.no_grad()
     def publish(self, shards: Sequence[Sequence[torch.Tensor]], dirty: Sequence[bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,18 +19,24 @@ class RankGrid:
 
     `hosts` numbers the host of each member, from 0 in the order of the members; () where all share this rank's. Every
     host has equally many, and a member's `index` is its place among those of its host.
+
+    A *node* is where shards of members elsewhere are cached and gradients for them summed: a host, or the runs of
+    `node_size` members into which a host is divided.
     """
 
     ranks: tuple[int, ...]
     shards: int
     me: int
     hosts: tuple[int, ...] = ()
+    node_size: int = 0
 
     def __post_init__(self) -> None:
         if self.shards < 1 or len(self.ranks) % self.shards or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"{len(self.ranks)} ranks {self.ranks} do not form groups of {self.shards} shards")
         if not 0 <= self.me < len(self.ranks):
             raise ValueError(f"member {self.me} is not one of {len(self.ranks)}")
+        if self.node_size and (self.shards % self.node_size or not self.node_size < self.shards == len(self.ranks)):
+            raise ValueError(f"nodes of {self.node_size} members do not divide one replica of {len(self.ranks)}")
         if self.hosts:
             counts = Counter(self.hosts)
             if len(self.hosts) != len(self.ranks) or list(counts) != list(range(len(counts))):
@@ -143,11 +150,17 @@ class RankGrid:
         """Whether some shards of this rank's replica are on other hosts."""
         return len(self.local_shard_group) < self.shards
 
+    @cached_property
+    def nodes(self) -> RankGrid:
+        """The same members, each on its node as if that were a host; this grid where nodes are hosts."""
+        numbers = tuple(member // self.node_size for member in self.members) if self.node_size else self.hosts
+        return self if numbers == self.hosts else dataclasses.replace(self, hosts=numbers, node_size=0)
+
     def distance(self, source: int, owner: int) -> int:
-        """Steps from member `source` forward to member `owner` in the shard group of their host; names the staging
+        """Steps from member `source` forward to member `owner` in the shard group of their node; names the staging
         ring between them.
         """
-        group = self.local_shard_group
+        group = self.nodes.local_shard_group
         return (group.index(owner) - group.index(source)) % len(group)
 
 
@@ -156,6 +169,10 @@ def refuse_unsupported(grid: RankGrid, *, queue_bytes: int, kernels: str) -> Non
     if grid.host_count == 1:
         return
     where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
+    if any(len({grid.host(member) for member in grid.nodes.on(node)}) > 1 for node in range(grid.nodes.host_count)):
+        raise UnsupportedError(
+            f"{where} the shard dimension spans several of them; with optimizer_sharding='world' it lies within a host"
+        )
     if grid.shards_span_hosts and len(grid.replica_group) > 1:
         raise UnsupportedError(
             f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "

@@ -16,27 +16,30 @@ from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.peers.remote import RemotePeer, mirror_requests, node_requests, starts
+from odc.runtime.peers.remote import NodeShare, RemotePeer, mirror_requests, node_requests, starts
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 _BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
+_LANDING_BYTES = 16 << 20
 _DATA = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived"}
+    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "landing"}
 )  # regions on the heap's device; the others are words
+# Of regions, by the first part of their names.
+_ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def refuse_rounding(grid: RankGrid, units: Sequence[UnitSpec], sums_dtype: str) -> None:
+def refuse_rounding(layout: HeapLayout, sums_dtype: str) -> None:
     """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
-    if not grid.remote or sums_dtype == "accumulator":
+    if not layout.grid.remote or sums_dtype == "accumulator":
         return
-    where = f"rank {grid.rank}: Settings(sums_dtype={sums_dtype!r})"
-    if not grid.shards_span_hosts:
-        raise UnsupportedError(f"{where} rounds what hosts add up for each other, but every replica lies on one host")
-    for unit in units:
+    where = f"rank {layout.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
+    if not layout.spans_hosts:
+        raise UnsupportedError(f"{where} is for a mesh whose shards lie on several hosts, in CPU memory")
+    for unit in layout.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
 
@@ -66,8 +69,10 @@ class HeapLayout:
         param_base: for each unit the number of parameters in the units before it.
         buffers: published versions side by side, 1 or 2.
         sources: accumulators of each unit on each member.
-        sum_sources: the same of a host's sums for a member of another host.
+        sum_sources: the same of a node's sums for a member of another node.
+        shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
+        spans_hosts: whether shards lie on several hosts, each a node, in CPU memory: sums leave as they are complete.
         rounded: the dtype in which sums cross the network, if it is not the accumulators'.
         wire_at: as `sums_at`, of the sums as they cross.
         pushed_board: this rank's board, over hosts only.
@@ -78,42 +83,52 @@ class HeapLayout:
     ) -> None:
         self.heap, self.grid, self.units, self.settings = heap, grid, tuple(units), settings
         self.mover = mover_for(settings, heap.device, grid.shard)
+        self._on_device = heap.lanes.asynchronous
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
-        whole = heap.lanes.asynchronous  # a device copies a chunk at once, and every block costs it a wait
-        self.ring = Ring.fit(self.units, settings.staging_block_bytes or (_WHOLE if whole else _BLOCK_BYTES))
+        most = _WHOLE if self._on_device else _BLOCK_BYTES  # a device copies a chunk at once; every block is a wait
+        self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=settings.kernels)
-        self.sum_sources = min(self.sources, len(grid.local_shard_group))
-        self.rounded = torch.bfloat16 if grid.remote and settings.sums_dtype == "bfloat16" else None
-        refuse_rounding(grid, self.units, settings.sums_dtype)
-        self.sums_at = starts(self.units, self.sum_sources)
-        self.wire_at = starts(self.units, self.sum_sources, self.rounded)
-        self._node_sums: dict[int, list[torch.Tensor]] = {}
+        kernels = "auto" if heap.device.type == "cuda" else settings.kernels
+        refuse_unsupported(grid, queue_bytes=settings.queue_bytes, kernels=kernels)
+        self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
+        replicas = len(grid.replica_group)
+        self.shares = replicas if replicas > 2 else 1  # two read as much either way
+        self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts and not self._on_device
+        refuse_rounding(self, settings.sums_dtype)
+        self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
+        self.sums_at = starts(self.units, self.sum_sources, self.shares)
+        self.wire_at = starts(self.units, self.sum_sources, self.shares, self.rounded)
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
+        mesh += f"/nodes of {grid.node_size}" if grid.node_size else ""
         parts = [settings.fingerprint(), mesh, fingerprint]
         heap.seal("|".join(parts + [unit.fingerprint() for unit in self.units]))
         for unit in self.units:
             RobustMutex.initialize(heap.address(grid.me, "mutexes") + unit.index * MUTEX_BYTES)
         self._peers = [self._make_peer(member) for member in grid.members]
-        if grid.remote:
-            self._initialize_node()
+        self._shares = {
+            member: NodeShare(heap, grid.nodes, member, self.sums_at[:-1], self.sum_sources)
+            for member in (grid.nodes.remote if grid.nodes.shards_span_hosts else ())
+        }
+        self._initialize_node()
 
     def _make_peer(self, member: int) -> LocalPeer | RemotePeer:
         parameters = self.param_base[-1]
         if self.grid.is_remote(member):
-            return RemotePeer(self.heap, self.grid, member, parameters, self.sums_at[:-1], self.sum_sources)
+            return RemotePeer(self.heap, self.grid, member, parameters)
         return LocalPeer(self.heap, member, self.buffers, parameters)
 
     def _initialize_node(self) -> None:
-        self.pushed_board = self.mine.push_board()
-        if self.grid.shards_span_hosts:
-            address, size = self.heap.address(self.grid.me, "node/mutexes"), self.heap.layout.size("node/mutexes")
-            for at in range(0, size, MUTEX_BYTES):
+        if self.grid.remote:
+            self.pushed_board = self.mine.push_board()
+        if self.grid.nodes.shards_span_hosts:
+            region = self.grid.me, "node/mutexes"
+            address, nbytes = self.heap.address(*region), 8 * len(self.heap.words(*region))
+            for at in range(0, nbytes, MUTEX_BYTES):
                 RobustMutex.initialize(address + at)
 
     def _requests(self) -> list[tuple[str, int]]:
@@ -131,32 +146,36 @@ class HeapLayout:
             requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
             requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
         if self.settings.accumulate == "server":
-            for distance in range(1, len(self.grid.local_shard_group)):
+            for distance in range(1, len(self.grid.nodes.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
         if self.settings.queue_bytes:
             requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
-        return requests + self._requests_over_hosts()
+        return requests + self._requests_over_nodes()
 
-    def _requests_over_hosts(self) -> list[tuple[str, int]]:
+    def _requests_over_nodes(self) -> list[tuple[str, int]]:
         grid = self.grid
-        if not grid.remote:
-            return []
-        requests = mirror_requests(grid, self.param_base[-1])
-        if grid.shards_span_hosts:
-            requests += node_requests(grid, self.units, self.sums_at[-1], self.wire_at[-1] if self.rounded else 0)
+        requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
+        if grid.nodes.shards_span_hosts:
+            requests += node_requests(grid.nodes, self.units, self.sums_at[-1])
+            if self._reads_land:
+                most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
+                requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
+        if self.spans_hosts:
+            requests.append(("node/lasts", max(1, len(self.units)) * 2 * 8))
+        if self.rounded is not None:
+            requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(grid.host_count - 1)]
         arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
 
     @property
     def contributors(self) -> tuple[int, ...]:
         """Members on other hosts whose memory holds a part of this rank's gradients, in the order of their parts: its
-        partners, with their hosts' sums, or its replicas, with their accumulators.
+        partners, with their nodes' sums, or its replicas, with their accumulators.
         """
-        grid = self.grid
-        if grid.shards_span_hosts:
-            return grid.partners
-        return tuple(member for member in grid.replica_group if grid.is_remote(member))
+        nodes = self.grid.nodes
+        found = nodes.partners if nodes.shards_span_hosts else self.grid.replica_group
+        return tuple(member for member in found if self.grid.is_remote(member))
 
     def peer(self, member: int) -> LocalPeer | RemotePeer:
         return self._peers[member]
@@ -177,32 +196,54 @@ class HeapLayout:
     def mine(self) -> LocalPeer:
         return self.local(self.grid.me)
 
+    def holder(self, member: int) -> LocalPeer | NodeShare:
+        """Where this rank reads the shards of a member of its shard group, and adds gradients for it."""
+        return self._shares.get(member) or self.local(member)
+
+    def share(self, member: int) -> NodeShare:
+        """What this node keeps of a member of another node."""
+        return self._shares[member]
+
     def node_sums(self, unit: UnitSpec) -> list[torch.Tensor]:
-        """This host's sums of `unit` that lie in this rank's heap, one for each other host where shards span hosts."""
-        if not self.grid.shards_span_hosts:
+        """This node's sums of `unit` that lie in this rank's heap, one for each other node where shards span nodes."""
+        nodes = self.grid.nodes
+        if not nodes.shards_span_hosts:
             return []
-        found = self._node_sums.get(unit.index)
-        if found is None:
-            found = self._node_sums[unit.index] = self._by_host("sums", self.sums_at, unit, unit.accumulator_dtype)
-        return found
+        return [self.sums_of(nodes.me, row, unit).view(-1) for row in range(nodes.host_count - 1)]
+
+    def sums_of(self, member: int, row: int, unit: UnitSpec) -> torch.Tensor:
+        """[sum_sources, unit.numel]: in the heap of a member of this host, its node's sums for the `row`-th other."""
+        at, count = self.sums_at[unit.index] // unit.accumulator_dtype.itemsize, self.sum_sources * unit.numel
+        sums = self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=count)
+        return sums.view(self.sum_sources, unit.numel)
 
     def round_sums(self, unit: UnitSpec) -> None:
         """Where sums are rounded: write `node_sums` to where they are read from."""
-        if self.rounded is not None:
-            for whole, rounded in zip(
-                self.node_sums(unit), self._by_host("wire", self.wire_at, unit, self.rounded), strict=True
-            ):
-                rounded.copy_(whole)
-
-    def _by_host(self, name: str, starts_at: list[int], unit: UnitSpec, dtype: torch.dtype) -> list[torch.Tensor]:
-        at, count = starts_at[unit.index] // dtype.itemsize, self.sum_sources * unit.numel
-        rows = range(self.grid.host_count - 1)
-        with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
-            return [self.heap.tensor(self.grid.me, f"{name}/{row}", dtype, offset=at, numel=count) for row in rows]
+        dtype, me = self.rounded, self.grid.me
+        for row, whole in enumerate(self.node_sums(unit) if dtype is not None else ()):
+            at = self.wire_at[unit.index] // dtype.itemsize
+            self.heap.tensor(me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
 
     def arrived(self, number: int) -> torch.Tensor:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
+
+    @property
+    def _reads_land(self) -> bool:
+        """Whether this rank reads from other hosts into memory of its peers' devices."""
+        return self._on_device and bool(self.grid.remote) and self.grid.nodes.shards_span_hosts
+
+    @property
+    def landing(self) -> torch.Tensor | None:
+        """uint8: where this rank's reads for peers of its host land, on a device where shards span hosts."""
+        if not self._reads_land:
+            return None
+        return self.heap.tensor(self.grid.me, "landing", torch.uint8)
+
+    def is_mine(self, memory: torch.Tensor) -> bool:
+        """Whether `memory`, of the heap of a rank of this host, is of this rank's."""
+        mine = self.heap.whole(self.grid.me)
+        return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
         """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
@@ -212,23 +253,21 @@ class HeapLayout:
         """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
         for peer in self._peers:
             peer.attach()
-        if not self.grid.remote:
-            self.heap.base_addresses()
+        for member in self.grid.local:
+            self.heap.whole(member)
 
     def close(self) -> None:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""
-        for peer in self._peers:
+        for peer in (*self._peers, *self._shares.values()):
             peer.forget()
-        self._node_sums.clear()
         self.heap.close()
 
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose: published, accumulator, staging, queue, words; over hosts also cache and sums."""
+        """Bytes by purpose: published, accumulator, staging, queue, words; over nodes also cache and sums."""
         account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
-        if self.grid.remote:
+        if self.grid.nodes.remote:
             account |= {"cache": 0, "sums": 0}
         for name, nbytes in self._requests():
             kind = name.split("/")[0]
-            part_of = {"headers": "words", "arrived": "sums", "wire": "sums"}
-            account[part_of.get(kind, kind if kind in account else "words")] += nbytes
+            account[_ACCOUNTS.get(kind, kind if kind in account else "words")] += nbytes
         return account

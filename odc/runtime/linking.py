@@ -10,8 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from odc.errors import OdcError
-from odc.memory import ShmHeap
+from odc.errors import OdcError, PeerLostError
 from odc.runtime.connect import Rendezvous
 from odc.runtime.layout import HeapLayout
 from odc.runtime.links import HostLink, Links
@@ -33,7 +32,6 @@ class HostMeeting:
         abort: Callable[[str, int], None],
         attend: Callable[[HostLink, Callable[[], bool]], None],
     ) -> None:
-        assert isinstance(layout.heap, ShmHeap)
         self._identity, self._layout, self._grid = identity, layout, layout.grid
         self._network, self._abort, self._attend = network, abort, attend
         self.links = Links(layout, abort)
@@ -53,8 +51,12 @@ class HostMeeting:
         try:
             for partner in partners:
                 rendezvous.agreed(partner)
-                rank = self._grid.ranks[partner]
-                self._link(partner, self._network.dial(rank, self._purpose, rendezvous.check))
+                try:
+                    connection = self._network.dial(self._grid.ranks[partner], self._purpose, rendezvous.check)
+                except PeerLostError as error:
+                    self.links.missed(partner, str(error))
+                else:
+                    self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
                 self._abort(str(error), self._grid.rank if error.culprit is None else error.culprit)
@@ -83,7 +85,7 @@ class HostMeeting:
                 continue
             if peer.board.load(Word.DONE) < board.load(Word.PUBLISHED):
                 return True
-            sums = member in grid.partners if grid.shards_span_hosts else member in grid.replica_group
+            sums = member in (grid.nodes.partners if grid.shards_span_hosts else grid.replica_group)
             if sums and peer.board.load(Word.READ) < board.load(Word.COMPLETE):
                 return True
         return False

@@ -22,12 +22,12 @@ from odc.memory import close_after_fork
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
-from odc.runtime.words import BOARD_WORDS, Outcome, Word, decode_outcome
+from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 
 _KEEPALIVE_S, _KEEPALIVES = 1, 1
 _UNACKNOWLEDGED_MS = 1500
 _SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
-_REFRESH_S = 0.25  # between two looks of others at PROGRESS and WAITING of this rank
+_REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
     {
         Word.PUBLISHED,
@@ -35,6 +35,7 @@ _SEEN_BY_ALL = frozenset(
         Word.OUTCOME_EVEN,
         Word.OUTCOME_ODD,
         Word.COMPLETE,
+        Word.REDUCED,
         Word.READ,
         Word.ABORT,
         Word.LEFT,
@@ -42,7 +43,8 @@ _SEEN_BY_ALL = frozenset(
         Word.PUBLISHING,
     }
 )
-_NOW_AND_THEN = (Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
+_FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
+_NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _COUNT = ">i8"  # a push count on the wire
 _DEAD = (ConnectionResetError, BrokenPipeError)
@@ -144,6 +146,8 @@ class Links:
             self._tell(*self._explained(index, value))
         elif index == Word.PROGRESS:
             self.refresh()
+        elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
+            self._refresh()
 
     def _explained(self, index: int, value: int) -> list[Frame]:
         frames = [Frame(FrameKind.WORD, index, value)]
@@ -157,12 +161,14 @@ class Links:
         return frames
 
     def refresh(self) -> None:
-        """Tell what others look at only when they have waited for long, a few times a second."""
-        now = time.monotonic()
-        if now - self._refreshed >= _REFRESH_S:
-            self._refreshed = now
-            board = self._layout.pushed_board
-            self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
+        """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
+        if time.monotonic() - self._refreshed >= _REFRESH_S:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._refreshed = time.monotonic()
+        board = self._layout.pushed_board
+        self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
 
     def tell_counts(self, counts: torch.Tensor) -> None:
         self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
@@ -195,17 +201,22 @@ class Links:
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
             FrameKind.SUMMED: 16 * len(self._layout.units),
         }
-        frames = FrameReader(limits, BOARD_WORDS)
+        frames, heard = FrameReader(limits, BOARD_WORDS), False
 
         def read() -> bool:
+            nonlocal heard
             try:
                 while (data := link.receive()) is not None:
                     if not data:
                         raise ConnectionResetError("end of the stream")
+                    heard = True
                     for frame in frames.feed(data):
                         self._take(link.member, frame)
             except (OSError, MalformedFrameError) as error:
-                self._lost(link, error)
+                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                    self.missed(link.member)
+                else:
+                    self._lost(link, error)
                 return False
             return not self._closed
 
@@ -236,6 +247,18 @@ class Links:
         if not all(0 <= unit < len(self._layout.units) for unit in counts):
             raise MalformedFrameError(f"sums of units {sorted(counts)}")
         self.summed(member, frame.value, counts)
+
+    def missed(self, partner: int, why: str = "") -> None:
+        """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
+
+        That ends no job: roots that were built and never run are shut down at any time. Who waits for it is told.
+        """
+        with self._changing:
+            if self._closed:  # the mirror's memory may be gone
+                return
+            peer = self._layout.remote(partner)
+            peer.set_reason(why)
+            peer.board.store(Word.LEFT, 1)
 
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""

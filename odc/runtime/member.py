@@ -23,11 +23,12 @@ from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_replicas
+from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
+from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
 from odc.runtime.sums import HostSums, SumsReader
@@ -46,14 +47,11 @@ class Endpoint:
     def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
-        self._heaps = None if engine is None else RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        self.cache: NodeCache | None = None
-        self.sums: HostSums | None = None
-        self.reader: SumsReader | None = None
-        if self._heaps is not None and self.grid.shards_span_hosts:
-            self.cache = NodeCache(self.protocol, self._heaps)
-            self.sums, self.reader = HostSums(self.protocol), SumsReader(self.protocol, self._heaps)
-        self.shards = PublishedShards(self.protocol, self.cache)
+        self._heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
+        self._cache = NodeCache(self.protocol, self._heaps) if self.grid.nodes.shards_span_hosts else None
+        self.sums = HostSums(self.protocol) if layout.spans_hosts else None
+        self.reader = SumsReader(self.protocol, self._heaps) if layout.spans_hosts else None
+        self.shards = PublishedShards(self.protocol, self._cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
         self.queue = Queue(self.protocol) if layout.settings.queue_bytes else None
@@ -64,8 +62,8 @@ class Endpoint:
         Waits only for peers to begin the epoch, and only where something was pushed in it.
         """
         lanes = self.layout.heap.lanes
-        if self.cache is not None:
-            self.cache.settle()
+        if self._cache is not None:
+            self._cache.settle()
         with lanes.lane("fetch"):
             lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
         if outcome is Outcome.TRAINED:
@@ -83,15 +81,20 @@ class Endpoint:
 
     def complete(self, used: Sequence[bool], *, gather: bool) -> None:
         """Say that what this rank holds of others' gradients is complete, of the units that are `used`; then bring what
-        other hosts hold of its own, unless `gather` is False. When all ranks are DONE.
+        others hold of its own, unless `gather` is False. When all ranks are DONE.
         """
-        if self.sums is not None:
+        if self.sums is not None and self.reader is not None:
             self.sums.complete(used)
-        self.protocol.complete()
-        if self.reader is not None:
+            self.protocol.complete(wait=False)
             self.reader.collect(used) if gather else self.reader.drop()
-        elif self._heaps is not None and gather:
-            gather_replicas(self.layout, self._heaps, used)
+            return
+        self.protocol.complete()
+        if not gather:
+            return
+        if self.grid.nodes.shards_span_hosts:
+            gather_sums(self.layout, self._heaps, used)
+        else:
+            gather_replicas(self.protocol, self._heaps, used)
 
 
 class Member(Endpoint):
@@ -158,9 +161,9 @@ class Member(Endpoint):
         if self.forked:
             return None
         self.protocol.leave(note)
-        if self.cache is not None and self.reader is not None:
-            self.cache.close()
-            self.reader.close()
+        for threads in (self._cache, self.reader):
+            if threads is not None:
+                threads.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
         departure = Departure(self._service, self.rendezvous, dismiss, self._hosts)
         self._daemon.departures.add(departure)

@@ -95,13 +95,13 @@ class HostNetwork:
     def _address(self, rank: int, check: Callable[[str], None]) -> tuple[str, int]:
         deadline, backoff = Deadline(self._store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to listen for other hosts"
-        while not self._store.check([_key(rank)]):
+        while (said := self._store.find(_key(rank))) is None:
             check(doing)
             if deadline.passed():
-                said = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
-                raise WaitTimeoutError(said, culprit=rank)
+                late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
+                raise WaitTimeoutError(late, culprit=rank)
             backoff.sleep()
-        address, port = json.loads(self._store.get(_key(rank)))
+        address, port = json.loads(said)
         return str(address), int(port)
 
     def close(self) -> None:

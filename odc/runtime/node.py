@@ -1,8 +1,11 @@
-"""The node cache, by which a shard crosses the network once a host; what adds up to a gradient over hosts.
+"""The node cache and the node sums: a shard enters a node once, a node's gradients leave it once an owner.
 
     cache     claim (under its lock) | read from the owner's heap | CACHED        others: wait: CACHED | copy
+    sums      every local rank adds (under the lock) to the sum in its column's heap    wait: all DONE | COMPLETE
+              the owner: wait: its partners' COMPLETE | read | add, in the order of the nodes | READ
 
-Claims and CACHED are epochs, so nothing is reset. docs/hosts.md says what it saves.
+A node is a host, or a part of one (`RankGrid.nodes`). Claims and CACHED are epochs, so nothing is reset. docs/hosts.md
+says what it saves.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from odc.errors import PeerLostError
 from odc.memory import Words
 from odc.runtime.engines import Engine
+from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
-from odc.runtime.peers.remote import RemotePeer
+from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
@@ -29,17 +33,43 @@ _LINK_S = 2.0  # that a link may take longer than a read to notice an end
 
 
 class RemoteHeaps:
-    """Reads from the heaps of members on other hosts, of one root, which every member exposes under its `identity`."""
+    """Reads from the heaps of members of other nodes: of those on this host, which are mapped, by a copy.
 
-    def __init__(self, identity: str, engine: Engine, protocol: MemberProtocol) -> None:
+    Those on other hosts expose the heap of a root under its `identity` to the `engine`, None where there is one host.
+    """
+
+    def __init__(self, identity: str, engine: Engine | None, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
+        self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n], from byte `offset` of the member's `region`. Raises as `Engine.read` does."""
+        """Fill `into`, uint8 [n] of the heap of a rank of this host, from byte `offset` of the member's `region`.
+
+        Returns when it has settled. Raises as `Engine.read` does.
+        """
+        layout, engine = self._protocol.layout, self._engine
+        if not layout.grid.is_remote(member):
+            into.copy_(layout.heap.tensor(member, region, torch.uint8, offset=offset, numel=into.numel()))
+            layout.heap.lanes.settle()
+            return
+        assert engine is not None
+        landing = layout.landing if engine.only_into_own else None
+        if landing is None or layout.is_mine(into):
+            self._read(engine, member, region, offset, into, what)
+            return
+        with self._landing:
+            for part in into.split(landing.numel()):
+                landed = landing[: part.numel()]
+                self._read(engine, member, region, offset, landed, what)
+                layout.mover.put(part.data_ptr(), landed.data_ptr(), part.numel())
+                layout.heap.lanes.settle()
+                offset += part.numel()
+
+    def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         layout, check = self._protocol.layout, self._protocol.waiter.check
         rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
         try:
-            self._engine.read(rank, self._identity, start, into, what=what, check=check)
+            engine.read(rank, self._identity, start, into, what=what, check=check)
         except PeerLostError:
             deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
             while not deadline.passed():  # the links know more: who died, or which host has vanished
@@ -49,18 +79,19 @@ class RemoteHeaps:
 
 
 class NodeCache:
-    """Shards of members on other hosts, read once a host and epoch. Any thread may call `fill`.
+    """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`.
 
-    The cache has room for every unit, so a thread reads ahead in the order of the last epoch, from this rank's first
-    use of a unit on: the network is never idle while ranks compute. It waits for nobody, and claims what it reads.
+    The cache has room for every unit. So over hosts a thread reads ahead in the order of the last epoch, from this
+    rank's first use of a unit on: the network is not idle while ranks compute. It waits for nobody, and claims what it
+    reads.
     """
 
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
-        grid = protocol.grid
+        grid = protocol.grid.nodes
         owners = [member for member in grid.shard_group if grid.is_remote(member)]
-        # This rank's own partners first, so that the ranks of a host read from different owners; of these that on the
-        # next host, so that hosts read from different hosts.
+        # This rank's own partners first, so that the ranks of a node read from different owners; of these that on the
+        # next node, so that nodes read from different nodes.
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
         self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
@@ -71,7 +102,7 @@ class NodeCache:
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
-        epoch, peers = self._protocol.epoch, [self._layout.remote(owner) for owner in self._owners]
+        epoch, peers = self._protocol.epoch, [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
         for peer in peers:
             if self._claim(peer, unit, epoch):
@@ -82,6 +113,8 @@ class NodeCache:
                 self._await(peer, unit, epoch, cached, lane)
 
     def _look_ahead(self, unit: int, epoch: int) -> None:
+        if not self._layout.spans_hosts:
+            return
         with self._changed:
             if self._failed is not None:
                 raise self._failed
@@ -106,7 +139,7 @@ class NodeCache:
                 unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
             try:
                 for owner in self._owners:
-                    peer = self._layout.remote(owner)
+                    peer = self._layout.share(owner)
                     if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
                         self._read(peer, unit, epoch)
             except Exception as error:
@@ -128,8 +161,8 @@ class NodeCache:
             self._closed = True
             self._changed.notify_all()
 
-    def _claim(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> bool:
-        """Whether this rank has to read the shard: it is the first of its host to ask for it in this epoch."""
+    def _claim(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> bool:
+        """Whether this rank has to read the shard: it is the first of its node to ask for it in this epoch."""
         claims = peer.claims(unit)
         if claims.load(_EPOCH) >= epoch:
             return False
@@ -140,7 +173,7 @@ class NodeCache:
             claims.store(_EPOCH, epoch)
             return True
 
-    def _read(self, peer: RemotePeer, unit: UnitSpec, epoch: int) -> None:
+    def _read(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         place = peer.published_bytes(unit)[: unit.published_bytes]
         offset = self._layout.buffer_offset(unit, epoch)
         self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
@@ -148,10 +181,10 @@ class NodeCache:
         with self._changed:
             self._changed.notify_all()
 
-    def _await(self, peer: RemotePeer, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
+    def _await(self, peer: NodeShare, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
-        what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this host"
+        what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
         there = functools.partial(_holds, cached, epoch)
         nap = functools.partial(nap_until, self._changed, there) if claimer == self._layout.grid.me else None
         self._protocol.waiter.until(there, claimer, what, lane=lane, nap=nap)
@@ -168,49 +201,52 @@ def _holds(cached: Words, epoch: int) -> bool:
     return cached.load(0) >= epoch
 
 
-def gather_replicas(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
-    """Read the accumulators of replicas on other hosts, of the units that are `used`. They have been completed."""
-    grid = layout.grid
+def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
+    """Read other hosts' sums of this rank's gradients, of the units that are `used`. They have been completed."""
+    grid, nodes = layout.grid, layout.grid.nodes
     for number, member in sorted(enumerate(layout.contributors), key=lambda one: grid.steps_to(one[1])):
-        into = layout.arrived(number)
-        for unit in (unit for unit in layout.units if used[unit.index] and unit.accumulator_bytes):
-            start, nbytes = layout.sums_at[unit.index], layout.sources * unit.accumulator_bytes
-            place = into[start : start + nbytes]
-            heaps.read(member, f"accumulator/{unit.index}", 0, place, f"the gradients of unit {unit.name!r}")
+        into, region = layout.arrived(number), f"sums/{_row_in(nodes, member)}"
+        for first, end in _runs(used):
+            start, stop = layout.sums_at[first], layout.sums_at[end]
+            if stop > start:
+                heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
 
 
-def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
-    """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
+def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
+    """(first, end) of each run of units that are used: one read each."""
+    runs: list[tuple[int, int]] = []
+    for index in (index for index, one in enumerate(used) if one):
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs
 
-    Per-source accumulators and those of replicas come in rank order, sums of hosts in the order of the hosts, whoever
-    adds them. Parts from other hosts are those that were read; they may be rounded (`HeapLayout.rounded`).
-    """
-    grid = layout.grid
-    if not grid.remote:
-        members = grid.replica_group
-        return [layout.local(m).accumulator(unit, source) for m in members for source in range(layout.sources)]
-    arrived = {member: _arrived(layout, number, unit) for number, member in enumerate(layout.contributors)}
-    if not grid.shards_span_hosts:
-        mine = {m: layout.local(m) for m in grid.replica_group if not grid.is_remote(m)}
-        return [
-            mine[m].accumulator(unit, source) if m in mine else arrived[m][source]
-            for m in grid.replica_group
-            for source in range(layout.sources)
-        ]
+
+def node_parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
+    """What adds up to this rank's shard of the gradient of `unit`, where shards span nodes; as `replicas.parts`."""
+    nodes = layout.grid.nodes
     found: list[tuple[int, torch.Tensor]] = []
-    for host in range(grid.host_count):
-        shards = [m % grid.shards for m in grid.shard_group if grid.host(m) == host]
+    for node in range(nodes.host_count):
+        shards = [m % nodes.shards for m in nodes.shard_group if nodes.host(m) == node]
+        sums = None if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
         for slot in range(layout.sum_sources):
-            source = shards[slot] if layout.sources > 1 else host
-            if host == grid.here:
-                own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0)
-                found.append((source, own))
-            else:
-                found.append((source, arrived[grid.partner(host)][slot]))
+            source = shards[slot] if layout.sources > 1 else node
+            own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0) if sums is None else sums[slot]
+            found.append((source, own))
     return [part for _, part in sorted(found, key=lambda one: one[0])]
 
 
-def _arrived(layout: HeapLayout, number: int, unit: UnitSpec) -> list[torch.Tensor]:
+def _sums_from(layout: HeapLayout, partner: int, unit: UnitSpec) -> torch.Tensor:
+    """[sum_sources, unit.numel]: sums of a partner's node for this rank; of another host's those that have arrived."""
+    if not layout.grid.is_remote(partner):
+        return layout.sums_of(partner, _row_in(layout.grid.nodes, partner), unit)
     start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
-    raw = layout.arrived(number)[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
-    return list(raw.view(dtype).view(layout.sum_sources, unit.numel))
+    raw = layout.arrived(layout.contributors.index(partner))
+    raw = raw[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
+    return raw.view(dtype).view(layout.sum_sources, unit.numel)
+
+
+def _row_in(nodes: RankGrid, partner: int) -> int:
+    """This rank's node among those for which the heap of `partner` holds sums."""
+    return nodes.row(nodes.here, seen_from=nodes.host(partner))

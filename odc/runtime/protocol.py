@@ -7,6 +7,7 @@
     claim     wait: all OFFERED | CLAIMED + 1 at home | copy
     done      everything pushed is posted | counts of pushes to all members | OUTCOME | DONE
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
+              three replicas or more, before that: add an N-th of their sums up | REDUCED | wait: theirs
 
     sums      last push of a unit: added | LAST        daemon: all ranks of the host LAST | SUMMED, over the links
     collect   before .grad: wait: SUMMED of every unit, or COMPLETE | read what was not read, or has grown since
@@ -110,8 +111,9 @@ class MemberProtocol:
             self._await_word(Word.READ, readers, self.epoch, "to read the accumulators of")
 
     def _summed_with(self) -> tuple[int, ...]:
-        """Members that read this rank's accumulators or its host's sums, and it theirs; itself included."""
-        return self.grid.replica_group + (self.grid.partners if self.grid.shards_span_hosts else ())
+        """Members that read this rank's accumulators or its node's sums, and it theirs; itself included."""
+        nodes = self.grid.nodes
+        return self.grid.replica_group + (nodes.partners if nodes.shards_span_hosts else ())
 
     def begin_publishing(self) -> int:
         """PUBLISHING; returns the epoch. Shards may be written after it."""
@@ -292,7 +294,7 @@ class MemberProtocol:
 
     def await_accumulated(self) -> None:
         """Wait until this rank's daemon has added every block that was posted to it."""
-        for source in self.grid.local_shard_group:
+        for source in self.grid.nodes.local_shard_group:
             ring = self.ring(self.grid.me, source)
 
             def added(ring: RingWords = ring) -> bool:
@@ -310,11 +312,22 @@ class MemberProtocol:
     def abandonment(self, member: int) -> str:
         return self.layout.peer(member).abandonment(self.epoch)
 
-    def complete(self) -> None:
-        """COMPLETE: this rank's accumulators, and sums for its partners, hold every push. Then wait for replicas'."""
+    def complete(self, *, wait: bool = True) -> None:
+        """COMPLETE: this rank's accumulators, and its sums for its partners, hold every push.
+
+        Then, with `wait`, wait for those of its replicas and partners; `await_sums` is another way.
+        """
         self.board.store(Word.COMPLETE, self.epoch)
-        if len(self.grid.replica_group) > 1:
-            self._await_word(Word.COMPLETE, self.grid.replica_group, self.epoch, "to complete the accumulators of")
+        if wait and len(others := self._summed_with()) > 1:
+            self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
+
+    def end_reducing(self) -> None:
+        """REDUCED: this rank's N-th of its replicas' accumulators is added up, in its own."""
+        self.board.store(Word.REDUCED, self.epoch)
+
+    def await_reduced(self, replica: int) -> None:
+        """Wait until a replica has added its N-th up."""
+        self._await_word(Word.REDUCED, (replica,), self.epoch, "to add up its part of the gradients of")
 
     def read_all(self) -> None:
         """READ: this rank has read its replicas' accumulators, and its reads have settled."""

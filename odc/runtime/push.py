@@ -8,6 +8,7 @@ last is filled next: an owner that keeps up leaves its blocks in the cache. A bl
 from __future__ import annotations
 
 import functools
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from odc.runtime.words import Word
 
 _WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}
 _SLOT = 4  # word of a header
+_HEADER = struct.Struct(f"={HEADER_WORDS}q")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Outbox:
         self._ring_bytes: Callable[[], torch.Tensor] = functools.partial(peer.staging, distance)
         self._slots: dict[int, torch.Tensor] = {}
         self._headers = peer.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._raw_headers = memoryview(self._headers).cast("B")
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
         self._told = self.posted
@@ -76,8 +79,12 @@ class Outbox:
         self._away = deque(int(self._headers[i % slots, _SLOT]) for i in range(self._returned, self.posted))
         self._free = [slot for slot in reversed(range(slots)) if slot not in self._away]
 
+    def ready(self) -> bool:
+        """Whether there is a free slot."""
+        return bool(self._free) or self.credit() > 0
+
     def credit(self) -> int:
-        """Free slots."""
+        """Free slots, with all that the owner has given back."""
         returned = self._words.added()  # acquire: the owner has read what the slots held
         for _ in range(returned - self._returned):
             self._free.append(self._away.popleft())
@@ -99,7 +106,8 @@ class Outbox:
         """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `tell` makes it seen."""
         slot = self._free.pop()
         self._away.append(slot)
-        self._headers[self.posted % self.ring.slots] = (unit.index, first, numel, _WIRE_CODES[dtype], slot)
+        at = self.posted % self.ring.slots * _HEADER.size
+        _HEADER.pack_into(self._raw_headers, at, unit.index, first, numel, _WIRE_CODES[dtype], slot)
         self.posted += 1
         if not self._lanes.asynchronous:
             self.tell()
@@ -190,7 +198,7 @@ class Pusher:
         sums do, nothing. A later push is not lost, but the sum crosses again.
         """
         protocol, bases = self._protocol, self._layout.param_base
-        if not protocol.grid.shards_span_hosts:
+        if not self._layout.spans_hosts:
             return
         if self._ended[0] != protocol.epoch:
             self._ended = protocol.epoch, set()
@@ -207,19 +215,23 @@ class Pusher:
 
     def _pushed(self, unit: UnitSpec, gradients: Sequence[Gradient], sent: int) -> int:
         """Count a push that is complete; returns `sent`, its bytes."""
-        base, counted = self._layout.param_base[unit.index], self._counted
-        for gradient in gradients:
-            counted[base + gradient.param] += 1
+        counted = self._counted
+        start, end = self._layout.param_base[unit.index : unit.index + 2]
+        if len(gradients) == end - start:  # a parameter has one gradient
+            counted[start:end] += 1
+        else:
+            for gradient in gradients:
+                counted[start + gradient.param] += 1
         self.epoch = self._protocol.epoch
         self._protocol.count(Word.PUSHED, sent)
         return sent
 
     def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send what belongs to one owner (member index); returns the bytes that left this rank."""
-        grid = self._protocol.grid
-        remote = grid.is_remote(owner)
-        # This host's sum for an owner on another host lies in its column's heap.
-        self._protocol.await_published((grid.column(owner) if remote else owner,), "push")
+        grid, nodes = self._protocol.grid, self._protocol.grid.nodes
+        remote = nodes.is_remote(owner)
+        # This node's sum for an owner on another node lies in its column's heap.
+        self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
         pieces = pieces_for(unit, gradients, owner % grid.shards)
         if owner == grid.me or remote or self._layout.settings.accumulate != "server":
             added = list(pieces)

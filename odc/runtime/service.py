@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from odc.memory import Words
 from odc.runtime.accumulate import Adder
 from odc.runtime.device import DeviceDrain
 from odc.runtime.layout import HeapLayout
@@ -42,7 +43,7 @@ class Service:
         self._inboxes: list[Inbox] = []
         if layout.settings.accumulate == "server":
             grid = layout.grid
-            self._inboxes = [Inbox(layout, source) for source in grid.local_shard_group if source != grid.me]
+            self._inboxes = [Inbox(layout, source) for source in grid.nodes.local_shard_group if source != grid.me]
         self._adder = Adder(layout)
         self._most = max(1, layout.ring.slots // 4)  # the rest of the ring is filled while a batch is added
 
@@ -95,27 +96,44 @@ class Service:
         return {"nbytes": os.fstat(heap.fd).st_size, "digest": heap.digest}
 
     def status(self) -> dict[str, Any]:
-        """For `odc status`: plain values. May be called from any thread."""
-        board = self._board
-        waiting = board.load(Word.WAITING)
-        try:
-            state = RootState(board.load(Word.STATE)).name.lower()
-        except ValueError:
-            state = "unknown"
+        """For `odc status`: plain values. May be called from any thread.
+
+        `others` has, of the members on other hosts with this rank's index, what stands in the mirror of their words.
+        """
+        grid, layout = self.layout.grid, self.layout
         return {
             "root": self.identity,
-            "rank": self.rank,
-            "ranks": len(self.layout.grid.ranks),
-            "epoch": board.load(Word.PUBLISHED),
-            "done": board.load(Word.DONE),
-            "state": "aborted" if board.load(Word.ABORT) else state,
-            "microbatch": board.load(Word.MICROBATCH),
-            "fetched_bytes": board.load(Word.FETCHED),
-            "pushed_bytes": board.load(Word.PUSHED),
-            "slots": self.layout.ring.slots * len(self._inboxes),
+            "ranks": len(grid.ranks),
+            "hosts": grid.host_count,
+            **_told(self._board, self.rank, grid.here),
+            "slots": layout.ring.slots * len(self._inboxes),
             "slots_in_use": sum(inbox.waiting() for inbox in self._inboxes),
-            "waits_for": waiting - 1 if waiting else None,
-            "waits_in_epoch": board.load(Word.WAITING_EPOCH) if waiting else None,
-            "heap_bytes": self.layout.heap.nbytes,
-            "queue": progress(self.layout),
+            "heap_bytes": layout.heap.nbytes,
+            "queue": progress(layout),
+            "others": [
+                _told(layout.remote(member).board, grid.ranks[member], grid.host(member)) for member in grid.partners
+            ],
         }
+
+
+def _told(board: Words, rank: int, host: int) -> dict[str, Any]:
+    """What a member's board says, here or in a mirror."""
+    waiting = board.load(Word.WAITING)
+    try:
+        state = RootState(board.load(Word.STATE)).name.lower()
+    except ValueError:
+        state = "unknown"
+    if board.load(Word.LEFT):
+        state = "left"
+    return {
+        "rank": rank,
+        "host": host,
+        "epoch": board.load(Word.PUBLISHED),
+        "done": board.load(Word.DONE),
+        "state": "aborted" if board.load(Word.ABORT) else state,
+        "microbatch": board.load(Word.MICROBATCH),
+        "fetched_bytes": board.load(Word.FETCHED),
+        "pushed_bytes": board.load(Word.PUSHED),
+        "waits_for": waiting - 1 if waiting else None,
+        "waits_in_epoch": board.load(Word.WAITING_EPOCH) if waiting else None,
+    }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from odc.runtime.wait import Backoff, Deadline
 _LOOK_S = 0.1  # between two looks at why the caller should wait no longer
 _DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
 _FAILED = "odc/failed"
+_NOTHING = secrets.token_hex(16)  # what no key has as its value
 
 
 class _Call:
@@ -127,9 +129,14 @@ class JobStore:
         self._call("set", self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there (see `check`)."""
+        """The value of a key that is there and stays: for one that is not torch waits, and all calls with it."""
         value: bytes = self._call("get", self._prefix + key)
         return value
+
+    def find(self, key: str) -> bytes | None:
+        """The value of a key, None if it is not there; for keys that another rank may delete at any time."""
+        value = self.compare_set(key, _NOTHING, _NOTHING)  # sets nothing; without the key it returns what was expected
+        return None if value == _NOTHING.encode() else value
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._call("check", [self._prefix + key for key in keys]))
@@ -216,9 +223,9 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     The handle belongs to the store's connection, which keeps it for the next who asks.
     """
     known = store.processes.get(rank)
-    if known is not None or not store.check([_key(rank)]):
+    if known is not None or (said := store.find(_key(rank))) is None:
         return known
-    pid, namespace, *_ = json.loads(store.get(_key(rank)))
+    pid, namespace, *_ = json.loads(said)
     if namespace != _namespace():
         return None
     handle = ProcessHandle(int(pid))
@@ -230,10 +237,8 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
 
 def host_of(store: JobStore, rank: int) -> str | None:
     """The `host_identity` of `rank`; None if it has not said. Raises as a JobStore does."""
-    if not store.check([_key(rank)]):
-        return None
-    _, _, host = json.loads(store.get(_key(rank)))
-    return str(host)
+    said = store.find(_key(rank))
+    return None if said is None else str(json.loads(said)[2])
 
 
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
@@ -245,9 +250,10 @@ def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
 
 def failure(store: JobStore) -> tuple[int, str] | None:
     """Culprit and reason that a rank of the job left by `announce_failure`. Raises as a JobStore does."""
-    if not store.check([_FAILED]):
+    said = store.find(_FAILED)
+    if said is None:
         return None
-    culprit, reason = json.loads(store.get(_FAILED))
+    culprit, reason = json.loads(said)
     return int(culprit), str(reason)
 
 

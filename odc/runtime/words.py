@@ -26,6 +26,7 @@ class Word(IntEnum):
     PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
     GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
+    REDUCED = 18  # newest epoch for which the rank has added up its part of its replicas' accumulators
 
 
 BOARD_WORDS = 24  # room for a third cache line

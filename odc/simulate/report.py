@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError, install
 from odc.simulate.study import AXES, Study
@@ -51,6 +51,7 @@ _STYLE: dict[str, tuple[str, str]] = {
     "odc-dynamic": ("#17395c", "--"),
     "odc-hybrid": ("#76b7b2", "-."),
 }
+_MARKERS = "os^Dvp*XPh"
 
 
 def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: str) -> None:
@@ -69,10 +70,13 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
     for column, (axis, studies) in enumerate(sweeps.items()):
         values = [getattr(one.scenario, axis) for one in studies]
         upper, lower = grid[0][column], grid[1][column]
-        for figures in studies[0].arms:
+        for number, figures in enumerate(studies[0].arms):
             colour, line = _STYLE.get(figures.arm, ("#777777", "-"))
             line_of = [one[figures.arm] for one in studies]
-            look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5, "label": figures.arm}
+            # Of lines that coincide each is thinner than the one below it.
+            over = 1 - number / len(studies[0].arms)
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1 + 3 * over, "label": figures.arm}
+            look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3 + 6 * over}
             upper.plot(range(len(values)), [100 * f.bubble for f in line_of], **look)
             lower.plot(range(len(values)), [f.speedup for f in line_of], **look)
         for panel in (upper, lower):
@@ -81,11 +85,11 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
             panel.spines[["top", "right"]].set_visible(False)
         lower.set_xlabel(AXES[axis])
     grid[0][0].set_ylabel("simulated bubble, %")
-    grid[0][0].set_ylim(0, 100)
+    grid[0][0].set_ylim(bottom=0)
     base = next(iter(sweeps.values()))[0].arms[0].arm
     grid[1][0].set_ylabel(f"simulated speed-up over {base}")
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, handlelength=3.5)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=130)
 

@@ -70,7 +70,10 @@ class Scenario:
     jitter: float = _device(0.0, "Sigma of compute noise.")
     slow: Mapping[int, float] = field(default_factory=dict)  # compute time by rank, as a multiple of the others'
     arms: tuple[str, ...] = field(
-        default=_ARMS, metadata={"help": "Which, with commas; the first is the base of speed-ups."}
+        default=_ARMS,
+        metadata={
+            "help": "Which, with commas; the first is the base of speed-ups. (default: all but hybrid and split)"
+        },
     )
     seed: int = _data(0, "Seeds lengths and jitter.")
 

@@ -22,6 +22,7 @@ from odc.trace.spans import (
     Span,
     load_spans,
     piece_of,
+    rank_file,
     save_spans,
 )
 from odc.trace.timeline import draw, headline
@@ -54,6 +55,7 @@ __all__ = [
     "headline",
     "load_spans",
     "piece_of",
+    "rank_file",
     "recorder",
     "save_spans",
     "split_waits",

@@ -22,13 +22,21 @@ _FORMAT = "odc-trace-1"
 _ROWS_A_RANK = 1000  # Perfetto wants thread numbers that are unique over all ranks
 
 
-def write_trace(path: str | os.PathLike[str], spans_by_rank: Mapping[int, Sequence[Span]]) -> None:
+def write_trace(
+    path: str | os.PathLike[str],
+    spans_by_rank: Mapping[int, Sequence[Span]],
+    hosts: Mapping[int, int] | None = None,
+) -> None:
     """Write the spans of all ranks, by global rank, as Chrome `X` events; the folder of `path` must exist.
 
+    `hosts` has the number of each rank's host; where there are several, ranks are shown by host and named after it.
     Each event has `cat` (its category) and `args` with rank, epoch, microbatch, unit, peer, bytes and lane.
     """
     origin = min((span.start_ns for spans in spans_by_rank.values() for span in spans), default=0)
-    other = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank)}
+    several = hosts if hosts is not None and len(set(hosts.values())) > 1 else {}
+    order = sorted(spans_by_rank, key=lambda rank: (several.get(rank, 0), rank))
+    other: dict[str, Any] = {"format": _FORMAT, "origin_ns": origin, "ranks": sorted(spans_by_rank)}
+    other |= {"hosts": [several[rank] for rank in sorted(several)]} if several else {}
     marked = marked_epochs(spans_by_rank)
     encode = json.JSONEncoder(separators=(",", ":")).encode
     target = Path(path)
@@ -36,14 +44,17 @@ def write_trace(path: str | os.PathLike[str], spans_by_rank: Mapping[int, Sequen
     with opener(target, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n')
         separator = ""
-        for rank in sorted(spans_by_rank):
-            for event in _rank_events(rank, spans_by_rank[rank], origin, marked):
+        for place, rank in enumerate(order):
+            name = f"host {several[rank]}, rank {rank}" if several else f"rank {rank}"
+            for event in _rank_events(rank, name, place, spans_by_rank[rank], origin, marked):
                 file.write(separator + encode(event))
                 separator = ",\n"
         file.write("\n]}\n")
 
 
-def _rank_events(rank: int, spans: Sequence[Span], origin: int, marked: frozenset[int]) -> Iterator[dict[str, Any]]:
+def _rank_events(
+    rank: int, called: str, place: int, spans: Sequence[Span], origin: int, marked: frozenset[int]
+) -> Iterator[dict[str, Any]]:
     process = rank + 1  # Perfetto keeps process and thread 0 for the idle task
     # A recorded COMPUTE span covers like any other, but is not derived.
     covering = (span._replace(category=IDLE) if span.category == COMPUTE else span for span in spans)
@@ -55,8 +66,8 @@ def _rank_events(rank: int, spans: Sequence[Span], origin: int, marked: frozense
         if is_derived:
             event["args"]["derived"] = True
         yield event
-    yield _name("process_name", process, process * _ROWS_A_RANK, name=f"rank {rank}")
-    yield _name("process_sort_index", process, process * _ROWS_A_RANK, sort_index=rank)
+    yield _name("process_name", process, process * _ROWS_A_RANK, name=called)
+    yield _name("process_sort_index", process, process * _ROWS_A_RANK, sort_index=place)
     for index, (thread, name) in enumerate(rows.names()):
         yield _name("thread_name", process, thread, name=name)
         yield _name("thread_sort_index", process, thread, sort_index=index)

@@ -2,8 +2,8 @@
 
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
 innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
-drawn and exported but not counted, because work that hides behind compute delays no step. Spans of different hosts
-cannot be compared: their clocks differ.
+drawn and exported but not counted, because work that hides behind compute delays no step. Clocks of hosts differ: spans
+of several hosts can be compared once they are on one clock (`odc.experiments.clock`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ def piece_of(sample: int) -> str:
 def is_piece(span: Span) -> bool:
     """Whether a mark, or the compute derived from it, is that of a piece of a split sample."""
     return span.unit.startswith(_PIECE)
+
+
+def rank_file(folder: str | os.PathLike[str], rank: int) -> Path:
+    """The file of one rank's spans among those of a run."""
+    return Path(folder) / f"rank-{rank}.jsonl"
 
 
 def save_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:

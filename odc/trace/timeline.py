@@ -1,9 +1,10 @@
 """A picture of what each rank did when: one row for each rank, one panel for each arm, one time axis for all of them.
 
 Every panel starts at 0 and all share one scale, so a shorter panel *is* a faster arm, and a barrier shows as waits that
-end on one vertical line. A row's upper band is the training thread, as the breakdown counts it; the thin strip below it
-shows the background lanes, which are not counted. The colours differ in lightness as well as in hue, so that
-colour-blind readers can tell them apart. Nothing global of matplotlib is used: any thread of a job may draw.
+end on one vertical line. Rows of a host stand together, where there are several. A row's upper band is the training
+thread, as the breakdown counts it; the thin strip below it shows the background lanes, which are not counted. The
+colours differ in lightness as well as in hue, so that colour-blind readers can tell them apart. Nothing global of
+matplotlib is used: any thread of a job may draw.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ _SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
 _INK, _SOFT_INK = "#20262c", "#66707a"
 
 # Inches.
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.68, 0.62
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 0.9, 0.75, 0.86, 0.62
 _HEADER, _GAP = 0.68, 0.14
+_HOSTS = 0.42  # that hosts' names take at the left
+_HOST_GAP = 0.4  # rows between two hosts
 _DPI = 150
 
 
@@ -54,6 +57,13 @@ class _Panel:
     starts: Mapping[int, Sequence[int]]  # of microbatches
     split: Mapping[tuple[int, str], str]  # colour by epoch and unit of a split sample
     background: Mapping[int, Sequence[Span]]
+    rows: Mapping[int, float]  # where each rank's row lies, from the top, in rows
+    hosts: Mapping[int, int]  # of each rank; empty where there is one host
+
+    @property
+    def height(self) -> float:
+        """Of all rows, in rows."""
+        return max(self.rows.values()) + 1
 
 
 def draw(
@@ -65,6 +75,7 @@ def draw(
     source: str = "measured",
     passes: Sequence[tuple[str, str]] = (),
     headlines: Mapping[str, str] | None = None,
+    hosts: Mapping[int, int] | None = None,
 ) -> None:
     """Draw a PNG. Raises TraceError without panels or for one without a complete minibatch among `epochs`, and OdcError
     without matplotlib.
@@ -79,6 +90,7 @@ def draw(
             meaning. Without them two shades alternate.
         headlines: what is printed over the panel of each title, as `headline` makes it, where its figures are not those
             of the spans given here.
+        hosts: number of each rank's host; spans of several must be on one clock.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -88,10 +100,12 @@ def draw(
     if not panels:
         raise TraceError("a timeline needs at least one panel")
     wanted = None if epochs is None else frozenset(epochs)
-    prepared = [_prepare(title, spans_by_rank, wanted, skip) for title, spans_by_rank in panels]
+    several = hosts if hosts is not None and len(set(hosts.values())) > 1 else {}
+    prepared = [_prepare(title, spans_by_rank, wanted, skip, several) for title, spans_by_rank in panels]
     # Inches: 2 ranks must not become slabs, and 32 must fit on a page.
-    row = max(0.2, min(0.46, 4.2 / max(len(panel.pieces) for panel in prepared)))
-    heights = [row * len(panel.pieces) for panel in prepared]
+    row = max(0.2, min(0.46, 4.2 / max(panel.height for panel in prepared)))
+    heights = [row * panel.height for panel in prepared]
+    left = _LEFT + (_HOSTS if several else 0.0)
     height = _TOP + sum(heights) + len(panels) * _HEADER + (len(panels) - 1) * _GAP + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -100,7 +114,7 @@ def draw(
     top = height - _TOP
     for panel, rows in zip(prepared, heights, strict=True):
         top -= _HEADER
-        box = (_LEFT / _WIDTH, (top - rows) / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, rows / height)
+        box = (left / _WIDTH, (top - rows) / height, (_WIDTH - left - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
         _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
         figures = panel.figures
@@ -108,12 +122,13 @@ def draw(
             source, figures.bubble.median, figures.step_s.median, len(figures.steps)
         )
         _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
+        _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT))
         last = panel is prepared[-1]
         axes.tick_params(axis="x", labelbottom=last, length=4 if last else 0)
         if last:
             axes.set_xlabel(f"time since the first drawn step began [{unit}]", fontsize=10, color=_INK, labelpad=6)
         top -= rows + _GAP
-    _draw_legend(figure, prepared, height, dict(passes))
+    _draw_legend(figure, prepared, left, height, dict(passes))
     figure.savefig(os.fspath(path), format="png")
 
 
@@ -125,7 +140,11 @@ def headline(source: str, bubble: float, step_s: float, count: int, repeats: int
 
 
 def _prepare(
-    title: str, spans_by_rank: Mapping[int, Sequence[Span]], wanted: frozenset[int] | None, skip: int
+    title: str,
+    spans_by_rank: Mapping[int, Sequence[Span]],
+    wanted: frozenset[int] | None,
+    skip: int,
+    hosts: Mapping[int, int],
 ) -> _Panel:
     figures = breakdown(spans_by_rank, skip=skip)
     drawn = figures.steps[-2:] if wanted is None else [step for step in figures.steps if step.epoch in wanted]
@@ -146,7 +165,15 @@ def _prepare(
         background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category not in MARKS), whole)
     origin, end = min(step.start_ns for step in drawn), max(step.end_ns for step in drawn)
     brackets = tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn)
-    return _Panel(title, figures, origin, end, brackets, pieces, starts, split, background)
+    rows = _rows(spans_by_rank, hosts)
+    return _Panel(title, figures, origin, end, brackets, pieces, starts, split, background, rows, hosts)
+
+
+def _rows(ranks: Iterable[int], hosts: Mapping[int, int]) -> dict[int, float]:
+    """Where each rank's row lies, from the top: by host and rank, with a gap between hosts."""
+    ordered = sorted(ranks, key=lambda rank: (hosts.get(rank, 0), rank))
+    numbers = sorted({hosts.get(rank, 0) for rank in ordered})
+    return {rank: at + _HOST_GAP * numbers.index(hosts.get(rank, 0)) for at, rank in enumerate(ordered)}
 
 
 def _clip(spans: Iterable[Span], windows: Sequence[tuple[int, int]]) -> list[Span]:
@@ -169,7 +196,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
 
     strips = any(panel.background.values())
     top, height = (-0.4, 0.62) if strips else (-0.39, 0.78)
-    for row, rank in enumerate(panel.pieces):
+    for rank, row in panel.rows.items():
         for _, start, end in panel.steps:
             add(COLOURS[IDLE], start, end, row + top, height)
         for piece in panel.pieces[rank]:
@@ -185,7 +212,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
         axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors="none", linewidths=0), autolim=False)
     lines = [
         [((start - panel.origin) / scale, row + top), ((start - panel.origin) / scale, row + top + height)]
-        for row, rank in enumerate(panel.pieces)
+        for rank, row in panel.rows.items()
         for start in panel.starts[rank]
     ]
     axes.add_collection(LineCollection(lines, colors="white", linewidths=1.1, capstyle="butt"), autolim=False)
@@ -193,13 +220,12 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
 
 def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, said: str) -> None:
     """Limits, rank names, busy shares, minibatch brackets and the two headlines of one panel."""
-    ranks = list(panel.pieces)
+    ranks, few = list(panel.rows), len(panel.rows) <= 16
     axes.set_xlim(0, width)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    every = 1 if len(ranks) <= 16 else 4
-    shown = range(0, len(ranks), every)
-    axes.set_yticks(list(shown), [f"rank {ranks[row]}" for row in shown])
-    axes.tick_params(axis="y", length=0, labelsize=10 if len(ranks) <= 16 else 9, labelcolor=_INK, pad=6)
+    axes.set_ylim(panel.height - 0.5, -0.5)
+    shown = ranks if few else ranks[::4]
+    axes.set_yticks([panel.rows[rank] for rank in shown], [f"rank {rank}" for rank in shown])
+    axes.tick_params(axis="y", length=0, labelsize=10 if few else 9, labelcolor=_INK, pad=6)
     axes.tick_params(axis="x", labelsize=10, color=_SOFT_INK, labelcolor=_INK)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
@@ -207,8 +233,8 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
     axes.set_axisbelow(True)
     figures = panel.figures
     right: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
-    for row in shown:
-        axes.text(1.05, row, f"{figures.busy(ranks[row]).median:.0%}", color=_SOFT_INK, **right)
+    for rank in shown:
+        axes.text(1.05, panel.rows[rank], f"{figures.busy(rank).median:.0%}", color=_SOFT_INK, **right)
     above = 1 + 0.13 / inches  # one line over the rows, in axes height
     head = 1 + 0.44 / inches
     place: dict[str, Any] = {"transform": axes.transAxes, "va": "center"}
@@ -223,7 +249,20 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
                   color=_SOFT_INK, fontsize=9, ha="center", va="bottom")  # fmt: skip
 
 
-def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, compute: Mapping[str, str]) -> None:
+def _draw_hosts(axes: Axes, panel: _Panel, left: float) -> None:
+    """The name of each host beside its rows, `left` of them in axes widths, and a line along them."""
+    beside = axes.get_yaxis_transform()
+    for host in sorted(set(panel.hosts.values())):
+        rows = [row for rank, row in panel.rows.items() if panel.hosts.get(rank) == host]
+        top, bottom = rows[0] - 0.4, rows[-1] + 0.4
+        axes.plot([-left] * 2, [top, bottom], transform=beside, color=_SOFT_INK, linewidth=1.2, clip_on=False)
+        axes.text(-left - 0.006, (top + bottom) / 2, f"host {host}", transform=beside, rotation=90, color=_INK,
+                  fontsize=10, ha="right", va="center")  # fmt: skip
+
+
+def _draw_legend(
+    figure: Figure, panels: Sequence[_Panel], left: float, height: float, compute: Mapping[str, str]
+) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -241,13 +280,16 @@ def _draw_legend(figure: Figure, panels: Sequence[_Panel], height: float, comput
             handles.append(Patch(facecolor=colour))
             labels.append(category)
     figure.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
+        handles, labels, loc="upper left", bbox_to_anchor=(left / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
         handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
         handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
-    if any(any(panel.background.values()) for panel in panels):
-        notes.append("the thin strip shows background threads, which are not counted")
-    figure.text(_LEFT / _WIDTH, 1 - 0.5 / height, "; ".join(notes), ha="left", va="center", fontsize=9, color=_SOFT_INK)
+    uncounted = ["background threads (the thin strip)"] * any(any(panel.background.values()) for panel in panels)
+    uncounted += ["time between minibatches (blank)"] * any(len(panel.steps) > 1 for panel in panels)
+    lines = ["; ".join(notes), f"not counted: {', '.join(uncounted)}" if uncounted else ""]
+    figure.text(
+        left / _WIDTH, 1 - 0.4 / height, "\n".join(lines), va="top", fontsize=9, color=_SOFT_INK, linespacing=1.4
+    )
 
 
 def _side_by_side(colours: Sequence[str]) -> tuple[Any, ...]:

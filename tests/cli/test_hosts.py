@@ -1,13 +1,16 @@
-"""`odc train` on two hosts, started by torchrun on each as docs/hosts.md says."""
+"""`odc train` and `odc compare` on two hosts, started by torchrun on each as docs/hosts.md says."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
+
+from odc.trace import load_spans, rank_file
 
 
 @pytest.mark.thorough
@@ -27,3 +30,31 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
             assert not re.search(r"^step 3: loss", said[1], re.MULTILINE), "one rank of the job prints its summary"
             losses[arm] = float(found[1])
     assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_compare_over_two_hosts_is_written_by_the_first(tmp_path: Path) -> None:
+    """Figures, picture, report and the spans of all ranks; the other host writes nothing in the folder it was given."""
+    need_hosts()
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    job = tiny_job(tmp_path)
+    options = ["--model", job.model, "--data", job.data, "--tokenizer", "bytes", "--max-tokens", "96"]
+    options += ["--minibatch-size", "6", "--steps", "2", "--cache", job.cache, "--arms", "fsdp2,odc-hybrid", "--report"]
+    folders = [tmp_path / f"out{number}" for number in range(2)]
+    with Hosts(2) as hosts:
+        started = hosts.torchrun(2, "-m", "odc.cli", "compare", *options, each=[["--output", str(f)] for f in folders])
+        said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert not folders[1].exists()
+    figures = json.loads((folders[0] / "compare.json").read_text())
+    assert figures["hosts"] == [0, 0, 1, 1] and figures["job"]["per_node"] == 2
+    first, second = (figures["arms"][arm] for arm in ("fsdp2", "odc-hybrid"))
+    assert second["loss"]["steps"] == pytest.approx(first["loss"]["steps"], rel=1e-3)
+    for arm, run in ((arm, run) for arm, own in figures["arms"].items() for run in own["runs"]):
+        assert len(run["peak_bytes"]) == 4 and min(run["baseline_bytes"]) > 0, arm
+        assert 0 < run["bubble"][0] < 1 and run["step_s"][0] < 300, "the clocks of the hosts have been brought together"
+        for rank in range(4):
+            assert load_spans(rank_file(folders[0] / "spans" / f"{arm}-0", rank)), (arm, rank)
+    assert "4 ranks on 2 hosts" in said[0] and "odc-hybrid" in said[0] and "figures" not in said[1]
+    assert (folders[0] / "timeline.png").stat().st_size > 10_000
+    assert "2 hosts" in (folders[0] / "report.html").read_text()

@@ -21,7 +21,7 @@ from odc.experiments.grpo import GrpoConfig  # noqa: E402
 @dataclass(frozen=True)
 class Told:
     name: str = field(metadata={"help": "A name."})
-    size: int | None = field(default=None, metadata={"help": "A size."})
+    size: int | None = field(default=None, metadata={"help": "A size. (default: the usual)"})
     kind: Literal["a", "b"] = field(default="a", metadata={"help": "a or b.", "panel": "Kinds"})
     lag: Literal[0, 1] = field(default=0, metadata={"help": "A lag."})
     timeout_s: float = field(default=6.5, metadata={"help": "Seconds.", "flag": "--timeout"})
@@ -76,8 +76,19 @@ def test_what_is_missing_or_no_option_is_refused() -> None:
 
 def test_help_shows_each_default() -> None:
     said = run("--help")
-    for text in ("Say it.", "A name.", "Kinds", "[default: a]", "[default: 6.5]", "[default: x,y]", "--no-checked"):
+    for text in (
+        "Say it.",
+        "A name.",
+        "Kinds",
+        "A size.",
+        "[default: (the usual)]",
+        "[default: a]",
+        "[default: 6.5]",
+        "[default: x,y]",
+        "--no-checked",
+    ):
         assert text in said, text
+    assert "(default:" not in said
 
 
 @pytest.mark.parametrize(("command", "config"), [("train", JobConfig), ("grpo", GrpoConfig)])

@@ -49,6 +49,28 @@ def test_eighty_columns_hold_it(answers: list[RankStatus], capsys: pytest.Captur
     assert max(map(len, (head, row))) <= 80
 
 
+def test_eighty_columns_hold_ranks_of_other_hosts(
+    answers: list[RankStatus], capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = {name: value for name, value in root().items() if not name.startswith("slots")}
+    answers[:] = [
+        RankStatus(100, MINE, [root() | {"host": 12, "hosts": 13}]),
+        RankStatus(1000, MINE, [far | {"host": 0, "hosts": 13}], elsewhere=True),
+    ]
+    assert call() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    head, here, there = (" ".join(line.split()) for line in lines)
+    assert head == "job host rank pid epoch state mb in/out MiB slots waits for"
+    assert here == f"{os.getppid()} 12 100 {MINE} 12345 finishing 12 98765/98765 12/64 1 (epoch 12345)"
+    assert there == f"{os.getppid()} 0 1000 - 12345 finishing 12 98765/98765 - 1 (epoch 12345)"
+    assert max(map(len, lines)) <= 80
+    assert call("--json") == 0
+    assert [(one["pid"], one["job"]) for one in json.loads(capsys.readouterr().out)] == [
+        (MINE, os.getppid()),
+        (None, os.getppid()),
+    ]
+
+
 def test_columns_that_say_something_are_added(
     answers: list[RankStatus], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

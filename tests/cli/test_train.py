@@ -172,6 +172,24 @@ def test_train_mm_says_what_is_missing_before_it_makes_a_folder(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--plan", "split"], "plan: train-mm balances each phase and splits no sample; choose one by --arm"),
+        (["--arm", "odc-split"], "arm must be one of fsdp2/none,"),
+        (["--arms", "odc/full, odc/split"], "odc/full, not 'odc/split'"),
+    ],
+)
+def test_train_mm_refuses_a_plan_it_does_not_have_before_it_makes_a_folder(
+    asked: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("soundfile", reason="needs the multimodal extra")
+    assert odc("train-mm", "--demo", *asked, "--output", tmp_path / "out") == 2
+    shown = capfd.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_compare_says_what_is_missing_before_it_makes_a_folder(
     options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

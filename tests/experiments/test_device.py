@@ -55,6 +55,8 @@ def test_a_process_group_for_what_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert backend("cuda", 2) == "cpu:gloo,cuda:nccl"
     assert backend("cuda", 3) == "gloo", "NCCL refuses ranks that share a device"
     assert backend("cpu", 2) == "gloo"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert backend("cuda", 4) == "cpu:gloo,cuda:nccl", "the others are on another host"
 
 
 def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

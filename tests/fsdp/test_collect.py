@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -84,9 +85,12 @@ def test_sources_are_summed_in_rank_order() -> None:
 def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits(accumulate: str) -> None:
     with HeapGroup(LAYOUT, 2, replicas=3, settings=Settings(accumulate=accumulate)) as group:  # type: ignore[arg-type]
         column = (1, 3, 5)
+        group.publish_all()
         for member, value in zip(column, [1e8, -1e8, 1.0], strict=True):
             fill(group, member, [value] * 6, source=0)
         fill(group, 0, [77.0] * 6)  # of the other shard
+        with ThreadPoolExecutor(len(column)) as threads:  # each waits for the others to add their parts up
+            list(threads.map(lambda member: group.members[member].gather_sums([True, False]), column))
         for member in column:
             assert reduced(group.layouts[member], group.units[0], 2.0).tolist() == [0.5] * 6
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import sys
+import threading
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from odc.errors import UnfinishedMinibatchError
 from odc.fsdp import hooks
@@ -134,3 +138,17 @@ def test_the_hooks_are_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks.guard_steps()
     hooks.guard_steps()
     assert installed == [hooks._before_step, hooks._before_clip]
+
+
+@pytest.mark.parametrize("name", ["minibatch", "set_is_last_backward", "weigth"])
+def test_a_method_of_a_root_that_was_forgotten_names_the_cure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(sys, "excepthook", lambda _, error, __: shown.extend(traceback.format_exception_only(error)))
+    hooks._install_hooks()
+    with pytest.raises(AttributeError) as caught:
+        getattr(nn.Linear(2, 2), name)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    cure = ["This Linear is not sharded by odc: call odc.fully_shard on it too, last, after its layers\n"]
+    assert shown[1:] == (cure if name != "weigth" else [])

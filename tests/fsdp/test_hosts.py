@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.exact import Exact, SignStep, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import odc
 from odc import Settings, fully_shard
@@ -23,45 +25,6 @@ from odc.handover import weight_handle
 from odc.runtime import Arena
 
 HostPools = Callable[[int, int], Any]
-HIDDEN, LAYERS = 24, 3
-
-
-class Exact(nn.Module):
-    """Layers whose gradients are whole numbers, so that sums are exact in any order, and equality is to the bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
-        self.unused = nn.Linear(3, 5)
-        draw = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=draw))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).clamp(-4, 4)
-        return x
-
-
-class SignStep(torch.optim.Optimizer):
-    """Keeps whole numbers whole."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    local = parameter.to_local()
-                    local.sub_(parameter.grad.to_local().sign()).clamp_(-2, 2)
-
-
-def batch(rank: int, step: int, i: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(1000 * step + 100 * i + rank)
-    return torch.randint(-2, 3, (4, HIDDEN), generator=draw).float()
 
 
 def train(
@@ -142,15 +105,18 @@ def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None
     host_ranks(2, 2).run(same, ((1, 2, 1, 3), (2, 0, 2, 1)), SETTINGS[settings], "last")
 
 
-def same_hybrid(rank: int, world: int) -> None:
+def same_hybrid(rank: int, world: int, replicas: int, optimizer_sharding: str) -> None:
     """Shards within a host, replicas over hosts, and in an unchanged loop."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks"))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicas", "ranks"))
+    theirs = mesh if optimizer_sharding == "mesh" else init_device_mesh("cpu", (world,))
     results = []
     for shard in (fully_shard, torch_fully_shard):
         model = Exact()
+        mine = {"mesh": mesh, "optimizer_sharding": optimizer_sharding}
+        options: dict[str, Any] = mine if shard is fully_shard else {"mesh": theirs}
         for layer in model.layers:
-            shard(layer, mesh=mesh)
-        shard(model, mesh=mesh)
+            shard(layer, **options)
+        shard(model, **options)
         optimizer = SignStep(model.parameters())
         found = []
         for step in range(3):
@@ -163,8 +129,22 @@ def same_hybrid(rank: int, world: int) -> None:
         assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
 
 
-def test_hybrid_sharding_equals_fsdp2(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(same_hybrid)
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "replicas", "optimizer_sharding"),
+    [
+        (2, 2, 2, "mesh"),
+        (2, 2, 2, "world"),
+        *(
+            pytest.param(*grid, marks=pytest.mark.thorough)
+            for grid in ((3, 1, 3, "mesh"), (3, 2, 3, "world"), (2, 4, 4, "mesh"), (2, 4, 4, "world"))
+        ),
+    ],
+)
+def test_hybrid_sharding_equals_fsdp2(
+    host_ranks: HostPools, hosts: int, per_host: int, replicas: int, optimizer_sharding: str
+) -> None:
+    """Also with several replicas on a host."""
+    host_ranks(hosts, per_host).run(same_hybrid, replicas, optimizer_sharding)
 
 
 def two_roots(rank: int, world: int) -> None:
@@ -220,12 +200,14 @@ def test_a_minibatch_is_abandoned_on_every_host(host_ranks: HostPools) -> None:
     assert host_ranks(2, 2).run(abandoned) == ["a sample cannot be read"] * 4
 
 
-def crossing(rank: int, world: int, microbatches: int) -> tuple[int, int]:
-    """Bytes that this rank's host sends in a minibatch, and what the formula says."""
+def crossing(rank: int, world: int, microbatches: int, replicas: int = 1, sharding: Any = "mesh") -> tuple[int, int]:
+    """Bytes that this rank's host sends in a minibatch, and those of all parameters, in fp32."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    names = ("replicas", "ranks")[replicas == 1 :]
+    mesh = init_device_mesh("cpu", (replicas, world // replicas)[replicas == 1 :], mesh_dim_names=names)
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh, optimizer_sharding=sharding)
+    fully_shard(model, mesh=mesh, optimizer_sharding=sharding)
 
     def minibatch() -> None:
         with model.minibatch():
@@ -239,8 +221,7 @@ def crossing(rank: int, world: int, microbatches: int) -> tuple[int, int]:
     dist.barrier()
     minibatch()
     dist.barrier()
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    return sent() - before, elements * (4 + 4) // 2
+    return sent() - before, sum(parameter.numel() for parameter in model.parameters()) * 4
 
 
 def sent() -> int:
@@ -257,8 +238,20 @@ def sent() -> int:
 )
 def test_each_byte_crosses_the_network_once(host_ranks: HostPools, per_host: int, microbatches: int) -> None:
     """Whatever the microbatches and the ranks of a host: half of the shards, and half of the sums."""
-    for found, formula in host_ranks(2, per_host).run(crossing, microbatches):
-        assert formula < found < 1.05 * formula, (found, formula)
+    for found, model in host_ranks(2, per_host).run(crossing, microbatches):
+        assert model < found < 1.05 * model, (found, model)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "sharding", "share"), [(3, 1, "mesh", 4 / 3), (3, 2, "mesh", 4 / 3), (2, 2, "world", 1.0)]
+)
+def test_replicas_read_each_other_by_parts(
+    host_ranks: HostPools, hosts: int, per_host: int, sharding: str, share: float
+) -> None:
+    """2 (N-1)/N of the accumulators; with the optimizer over all ranks (N-1)/N of them and of the parameters."""
+    for found, model in host_ranks(hosts, per_host).run(crossing, 2, hosts, sharding):
+        assert share * model < found < 1.05 * share * model, (found, model)
 
 
 def refused(rank: int, world: int) -> tuple[str, str, str]:
@@ -323,3 +316,36 @@ def crossing_in_backward(rank: int, world: int) -> None:
 
 def test_sums_cross_while_backward_goes_on(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(crossing_in_backward)
+
+
+def rounded(rank: int, world: int) -> None:
+    """Gradients with bf16 sums are those of plain torch where each sum of another host's ranks is rounded once."""
+    model, whole = Exact(), [Exact() for _ in range(world)]
+    settings = Settings(timeout_s=60.0, sums_dtype="bfloat16")
+    for layer in model.layers:
+        fully_shard(layer, settings=settings)
+    fully_shard(model, settings=settings)
+    with model.minibatch():
+        for i in range(2):
+            model.set_is_last_backward(i == 1)
+            (model(batch(rank, 0, i)) * 57.0).sum().backward()
+    for other, one in enumerate(whole):
+        for i in range(2):
+            (one(batch(other, 0, i)) * 57.0).sum().backward()
+    changed = 0
+    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
+        by_rank = [distribute_tensor(param.grad, mine.device_mesh, mine.placements).to_local() for param in theirs]
+        half, here = world // 2, rank * 2 // world
+        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
+        exact = sum(sums) / world
+        sums[1 - here] = sums[1 - here].bfloat16().float()
+        expected = (sums[0] + sums[1]) / world
+        assert torch.equal(mine.grad.to_local(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
+        changed += int((expected != exact).sum())
+    told = torch.tensor(changed)
+    dist.all_reduce(told)
+    assert int(told) > 0, "or nothing was rounded"
+
+
+def test_rounded_sums_equal_plain_torch(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(rounded)

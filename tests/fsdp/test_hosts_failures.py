@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,34 @@ def test_a_killed_rank_is_named_on_every_host(two: Hosts, culprit: int, fork: bo
     assert_all_noticed(outcomes, culprit, died)
     latest = max(outcome.at for outcome in outcomes if outcome.rank != culprit)
     print(f"rank {culprit} was named by every rank within {latest - died:.3f} s")
+
+
+LOOP = """
+import os, signal, torch, torch.distributed as dist
+from odc import fully_shard
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+for step in range(1_000_000):
+    with model.minibatch():
+        model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    if dist.get_rank() == 3 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.thorough
+def test_the_last_message_of_torchrun_names_a_killed_rank_on_every_host(two: Hosts, tmp_path: Path) -> None:
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    started = two.torchrun(2, str(program))
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 1], said
+    last = [one.partition("FAILED")[2] for one in said]
+    # Or rank 2, which torchrun ends once it sees that rank 3 died: on a busy machine before the news gets out.
+    assert re.search(r"PeerLostError: rank [01] .*: rank [23] died in epoch \d", last[0]), said[0]
+    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", last[1]), said[1]
 
 
 @pytest.mark.thorough

@@ -49,7 +49,7 @@ def settings_as_a_dict() -> object:
     return fully_shard(make(PLAIN), settings={"timeout_s": 5.0})  # type: ignore[arg-type]
 
 
-@refused(UnsupportedError, "a Sequential that is not sharded: call odc.fully_shard on it too, last")
+@refused(UnsupportedError, "this Sequential is not sharded by odc: call odc.fully_shard on it too, last")
 def minibatch_of_a_plain_root() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model[0])

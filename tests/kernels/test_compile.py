@@ -7,7 +7,7 @@ atomic add wrong between GPUs; neither fails to compile. Nothing here has run on
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.compiled import facts
@@ -31,15 +31,9 @@ ADDS = ("add-bf16", "add-fp64", "accumulate-alone", "accumulate-bf16", "accumula
 NUMBERS = ("fp64", "fp32", "fp16", "bf16")
 EVERY_TYPE = {
     *(f"publish {word}" for word in ("int8", "int16", "int32", "int64")),
-    *(f"publish {pair}" for pair in ("fp64 fp32", "fp32 fp16", "fp16 bf16", "bf16 fp64")),
-    *(f"{kernel} {pair}" for kernel in ("add", "accumulate") for pair in ("fp64 fp64", "fp32 fp32", "fp16 fp64")),
-    *(f"{kernel} bf16 fp32" for kernel in ("add", "accumulate")),
-}
-EVERY_PAIR = {
     *(f"publish {source} {to}" for source in NUMBERS for to in NUMBERS if source != to),
     *(f"{kernel} {source} {to}" for kernel in ("add", "accumulate") for source in NUMBERS for to in ("fp64", "fp32")),
 }
-LINKED = "get-nvshmem"
 CALLS = {
     "get-nvshmem": ["nvshmemx_getmem_block"],
     "gather-nvshmem": ["nvshmemx_getmem_block"],
@@ -60,25 +54,30 @@ def becomes_good_machine_code(built: dict[str, dict[str, Any]]) -> None:
     assert not {name: one["specialized"] for name, one in built.items() if one["specialized"]}
 
 
+def built(target: int, which: Literal["first", "others"] = "first") -> dict[str, dict[str, Any]]:
+    """What has become machine code."""
+    return {name: one for name, one in facts(target, which).items() if not name.startswith(("no_library", "calls "))}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_becomes_machine_code_for_any_argument_without_local_memory(target: int) -> None:
-    built = {name: one for name, one in facts(target).items() if name != "no_library"}
-    linked = set() if "no_library" in facts(target) else {LINKED}
-    assert built.keys() == {*COPIES, *ADDS, *COMPARES} | EVERY_TYPE | linked
-    becomes_good_machine_code(built)
+    assert built(target).keys() == {*COPIES, *ADDS, *COMPARES}
+    becomes_good_machine_code(built(target))
+    assert not [name for name, one in built(target).items() if one["linked"] or one["calls"]]
 
 
-# The test above compiles each type and links one kernel; test_gpu converts between all types in the interpreter, and
+# The test above compiles every kernel, and test_gpu converts between all types in the interpreter;
 # `test_nvshmem_is_called_for_peers_without_a_pointer` looks at every kernel that calls it.
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", [80, 90, 100])
-def test_all_others_become_machine_code_too(target: int) -> None:
-    built = {name: one for name, one in facts(target, "others").items() if name != "no_library"}
-    linked = set() if "no_library" in facts(target, "others") else CALLS.keys() - {LINKED}
-    assert built.keys() == EVERY_PAIR - EVERY_TYPE | linked
-    becomes_good_machine_code(built)
-    stays_with_its_thread(target, EVERY_PAIR - EVERY_TYPE, built)
-    assert {name for name, one in built.items() if one["linked"]} == linked
+def test_every_type_and_what_is_linked_become_machine_code_too(target: int) -> None:
+    found = built(target, "others")
+    linked = set() if "no_library" in facts(target, "others") else CALLS.keys()
+    assert found.keys() == EVERY_TYPE | linked
+    becomes_good_machine_code(found)
+    stays_with_its_thread(target, EVERY_TYPE, found)
+    assert {name for name, one in found.items() if one["linked"]} == linked
+    assert {name: one["calls"] for name, one in found.items() if one["calls"]} == {name: CALLS[name] for name in linked}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -124,7 +123,7 @@ def test_published_bytes_are_compared_where_they_lie(target: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_elements_stay_with_their_thread(target: int) -> None:
     """Through shared memory they would pass it twice, with barriers in between."""
-    stays_with_its_thread(target, {*COPIES, *ADDS} - {"put-signal"} | EVERY_TYPE, facts(target))
+    stays_with_its_thread(target, {*COPIES, *ADDS} - {"put-signal"}, facts(target))
     assert facts(target)["put-signal"]["shared"] <= 16  # its count goes to all threads
 
 
@@ -157,19 +156,11 @@ def test_words_are_released_for_the_whole_system(target: int) -> None:
     assert not [name for name in accesses(target, "put-many") if name.startswith(("atom", "red"))]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_nvshmem_is_linked_for_peers_without_a_pointer_alone(target: int) -> None:
-    found = facts(target)
-    if "no_library" in found:
-        pytest.skip(found["no_library"]["no_library"])
-    assert {name for name, one in found.items() if one["linked"]} == {LINKED}
-    assert {name: one["calls"] for name, one in found.items() if one["calls"]} == {LINKED: CALLS[LINKED]}
-
-
 def test_nvshmem_is_called_for_peers_without_a_pointer() -> None:
-    found = facts(90, "calls")  # before the target makes a difference
-    if "no_library" in found:
-        pytest.skip(found["no_library"]["no_library"])
+    if "no_library" in facts(90):
+        pytest.skip(facts(90)["no_library"]["no_library"])
+    # Before the target makes a difference.
+    found = {name.removeprefix("calls "): one for name, one in facts(90).items() if name.startswith("calls ")}
     assert {name: one["calls"] for name, one in found.items()} == CALLS
     # What a whole program calls together; anything else would be done once by each of its threads.
     together = {"nvshmemx_getmem_block", "nvshmemx_putmem_block", "nvshmemx_putmem_signal_block", "nvshmem_quiet"}

@@ -51,7 +51,7 @@ def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]
 def test_one_minibatch_equals_torch(interpreted: Pools, accumulate: str, low_precision: bool) -> None:
     # What a step has changed is published alike, however gradients were summed: one second step shows it.
     steps = 2 if accumulate == "server" else 1
-    case = Case(counts=((1, 1),), steps=steps, low_precision=low_precision, tied=low_precision)
+    case = Case(counts=((1, 1),), steps=steps, layers=1, low_precision=low_precision, tied=low_precision)
     for launches in interpreted(2).run(same_as_torch, case, {"accumulate": accumulate}):
         assert launches.keys() == USED[accumulate]
         assert min(launches.values()) > 1

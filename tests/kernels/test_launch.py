@@ -106,6 +106,7 @@ def test_compiled_kernels_are_compiled_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["launched"] == found["expected"] == 3 * 12 * 7
+    assert found["prepared"], "a launch past triton's binding is another launch"
     assert set(found["variants"].values()) == {1}, found
 
 

@@ -15,7 +15,7 @@ from support.sides import LAYOUT, RANKS, Side
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, HeapLayout, RankGrid, Rendezvous, Service, Word
+from odc.runtime import Daemon, HeapLayout, JobStore, RankGrid, Rendezvous, Service, Word
 from odc.settings import Settings
 
 Make = Callable[..., Side]
@@ -183,6 +183,28 @@ def test_a_mismatch_is_told_even_if_the_peer_has_gone(side: Make) -> None:
     right.close()
     with pytest.raises(LayoutMismatchError):
         left.layout.peer(1).attach()
+
+
+def test_nothing_is_waited_for_that_a_peer_may_delete(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank that shuts a root down deletes its keys, whoever looks at them in that moment."""
+
+    def waits(self: JobStore, key: str) -> bytes:
+        raise AssertionError(f"waits for {key!r}, which may be gone, and all calls of this process with it")
+
+    monkeypatch.setattr(JobStore, "get", waits)
+    left, right = side(0).announce(calls=[0]), side(1, frozen={"b"}).announce(calls=[0])
+    with pytest.raises(LayoutMismatchError, match="rank 13 has b "):
+        left.layout.peer(1).attach()
+    right.service.abort("ValueError: no words", 13)
+    right.leave()()
+    assert left.meet._told(1) is not None
+    other = side(0, identity="8.abc", settings=Settings(timeout_s=0.2)).announce(calls=[0, 1])
+    with pytest.raises(LayoutMismatchError, match=r"heap 8\.abc differently"):
+        other.layout.peer(1).attach()
+    for key in ("odc/7.abc/13", "odc/7.abc/10", "odc/7.abc/13/lines"):
+        left.meet._store.delete_key(key)
+    with pytest.raises(WaitTimeoutError, match="come up"):  # listed, and gone before it is looked at
+        other.layout.peer(1).attach()
 
 
 # nobody there --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One conformance suite for both engines, between two hosts and within one (over the loopback interface)."""
+"""One conformance suite for all engines, between two hosts and within one (over the loopback interface)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ENGINES = (
     "sockets",
     pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}")),
 )
+WITH_STAGED = (*ENGINES, "staged")
 Run = Callable[..., list[object]]
 _numbers = itertools.count()
 
@@ -42,13 +43,13 @@ def run(request: pytest.FixtureRequest) -> Run:
     return lambda task, engine: pool.run(task, engine, fresh())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WITH_STAGED)
 @pytest.mark.parametrize("task", [engines.read_everything, engines.read_at_once, engines.read_what_is_refused])
 def test_reads(run: Run, engine: str, task: Callable[..., object]) -> None:
     run(task, engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", WITH_STAGED)
 def test_a_large_region_that_was_exposed_later(run: Run, engine: str) -> None:
     run(engines.read_a_lot, engine)
 
@@ -130,16 +131,13 @@ def test_plain_tcp_where_there_is_no_rdma(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nixl_where_it_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(choice, "rdma_devices", lambda: ["mlx5_0"])
     monkeypatch.setattr(choice, "installed", lambda: "nixl_cu13")
-    assert choose_engine("auto") == choose_engine("nixl") == choose_engine("auto", device_memory=True) == "nixl"
+    assert choose_engine("auto") == choose_engine("nixl") == "nixl"
     assert choose_engine("sockets") == "sockets"
-    with pytest.raises(UnsupportedError, match="CPU memory only"):
-        choose_engine("sockets", device_memory=True)
     monkeypatch.setattr(choice, "installed", lambda: None)
     assert choose_engine("auto") == "sockets"
     assert "mlx5_0" in caplog.text and EXTRA in caplog.text
-    for wanted, device in (("nixl", False), ("auto", True)):
-        with pytest.raises(UnsupportedError, match=r"odc-fsdp\[nixl\]"):
-            choose_engine(wanted, device_memory=device)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"odc-fsdp\[nixl\]"):
+        choose_engine("nixl")
 
 
 def test_interfaces_and_devices_are_found(tmp_path: os.PathLike[str]) -> None:

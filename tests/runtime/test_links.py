@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.members import F32, HeapGroup
 
+from odc.errors import PeerLostError
 from odc.runtime import Outcome, Word
 from odc.runtime import links as module
 from odc.runtime.links import Links
@@ -80,7 +81,7 @@ def seen(linked: Linked, by: int, of: int, word: int) -> int:
 def test_every_rank_of_a_host_sees_what_one_of_the_other_stores(linked: Linked) -> None:
     linked.join()
     board = linked.group.members[0].protocol.board
-    for word in (Word.PUBLISHED, Word.OUTCOME_ODD, Word.DONE, Word.COMPLETE, Word.READ, Word.LEFT):
+    for word in (Word.PUBLISHED, Word.OUTCOME_ODD, Word.DONE, Word.COMPLETE, Word.REDUCED, Word.READ, Word.LEFT):
         board.store(word, 100 + word)
         linked.receive(2, lambda word=word: seen(linked, 2, 0, word) == 100 + word)
         assert seen(linked, 3, 0, word) == 100 + word, "the mirror is of the whole host"
@@ -171,6 +172,19 @@ def test_a_death_names_the_rank_at_the_other_end(linked: Linked) -> None:
     linked.links[0].close()
     linked.receive(2, lambda: bool(linked.aborts[2]))
     assert linked.aborts[2] == [("rank 10 died in epoch 1 (done with 0): its link to rank 16 has ended", 10)]
+
+
+def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> None:
+    """It admits the visitor and hangs up, without a word of its own; nobody died of that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = linked.links[2].add(0, socket.create_connection(listener.getsockname()))
+        assert link is not None
+        linked.readers[2], linked.sockets[2] = linked.links[2].reader(link), link.fileno()
+        listener.accept()[0].close()
+    assert not linked.receive(2, lambda: seen(linked, 3, 0, Word.LEFT) == 1)
+    assert not linked.aborts[2]
+    with pytest.raises(PeerLostError, match="rank 10 has left the job"):
+        linked.group.members[3].protocol.waiter.until(lambda: False, 0, "rank 10 to publish epoch 1")
 
 
 def test_a_host_that_cannot_be_reached_is_named_by_its_ranks(linked: Linked) -> None:

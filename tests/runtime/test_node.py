@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.members import HeapGroup
+import torch
+from support.deferred import late_heaps
+from support.members import F32, HeapGroup
 from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
-from odc.runtime import Word
-from odc.settings import Settings
+from odc.runtime import Gradient, Word, parts
+from odc.runtime import layout as layouts
+from odc.runtime.node import gather_sums
+from odc.settings import Accumulate, Settings
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
 
 def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     spread.publish()
-    peer, unit = spread.group.layouts[0].remote(2), spread.group.units[0]
+    peer, unit = spread.group.layouts[0].share(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
     peer.claims(unit).store(0, 1)  # member 1 has claimed the shard of member 2, and has not read it
     spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
@@ -61,6 +65,84 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
     spread.engines[0].read = told_meanwhile  # type: ignore[method-assign]
     with pytest.raises(PeerLostError, match="aborted by rank 16: rank 16 died in epoch 1"):
         spread.fetch(0, 0)
+
+
+def test_nodes_of_one_host_fill_their_caches_by_copies() -> None:
+    spread = Spread(nodes=True)
+    kept = spread.group.layouts[1].share(2).published_bytes(spread.group.units[0]).view(F32)
+    for value in (5.0, 50.0):
+        spread.publish(value)
+        for me in range(4):
+            assert spread.fetch(me, 0) == [value, value + 1, value + 2, value + 3]
+        assert kept[0] == value + 2, "the shard of member 2 lies in the heap of member 0"
+    assert not any(engine.reads for engine in spread.engines)
+    spread.group.close()
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["hosts", "nodes of a host"])
+@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate, nodes: bool) -> None:
+    spread = Spread(accumulate, nodes=nodes)
+    group = spread.group
+    for epoch in (1, 2):  # what was summed in the first must not be there in the second
+        spread.publish()
+        for me in range(4):
+            for unit in group.units[:2]:
+                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
+                for _ in range(epoch):
+                    group.members[me].pusher.push(unit, gradients)
+        for me in range(4):
+            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            for unit in group.units[:2]:
+                found = parts(group.layouts[me], unit)
+                expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
+                assert [part[0].item() for part in found] == [epoch * value for value in expected]
+                assert all(bool((part == part[0]).all()) for part in found)
+    sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
+    assert len(sums) == (0 if nodes else 2 * 4), "units that follow each other are read together"
+    group.close()
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+def test_a_device_that_is_late_sums_and_fetches_alike(
+    accumulate: Accumulate, atomic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines read what has settled, into this rank's own memory alone; what is for a peer's is copied there."""
+    monkeypatch.setattr(layouts, "_LANDING_BYTES", 64)
+    lanes = late_heaps(monkeypatch, atomic=atomic)
+    spread = Spread(accumulate, only_into_own=True)
+    group = spread.group
+    for epoch in (1, 2):
+        spread.publish(10.0 * epoch)
+        spec = group.units[0]
+        outs = [[torch.empty(4 * param.numel) for param in spec.params] for _ in range(4)]
+        for me in (3, 2, 1, 0):
+            with lanes[me].lane("fetch"):
+                group.members[me].shards.fetch(spec, outs[me])
+        for me in range(4):  # whoever read for its host has settled before it said so
+            with lanes[me].lane("fetch"):
+                lanes[me].settle()
+            assert outs[me][0].view(4, -1).tolist() == [[10.0 * epoch + owner] * 8 for owner in range(4)]
+        for me in range(4):
+            for unit in group.units[:2]:
+                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
+                with lanes[me].lane("push"):
+                    group.members[me].pusher.push(unit, gradients)
+        for me in range(4):
+            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            for unit in group.units[:2]:
+                expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
+                assert [set(part.tolist()) for part in parts(group.layouts[me], unit)] == [{one} for one in expected]
+    group.close()
+
+
+def test_units_that_nobody_used_do_not_cross(spread: Spread) -> None:
+    spread.publish()
+    gather_sums(spread.group.layouts[0], spread.heaps[0], [False, False, False])
+    assert not spread.engines[0].reads
+    gather_sums(spread.group.layouts[0], spread.heaps[0], [True, False, True])
+    assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
 
 
 def test_the_ledger_says_what_hosts_cost() -> None:

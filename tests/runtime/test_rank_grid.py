@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odc.errors import UnsupportedError
 from odc.runtime import RankGrid
+from odc.runtime.grid import refuse_unsupported
 
 
 @st.composite
@@ -116,3 +118,24 @@ def test_hosts_visit_each_other_in_turn() -> None:
         order = sorted(grid.partners, key=grid.steps_to)
         assert [grid.host(member) for member in order] == [(me // 2 + step) % 3 for step in (1, 2)]
     assert RankGrid((4, 7), 2, 0).steps_to(1) == 0
+
+
+def test_a_host_is_a_node_unless_it_is_divided() -> None:
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+    grid = RankGrid(tuple(range(8)), 8, 5, hosts, 2)
+    assert RankGrid(grid.ranks, 8, 5, hosts).nodes.hosts == hosts
+    assert grid.nodes.hosts == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert (grid.local_shard_group, grid.nodes.local_shard_group) == ((4, 5, 6, 7), (4, 5))
+    assert (grid.partners, grid.nodes.partners) == ((1,), (1, 3, 7))
+    whole = RankGrid(grid.ranks, 8, 5, hosts, 4)
+    assert grid.nodes.nodes is grid.nodes and whole.nodes is whole
+    for shards, size in ((8, 3), (8, 8), (4, 2)):
+        with pytest.raises(ValueError, match="do not divide"):
+            RankGrid(tuple(range(8)), shards, 5, (), size)
+
+
+def test_a_node_lies_on_one_host() -> None:
+    grid = RankGrid((0, 1, 2, 3), 4, 0, (0, 1, 0, 1), 2)
+    with pytest.raises(UnsupportedError, match="the shard dimension spans several of them"):
+        refuse_unsupported(grid, queue_bytes=0, kernels="torch")
+    refuse_unsupported(RankGrid((0, 1, 2, 3), 4, 0, (0, 0, 1, 1), 2), queue_bytes=0, kernels="torch")

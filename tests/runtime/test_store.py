@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,26 @@ def test_calls_reach_the_store_under_the_prefix() -> None:
     assert [store.add("n", 2), store.add("n", 3)] == [2, 5]
     store.delete_key("a")
     assert not store.check(["a"])
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_key_that_is_not_there_is_found_missing_at_once(kind: str, tmp_path: Path) -> None:
+    """And stays missing: torch's own `get` would wait for it, and with it every other call of this process."""
+    made: dict[str, Callable[[], Any]] = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    raw = made[kind]()
+    raw.set_timeout(timedelta(seconds=600))
+    store = JobStore(dist.PrefixStore("job", raw), 600.0, 3)
+    assert store.find("a") is None
+    assert not store.check(["a"]), "to look for a key must not make it"
+    for value in ("", "1"):
+        store.set("a", value)
+        assert store.find("a") == value.encode() == store.get("a")
+    store.delete_key("a")
+    assert store.find("a") is None
 
 
 def test_a_call_ends_at_the_deadline(silent: Silent) -> None:

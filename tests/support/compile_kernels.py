@@ -1,10 +1,9 @@
 """Compiles every kernel, for every GPU generation, without a GPU; prints what the tests want to know as JSON.
 
 Run as a script by `test_compile`, in a process where nothing is interpreted:
-`python compile_kernels.py <compute capability> first|others|calls`; one line a kernel. "first" is what a launcher may
-launch, without the conversions that are left when each type has occurred and with one kernel that is linked with
-NVSHMEM's library, as each takes seconds; "others" are those. "calls" looks at the kernels that call NVSHMEM before
-anything is linked.
+`python compile_kernels.py <compute capability> first|others`; one line a kernel. "first" is every kernel once, for
+peers with a pointer, and what those that call NVSHMEM are before anything is linked, their names after "calls";
+"others" are all types, and the kernels that are linked with NVSHMEM's library, which takes half a minute.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain, cycle, islice, product
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,9 @@ def movers(far: bool) -> Iterator[Variant]:
     yield f"put-many{end}", put_kernel, {**words, "SIGNAL": far, "ONE": False, "NVSHMEM": far}
 
 
-def first(library: str | None) -> Iterator[Variant]:
-    """Kernels for peers with a pointer, one that is linked, and conversions in which every type occurs."""
+def first() -> Iterator[Variant]:
+    """Every kernel, for peers with a pointer."""
     yield from movers(far=False)
-    if library:
-        yield from islice(movers(far=True), 1)
     halves, singles = TILE_BYTES // 2, TILE_BYTES // 4
     copy = {"TO": tl.int16, "FROM": tl.int16, "BLOCK": halves}
     cast = {"TO": tl.bfloat16, "FROM": tl.float32, "BLOCK": singles}
@@ -88,26 +85,20 @@ def first(library: str | None) -> Iterator[Variant]:
     yield "scatter", accumulate_kernel, {**copy, "HOW": "copy"}
     yield "differ-cast", differ_kernel, cast
     yield "differ-same", differ_kernel, copy
-    for word in (tl.int8, tl.int16, tl.int32, tl.int64):
-        yield f"publish {word}", publish_kernel, tile(word, word)
-    yield from conversions(zip(NUMBERS, (*NUMBERS[1:], NUMBERS[0]), strict=True), zip(NUMBERS, cycle(SUMS)))
 
 
 def others(library: str | None) -> Iterator[Variant]:
-    """All that `first` leaves out."""
-    before = {name for name, _, _ in first(library)}
-    every = conversions(((a, b) for a, b in product(NUMBERS, repeat=2) if a != b), product(NUMBERS, SUMS))
-    far = movers(far=True) if library else ()
-    return (variant for variant in chain(every, far) if variant[0] not in before)
-
-
-def conversions(published: Iterable[tuple[Any, Any]], summed: Iterable[tuple[Any, Any]]) -> Iterator[Variant]:
-    """Kernels for these (source, target) types."""
-    for source, to in published:
-        yield f"publish {source} {to}", publish_kernel, tile(to, source)
-    for source, to in summed:
+    """All words and pairs of types, and what is linked with the library."""
+    for word in (tl.int8, tl.int16, tl.int32, tl.int64):
+        yield f"publish {word}", publish_kernel, tile(word, word)
+    for source, to in product(NUMBERS, repeat=2):
+        if source != to:
+            yield f"publish {source} {to}", publish_kernel, tile(to, source)
+    for source, to in product(NUMBERS, SUMS):
         yield f"add {source} {to}", add_kernel, tile(to, source)
         yield f"accumulate {source} {to}", accumulate_kernel, {**tile(to, source), "HOW": "atomic"}
+    if library:
+        yield from movers(far=True)
 
 
 def tile(to: Any, source: Any) -> dict[str, Any]:
@@ -224,13 +215,11 @@ def main() -> None:
         library = None
         print(json.dumps({"no_library": str(error)}))
     capability, which = int(sys.argv[1]), sys.argv[2]
-    chosen = {"first": first, "others": others, "calls": lambda linked: movers(far=True) if linked else ()}
-    for name, kernel, constants in chosen[which](library):
-        if which == "calls":
-            facts = before_linking(kernel, constants, capability)
-        else:
-            facts = compiled(kernel, constants, capability, library)
+    for name, kernel, constants in first() if which == "first" else others(library):
+        facts = compiled(kernel, constants, capability, library)
         print(json.dumps({"kernel": name, "target": capability, **facts}), flush=True)
+    for name, kernel, constants in movers(far=True) if library and which == "first" else ():
+        print(json.dumps({"kernel": f"calls {name}", **before_linking(kernel, constants, capability)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,16 @@ from typing import Any, Literal
 Facts = dict[str, dict[str, Any]]
 
 
-@functools.cache
-def facts(target: int, which: Literal["first", "others", "calls"] = "first") -> Facts:
+def facts(target: int, which: Literal["first", "others"] = "first") -> Facts:
     """What was compiled for a target, by kernel; "no_library" says why nothing was linked. Waits for it, once.
 
     `which` is explained in `support.compile_kernels`.
     """
+    return _compiled(target, which)
+
+
+@functools.cache
+def _compiled(target: int, which: str) -> Facts:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:  # compiled here and now, not found
         done = subprocess.run(

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import HostLanes, Lanes
 from odc.runtime.admission import AdmissionError, admit
 from odc.runtime.engines import PURPOSE, Engine, NixlEngine, SocketEngine
+from odc.runtime.engines.staging import Stages
 from support.rank_worker import tell
 
 SECRET = b"of this test"
@@ -33,6 +35,23 @@ def pattern(rank: int, nbytes: int = SIZE) -> torch.Tensor:
     return (torch.arange(nbytes, dtype=torch.int64) * 7919 % 251 + rank).to(torch.uint8)
 
 
+class StagesOfHosts(Stages):
+    """Has all memory go the way of a device's."""
+
+    def needed(self, memory: torch.Tensor) -> bool:
+        return True
+
+    def _make_lanes(self, device: torch.device) -> Lanes:
+        return HostLanes()
+
+
+def make(engine: str, rank: int, dial: Callable[[int], socket.socket], timeout_s: float, address: str) -> Engine:
+    """The engine of this name; "staged" are sockets that take the host's memory for a device's."""
+    if engine == "nixl":
+        return NixlEngine(rank, dial, timeout_s, address)
+    return SocketEngine(rank, dial, timeout_s, StagesOfHosts() if engine == "staged" else None)
+
+
 class Meeting:
     """One rank's listener and engine; peers find it through the process group's store."""
 
@@ -41,9 +60,7 @@ class Meeting:
         self._name, self.rank = name, rank
         self.address = own_address()
         self._listener = socket.create_server((self.address, 0), backlog=64)
-        made = NixlEngine if engine == "nixl" else SocketEngine
-        options = (self.address,) if engine == "nixl" else ()
-        self.engine: Engine = made(rank, self._dial, timeout_s, *options)
+        self.engine = make(engine, rank, self._dial, timeout_s, self.address)
         threading.Thread(target=self._listen, daemon=True).start()
         self._store.set(f"{name}/{rank}", f"{self.address}:{self._listener.getsockname()[1]}")
 

@@ -270,8 +270,10 @@ class Hosts:
             **host.environment(),
         }
 
-    def torchrun(self, per_host: int, *program: str, env: Mapping[str, str] = {}) -> list[subprocess.Popen[str]]:
-        """Start `torchrun` with `program` on every host, as a user does; one process a host."""
+    def torchrun(
+        self, per_host: int, *program: str, env: Mapping[str, str] = {}, each: Sequence[Sequence[str]] = ()
+    ) -> list[subprocess.Popen[str]]:
+        """Start `torchrun` with `program` on every host, as a user does; one process a host. `each` has more words."""
         started = []
         for host in self.hosts:
             where = [
@@ -284,6 +286,7 @@ class Hosts:
             ]
             where += ["--master-addr", self.hosts[0].address, "--master-port", "29511"]
             command = (sys.executable, "-m", "torch.distributed.run", *where, *program)
+            command += tuple(each[host.number]) if each else ()
             started.append(host.command(*command, env={"OMP_NUM_THREADS": "1", **env}))
         return started
 

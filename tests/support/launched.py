@@ -63,6 +63,23 @@ def everything(n: int, offset: int, table: torch.Tensor) -> int:
     return 7
 
 
+def prepared() -> bool:
+    """Whether the second launch of a plan, which binds no arguments, asks the driver for what a first one would."""
+    sources, table = [16 * i for i in range(1, 4)], torch.zeros(4, dtype=torch.int64)
+    numels, offsets, outs = [40] * 3, [0, 10, 20], [torch.empty(40) for _ in range(3)]
+    one, other = (kernels.ScatterPlan(numels, [10] * 3, offsets, torch.float32, 4, table.device) for _ in range(2))
+    two, fourth = (kernels.GatherPlan(outs, offsets, 4, table.device) for _ in range(2))
+    found = []
+    for first, second in ((one, other), (two, fourth)):
+        first.run([8, 8, 8], table, 0, 1)
+        for plan in (first, second):
+            plan.run(sources, table, 1, 3)
+            found.append(
+                [one.tolist() if isinstance(one, torch.Tensor) else str(one).split(" at ")[0] for one in launched[-1]]
+            )
+    return found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+
+
 def main() -> None:
     """Print variants compiled by kernel, launches that were expected, and those that came."""
     driver.set_active(Driver())
@@ -86,7 +103,8 @@ def main() -> None:
     for name in names:
         module = importlib.import_module(f"odc.kernels.{name}")
         variants[name] = len(getattr(module, f"{name}_kernel").device_caches[0][0])
-    print(json.dumps({"variants": variants, "expected": sum(expected), "launched": len(launched)}))
+    came = len(launched)
+    print(json.dumps({"variants": variants, "expected": sum(expected), "launched": came, "prepared": prepared()}))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class HeapGroup:
         replicas: copies.
         frozen: names of parameters, in whichever unit.
         hosts: which of several hosts each member is on; those of others are not mapped.
+        node_size: members of a node, where a host has several.
         by_hand: pushed blocks stay in their slots until `drain`; else a notification has them added at once.
 
     Global ranks are 10, 13, 16, ...: no test passes by taking a member for a rank.
@@ -52,6 +53,7 @@ class HeapGroup:
         by_hand: bool = False,
         frozen: Collection[str] = (),
         hosts: tuple[int, ...] = (),
+        node_size: int = 0,
     ) -> None:
         self.settings = settings or Settings(timeout_s=60.0)
         self.units = units_of(layout, self.settings, frozen)
@@ -60,7 +62,7 @@ class HeapGroup:
         self.layouts: list[HeapLayout] = []
         for me in range(len(self.ranks)):
             heap = ShmHeap("group", self.ranks, me, self._connect, 60.0)
-            grid = RankGrid(self.ranks, shards, me, hosts)
+            grid = RankGrid(self.ranks, shards, me, hosts, node_size)
             self.layouts.append(HeapLayout(heap, grid, self.units, self.settings, "test"))
         self.members = [Endpoint(layout, self.notify) for layout in self.layouts]
         self.services = [Service("group", layout) for layout in self.layouts]

@@ -39,6 +39,7 @@ class Case:
     counts: tuple[tuple[int, ...], ...]
     idiom: Idiom = "each"
     steps: int = 3
+    layers: int = LAYERS
     low_precision: bool = False
     tied: bool = False
     frozen: Literal["", "layer", "base"] = ""
@@ -89,13 +90,15 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A causal language model of `LAYERS` blocks."""
+    """A causal language model."""
 
-    def __init__(self, *, width: int = WIDTH, tied: bool = False, recompute: bool = False) -> None:
+    def __init__(
+        self, *, width: int = WIDTH, layers: int = LAYERS, tied: bool = False, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, 3) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(width, 3) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
@@ -129,7 +132,8 @@ def token_share(counts: Sequence[int], ranks: int, rows: int = 2) -> float:
 def make(case: Case, **options: Any) -> Tiny:
     """The unsharded model, the same on every rank."""
     torch.manual_seed(0)
-    model = Tiny(tied=case.tied, recompute=case.checkpointing == "function", **options)
+    recompute = case.checkpointing == "function"
+    model = Tiny(layers=case.layers, tied=case.tied, recompute=recompute, **options)
     if case.frozen == "layer":
         model.layers[1].requires_grad_(False)
     if case.frozen == "base":

@@ -8,6 +8,7 @@ rebuilt, so that no test sees what another left behind. Functions are module-lev
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import sys
 import tempfile
@@ -41,13 +42,27 @@ _PRELOADED = (
 )
 
 
+@functools.cache  # what a test imports later makes no second server
 def _also_preloaded(environment: Environment) -> tuple[str, ...]:
     """What ranks import beside that, as far as the tests collected here need it; the fork server does it once."""
     if "TRITON_INTERPRET" in dict(environment):
         return ("odc.runtime.movers.triton",)
-    if "transformers" in sys.modules:
-        return ("transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2")
-    return ()
+    found = list[str]()
+    if "odc.experiments.launch" in sys.modules:
+        found += ["odc.experiments.job", "odc.experiments.text.workload"]
+    if not {"transformers", "support.split_jobs"}.isdisjoint(sys.modules):
+        found += ["transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2"]
+    return tuple(found)
+
+
+def _server(environment: Environment = ()) -> processes.ForkServer:
+    return fork_server(_ONE_THREAD + environment, (*_PRELOADED, *_also_preloaded(environment)))
+
+
+def share_server() -> None:
+    """Have jobs that tests start in this process fork from the server of `RankPool`: another loads all anew."""
+    if "odc.experiments.launch" in sys.modules:  # some test that was collected starts one
+        sys.modules["odc.experiments.launch"].fork_server = lambda *_: _server()  # type: ignore[attr-defined]
 
 
 class RankProcesses(processes.RankProcesses):
@@ -67,7 +82,7 @@ class RankProcesses(processes.RankProcesses):
     ) -> None:
         self.world = world
         self._outputs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115 (closed by close)
-        server = fork_server(_ONE_THREAD + environment, (*_PRELOADED, *_also_preloaded(environment)))
+        server = _server(environment)
         group = server.new_group(world, "cpu", PATIENCE_S) if own is None else None
         files, each = [output.fileno() for output in self._outputs], own or (lambda _: {})
         super().__init__(

@@ -22,39 +22,45 @@ HOSTS = (0, 0, 1, 1)
 
 
 class Copies:
-    """An engine that reads the heap of the other member; it counts."""
+    """An engine of `me` that reads the heap of the other member; it counts."""
 
-    def __init__(self, group: HeapGroup) -> None:
-        self.group, self.reads, self.nbytes = group, list[tuple[int, int]](), 0
-        self.fails = False
+    def __init__(self, group: HeapGroup, me: int, only_into_own: bool) -> None:
+        self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
+        self.fails, self.only_into_own = False, only_into_own
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         if self.fails:
             raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
         member = self.group.ranks.index(rank)
+        assert not self.only_into_own or self.group.layouts[self.me].is_mine(into), "it reads into a peer's memory"
         heap = self.group.layouts[member].heap
-        into.copy_(heap.whole(member)[offset : offset + into.numel()])  # type: ignore[attr-defined]
+        into.copy_(heap.whole(member)[offset : offset + into.numel()])
         self.reads.append((rank, into.numel()))
         self.nbytes += into.numel()
 
 
 class Spread:
-    """A group on two hosts, whose mirrors are written by hand; `told` are the SUMMED that its members have said."""
+    """A group on two hosts, whose mirrors are written by hand, or on two nodes of one host.
 
-    def __init__(self, accumulate: Accumulate = "server", **options: Any) -> None:
+    `told` are the SUMMED that its members have said.
+    """
+
+    def __init__(
+        self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False, **options: Any
+    ) -> None:
         settings = Settings(timeout_s=60.0, accumulate=accumulate, **options)
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=HOSTS)
+        hosts = () if nodes else HOSTS
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.group.attach_local()
-        self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
-        self.caches = list[NodeCache]()
+        self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
         self.sums, self.readers = list[HostSums](), list[SumsReader]()
         self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
-        for member in self.group.members:
-            engine = Copies(self.group)
+        for me, member in enumerate(self.group.members):
+            engine = Copies(self.group, me, only_into_own)
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             self.caches.append(NodeCache(member.protocol, heaps))
             member.shards = PublishedShards(member.protocol, self.caches[-1])
-            member.protocol.links = _Told(self, len(self.engines))
+            member.protocol.links = _Told(self, me)
             self.engines.append(engine)
             self.heaps.append(heaps)
             self.sums.append(HostSums(member.protocol))
@@ -93,7 +99,7 @@ class Spread:
                     layout.local(layout.grid.me).pushes(me).copy_(member.pusher.counts)
         for member, sums in zip(self.group.members, self.sums, strict=True):
             sums.complete(used)
-            member.protocol.complete()
+            member.protocol.complete(wait=False)
         self.mirror(Word.COMPLETE)
 
     def fetch(self, me: int, unit: int) -> list[float]:

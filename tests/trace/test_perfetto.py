@@ -150,3 +150,16 @@ def test_derived_compute_is_shown_and_marked(tmp_path):
 def test_an_outer_span_comes_before_the_inner_one_that_starts_with_it(tmp_path):
     first = [event["cat"] for event in events(tmp_path) if event["ts"] == 0 and event["args"]["rank"] == 0]
     assert first == [WINDOW, MICROBATCH, COMPUTE]
+
+
+def test_ranks_are_named_and_shown_by_host(tmp_path):
+    def processes(hosts):
+        write_trace(tmp_path / "t.json", TRACE, hosts)
+        file = json.loads((tmp_path / "t.json").read_text())
+        told = [(event["name"], event["args"]) for event in file["traceEvents"] if event["name"].startswith("process")]
+        names = [args["name"] for name, args in told if name == "process_name"]
+        places = [args["sort_index"] for name, args in told if name == "process_sort_index"]
+        return [name for _, name in sorted(zip(places, names, strict=True))], file["otherData"].get("hosts")
+
+    assert processes({0: 1, 3: 0}) == (["host 0, rank 3", "host 1, rank 0"], [1, 0])
+    assert processes({0: 0, 3: 0}) == (["rank 0", "rank 3"], None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -93,6 +94,28 @@ def test_every_number_of_ranks_fits(tmp_path, ranks):
     height, width = imread(path).shape[:2]
     assert width == 1950
     assert 300 < height < 3000
+
+
+def test_rows_stand_by_host_with_room_between_hosts(tmp_path):
+    spans = trace(4, waits=False)
+    late = [span._replace(start_ns=span.start_ns + 30 * MS, end_ns=span.end_ns + 30 * MS) for span in spans[1]]
+    draw(tmp_path / "one.png", [("one", spans | {1: late})], epochs=[0], hosts=dict.fromkeys(range(4), 0))
+    draw(tmp_path / "two.png", [("two", spans | {1: late})], epochs=[0], hosts={0: 0, 1: 1, 2: 0, 3: 1})
+    one, two = (bands(tmp_path / name) for name in ("one.png", "two.png"))
+    assert [late for _, late in one] == [False, True, False, False], "the second row is rank 1's"
+    assert [late for _, late in two] == [False, False, True, False], "the third row is rank 1's"
+    gaps = [after - before for (before, _), (after, _) in pairwise(two)]
+    assert gaps[1] > 1.2 * gaps[0] and gaps[2] == pytest.approx(gaps[0], abs=2)
+
+
+def bands(path):
+    """Of each row that computes, from the top: its first line of pixels, and whether it begins later than others."""
+    pixels = np.round(imread(path)[200:, :, :3] * 255).astype(int)
+    colour = [int(COLOURS[COMPUTE][at : at + 2], 16) for at in (1, 3, 5)]
+    found = (pixels == colour).all(axis=-1)
+    first = np.where(found.any(axis=1), found.argmax(axis=1), 10**6)
+    starts = [at for at in range(1, len(first)) if first[at] < 10**6 and first[at - 1] == 10**6]
+    return [(at, bool(first[at + 5] > first[first < 10**6].min() + 50)) for at in starts]
 
 
 def test_panels_share_one_time_axis(tmp_path):

@@ -111,7 +111,10 @@ class HfTokenizer:
     def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
         """The conversation by the tokenizer's own chat template; DataError if it has none or it fails."""
         if not self._tokenizer.chat_template:
-            raise DataError(f"the data holds messages, but the tokenizer in {self._name} has no chat template")
+            raise DataError(
+                f"the data holds messages, but the tokenizer in {self._name} has no chat template: put one into that "
+                "folder (chat_template.jinja), or give the rows as texts"
+            )
         return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0], first)
 
     def save(self, folder: Path) -> None:

@@ -102,7 +102,8 @@ class TextTrainer(Trainer):
         options: dict[str, Any] = {}
         if config.precision == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard_model(self.arm, model, blocks, config.settings(), self.device.type, config.per_node, **options)
+        options |= {"per_node": config.per_node, "optimizer_sharding": config.optimizer_sharding}
+        shard_model(self.arm, model, blocks, config.settings(), self.device.type, **options)
         self.model, self.optimizer = model, adamw(model.parameters(), config)
         fields = config_of(source) | {"vocab_size": vocab}
         self.cost = cost_from_config(fields, checkpointing=config.activation_checkpointing)

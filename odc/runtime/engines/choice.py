@@ -1,4 +1,4 @@
-"""Which engine reads from other hosts: NIXL where there is an RDMA device or device memory, else plain TCP."""
+"""Which engine reads from other hosts: NIXL where there is an RDMA device, else plain TCP."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from odc.settings import EngineName
 _log = logging.getLogger(__name__)
 
 
-def choose_engine(wanted: EngineName, *, device_memory: bool = False) -> EngineName:
+def choose_engine(wanted: EngineName) -> EngineName:
     """The engine that `wanted` comes to on this host: "sockets" or "nixl".
 
-    `device_memory` says that what is read lies on GPUs, which sockets cannot read. Raises UnsupportedError where the
-    engine that is needed cannot work. Every host of a job should come to the same one.
+    Raises UnsupportedError where NIXL is wanted and not installed. Every host of a job should come to the same one.
     """
-    if wanted == "sockets" and device_memory:
-        raise UnsupportedError("Settings(engine='sockets') reads CPU memory only; device memory needs engine='nixl'")
-    if wanted == "nixl" or device_memory:
+    if wanted == "nixl":
         if installed() is None:
             raise UnsupportedError(f"reading from other hosts by NIXL, which is not installed here: {EXTRA}")
         return "nixl"
@@ -31,10 +28,8 @@ def choose_engine(wanted: EngineName, *, device_memory: bool = False) -> EngineN
     return "nixl" if devices and installed() is not None else "sockets"
 
 
-def make_engine(
-    wanted: EngineName, me: int, dial: Dial, timeout_s: float, address: str, *, device_memory: bool = False
-) -> Engine:
+def make_engine(wanted: EngineName, me: int, dial: Dial, timeout_s: float, address: str) -> Engine:
     """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
-    if choose_engine(wanted, device_memory=device_memory) == "nixl":
+    if choose_engine(wanted) == "nixl":
         return NixlEngine(me, dial, timeout_s, address)
     return SocketEngine(me, dial, timeout_s)

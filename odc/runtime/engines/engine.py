@@ -31,9 +31,12 @@ class Engine(Protocol):
     """Reads memory that ranks on other hosts expose, and exposes this rank's. Any thread may call any method.
 
     One engine serves all roots of a process. Ranks are global. A region is a name that means the same on every rank.
+    Memory may lie on a device, where the caller's work on it must have settled. `only_into_own`: on a device, reads go
+    into what this process has allocated only, not into what it has mapped of a peer's.
     """
 
     name: str
+    only_into_own: bool
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
         """Let admitted ranks read `memory`, uint8 [n] and contiguous, under a name that is not exposed yet."""
@@ -59,9 +62,9 @@ class Engine(Protocol):
     ) -> None:
         """Fill `into`, uint8 [n] and contiguous, with the n bytes at `offset` of what `rank` exposes as `region`.
 
-        Waits until all have come. `what` is said after "reading" in messages. Raises PeerLostError if the rank is gone,
-        or does not expose these bytes; WaitTimeoutError if nothing came for the engine's timeout; whatever `check`
-        raises, which is called now and then. After an error `into` holds anything.
+        Returns when all have come and, on a device, settled. `what` is said after "reading" in messages. Raises
+        PeerLostError if the rank is gone, or does not expose these bytes; WaitTimeoutError if nothing came for the
+        engine's timeout; whatever `check` raises, which is called now and then. After an error `into` holds anything.
         """
         ...
 

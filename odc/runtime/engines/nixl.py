@@ -137,7 +137,7 @@ class NixlEngine:
     A destination within exposed memory needs no registration; any other is registered for the time of the read.
     """
 
-    name = "nixl"
+    name, only_into_own = "nixl", True
 
     def __init__(self, me: int, dial: Dial, timeout_s: float, address: str) -> None:
         self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
@@ -151,7 +151,14 @@ class NixlEngine:
     def expose(self, region: str, memory: torch.Tensor) -> None:
         refuse_odd(memory)
         self._server.expose(region, memory)
-        self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+        try:
+            self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+        except Exception as error:  # NIXL's own errors share no base
+            self._server.withdraw(region)
+            raise UnsupportedError(
+                f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} ({error}); "
+                "Settings(engine='sockets') reads them too"
+            ) from error
 
     def withdraw(self, region: str) -> None:
         self._server.withdraw(region)

@@ -3,7 +3,8 @@
     reader -> operation, offset, bytes, digest of the region's name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
-stopped holds up nobody. They sleep in epoll while nothing is asked.
+stopped holds up nobody. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
+some chunks at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 import torch
 
 from odc.memory import close_after_fork
 from odc.runtime.engines.engine import bytes_of, hang_up, set_for_server
+from odc.runtime.engines.staging import Stages
 
 READ, DESCRIBE = b"read", b"desc"
 REQUEST = struct.Struct("!4sQQ16s")
@@ -50,17 +52,33 @@ class _Conversation:
     rank: int
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
+    rest: Generator[memoryview] | None = None  # what follows it
     last: bool = False  # end once the answer is sent
+
+    def more(self) -> bool:
+        """Whether there is anything left to send; the next piece is then in `answer`."""
+        if not self.answer and self.rest is not None:
+            piece = next(self.rest, None)
+            if piece is None:
+                self.rest = None
+            else:
+                self.answer = [piece]
+        return bool(self.answer)
+
+    def close(self) -> None:
+        if self.rest is not None:
+            self.rest.close()
+        self.sock.close()
 
 
 class RegionServer:
     """Answers reads of the regions that were exposed. `describe` tells what else a reader needs to know of one.
 
-    Any thread may call any method.
+    Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(self, describe: Callable[[str], bytes] | None = None) -> None:
-        self._describe = describe
+    def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
+        self._describe, self._stages = describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._conversations: dict[int, _Conversation] = {}
@@ -73,6 +91,8 @@ class RegionServer:
     def expose(self, region: str, memory: torch.Tensor) -> None:
         if digest(region) in self._regions:
             raise ValueError(f"region {region!r} is exposed already")
+        if self._stages.needed(memory):
+            self._stages.prepare(memory.device)
         self._regions[digest(region)] = region, memory
 
     def withdraw(self, region: str) -> None:
@@ -109,7 +129,7 @@ class RegionServer:
                 if thread is not threading.current_thread():
                     thread.join()
         for one in list(self._conversations.values()):
-            one.sock.close()
+            one.close()
         self._conversations.clear()
         assert self._epoll is not None
         self._epoll.close()
@@ -137,7 +157,7 @@ class RegionServer:
         """Go on until a socket would block; returns what to wait for. Raises OSError or ValueError at the end."""
         try:
             while True:
-                if one.answer:
+                if one.more():
                     _send(one)
                     continue
                 if one.last:
@@ -147,28 +167,28 @@ class RegionServer:
                     raise ConnectionError("hung up")
                 one.asked += chunk
                 if len(one.asked) == REQUEST.size:
-                    one.answer, one.last = self._answer(bytes(one.asked))
+                    self._answer(one, bytes(one.asked))
                     one.asked.clear()
         except BlockingIOError:
             return select.EPOLLOUT if one.answer else select.EPOLLIN
 
-    def _answer(self, asked: bytes) -> tuple[list[memoryview], bool]:
-        """The answer, and whether it is the connection's last."""
+    def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
         if operation not in (READ, DESCRIBE):
             raise ValueError("not a request")
         region, memory = self._regions.get(name, ("", None))
         if memory is None or offset + nbytes > memory.numel():
-            return [memoryview(LENGTH.pack(REFUSED))], True
-        if operation == READ:
-            if memory.device.type != "cpu":
-                return [memoryview(LENGTH.pack(REFUSED))], True
-            found = bytes_of(memory)[offset : offset + nbytes]
-        elif self._describe is None:
-            found = memoryview(b"")
+            one.answer, one.last = [memoryview(LENGTH.pack(REFUSED))], True
+            return
+        found = memoryview(b"")
+        if operation == DESCRIBE:
+            found = memoryview(self._describe(region)) if self._describe is not None else found
+        elif self._stages.needed(memory):
+            one.rest = self._stages.pieces(memory[offset : offset + nbytes])
         else:
-            found = memoryview(self._describe(region))
-        return [memoryview(LENGTH.pack(len(found))), *([found] if len(found) else [])], False
+            found = bytes_of(memory)[offset : offset + nbytes]
+        length = len(found) if one.rest is None else nbytes
+        one.answer = [memoryview(LENGTH.pack(length)), *([found] if len(found) else [])]
 
     def _end(self, epoll: select.epoll, one: _Conversation) -> None:
         with self._lock:
@@ -176,7 +196,7 @@ class RegionServer:
                 return
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
-            one.sock.close()
+            one.close()
 
 
 def _send(one: _Conversation) -> None:

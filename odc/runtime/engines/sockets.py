@@ -1,7 +1,8 @@
 """Reads over plain TCP: the kernel copies straight from the exposed memory and straight into the destination.
 
 A thread that reads blocks in one system call for each answer, so it is woken at once and costs no turn of Python's lock
-in between. A read takes one connection; several reads of one rank at a time take several, which stay open.
+in between. A read takes one connection; several reads of one rank at a time take several, which stay open. What lies on
+a device goes through pinned memory at its end.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ import socket
 
 import torch
 
-from odc.runtime.engines.connections import Connections
-from odc.runtime.engines.engine import Check, Dial, bytes_of, no_check, refused
+from odc.runtime.engines.connections import Answers, Connections
+from odc.runtime.engines.engine import Check, Dial, bytes_of, no_check, refuse_odd, refused
 from odc.runtime.engines.server import READ, RegionServer, request
+from odc.runtime.engines.staging import Stages
 
 
 class SocketEngine:
-    """An `Engine` over plain TCP, for CPU memory. Raises WaitTimeoutError where `timeout_s` pass without a byte."""
+    """An `Engine` over plain TCP. Raises WaitTimeoutError where `timeout_s` pass without a byte."""
 
-    name = "sockets"
+    name, only_into_own = "sockets", False
 
-    def __init__(self, me: int, dial: Dial, timeout_s: float) -> None:
-        self.me = me
-        self._server = RegionServer()
+    def __init__(self, me: int, dial: Dial, timeout_s: float, stages: Stages | None = None) -> None:
+        self.me, self._stages = me, stages or Stages()
+        self._server = RegionServer(stages=self._stages)
         self._connections = Connections(me, dial, timeout_s)
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
-        bytes_of(memory)
+        refuse_odd(memory)
         self._server.expose(region, memory)
 
     def withdraw(self, region: str) -> None:
@@ -45,10 +47,22 @@ class SocketEngine:
         what: str = "memory",
         check: Check = no_check,
     ) -> None:
-        view = bytes_of(into)
+        refuse_odd(into)
+        nbytes = into.numel()
+        asked = request(READ, region, offset, nbytes)
         with self._connections.lend(rank, what, check) as answers:
-            if answers.ask(request(READ, region, offset, len(view)), view) != len(view):
-                raise refused(self.me, rank, what, region, offset, len(view))
+            if self._stages.needed(into):
+                length = answers.ask(asked, memoryview(b""))
+                if length == nbytes:
+                    self._fill(into, answers)
+            else:
+                length = answers.ask(asked, bytes_of(into))
+            if length != nbytes:
+                raise refused(self.me, rank, what, region, offset, nbytes)
+
+    def _fill(self, into: torch.Tensor, answers: Answers) -> None:
+        with self._stages.lend(into.device) as stage:
+            stage.fill(into, answers.receive)
 
     def close(self) -> None:
         self._connections.close()

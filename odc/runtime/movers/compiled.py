@@ -11,7 +11,7 @@ import torch
 
 from odc.kernels import GatherPlan, ScatterPlan, add_all, differ, fixed_rows, pointer_table
 from odc.runtime.movers import driver, triton
-from odc.runtime.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources
+from odc.runtime.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Values
 
 
 class CompiledMover(CudaMover):
@@ -77,18 +77,21 @@ class CompiledMover(CudaMover):
         self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], slots: Sources
     ) -> None:
         """See `DeviceMover.stage`. The engine takes large gradients that are whole; a kernel the others."""
-        width, wholes = values[0].itemsize, tuple([value.numel() for value in values])
-        key = tuple(numels), tuple(offsets), wholes, width, 1 + max([shard for shard, _ in slots])
+        values = Values.of(values)
+        width = values[0].itemsize
+        key = tuple(numels), tuple(offsets), values.numels, width, 1 + max([shard for shard, _ in slots])
         copies = self._stages.get(key)
         if copies is None:
             copies = self._stages[key] = self._stage_copies(*key)
         if copies.large:
-            sources, targets, sizes = copies.addresses([value.data_ptr() for value in values], slots)
+            sources, targets, sizes = copies.addresses(values.addresses, slots)
             self._copy_all(targets, sources, sizes)
         rest = copies.small
-        if rest:
+        if rest and not copies.large:
+            self._scatter(values, numels, offsets, slots)
+        elif rest:
             some = [values[i] for i in rest], [numels[i] for i in rest], [offsets[i] for i in rest]
-            self._scatter(*(some if copies.large else (values, numels, offsets)), slots)
+            self._scatter(*some, slots)
 
     def _stage_copies(
         self, numels: Sequence[int], offsets: Sequence[int], wholes: Sequence[int], width: int, shards: int
@@ -125,8 +128,9 @@ class CompiledMover(CudaMover):
         alone: bool = False,
     ) -> None:
         """To every owner's memory: added to what has dtype `to`, or copied where that is None."""
+        values = Values.of(values)
         shards, dtype, device = 1 + max([shard for shard, _ in memories]), values[0].dtype, values[0].device
-        key = tuple([value.numel() for value in values]), tuple(numels), tuple(offsets), dtype, shards, to, alone
+        key = values.numels, tuple(numels), tuple(offsets), dtype, shards, to, alone
         plan = self._scatters.get(key)
         if plan is None:
             plan = ScatterPlan(*key[:3], dtype, shards, device, to=to, alone=alone, make_rows=fixed_rows)
@@ -134,9 +138,9 @@ class CompiledMover(CudaMover):
         bases = [0] * shards
         for shard, memory in memories:
             bases[shard] = memory.data_ptr()
-        table, sources = pointer_table(bases, device), [value.data_ptr() for value in values]
+        table = pointer_table(bases, device)
         for first, count in _runs([shard for shard, _ in memories], shards):
-            plan.run(sources, table, first, count)
+            plan.run(values.addresses, table, first, count)
 
 
 def _runs(order: Sequence[int], shards: int) -> list[tuple[int, int]]:

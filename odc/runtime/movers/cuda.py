@@ -19,6 +19,19 @@ Sources = Sequence[tuple[int, torch.Tensor]]
 CopyAll = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
+class Values(list[torch.Tensor]):
+    """Gradients of one dtype on their way to several owners: what is asked for again and again is looked up once."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        super().__init__(values)
+        self.numels = tuple([value.numel() for value in values])
+        self.addresses = [value.data_ptr() for value in values]
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor]) -> Values:
+        return values if isinstance(values, Values) else cls(values)
+
+
 class EngineCopies:
     """Which pieces of a unit go by the copy engine to or from every owner, and where they lie there and here.
 

@@ -1,7 +1,7 @@
-"""A member on another host: a mirror of its words, the node cache of its shards, the node sums of its gradients.
+"""A member elsewhere: on another host a mirror of its words, on another node a cache of its shards, sums for it.
 
-All of it lies on this host, in the heap of the member with the same index (its *column*), which every rank of this host
-maps. So waiting stays a look at local memory. The column's daemon writes the mirror; whoever is named in
+All of it lies on this host, or node, in the heap of the member with the same index (its *column*), which every rank
+here maps. So waiting stays a look at local memory. The column's daemon writes the mirror; whoever is named in
 docs/protocol.md writes the rest.
 """
 
@@ -31,51 +31,42 @@ def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
     ]
 
 
-def node_requests(
-    grid: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int, wire_bytes: int
-) -> list[tuple[str, int]]:
-    """Regions of every heap for the node cache and the node sums, where shards span hosts. `sums_bytes` are those of a
-    host's sums for one member, `wire_bytes` the same as they cross the network, 0 if they cross as they are.
+def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
+    node's sums for one member.
     """
-    rows, count = grid.host_count - 1, max(1, len(units))
+    rows, count = nodes.host_count - 1, max(1, len(units))
     requests = [
         ("node/claims", rows * count * 2 * 8),
         ("node/cached", rows * count * 8),
         ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
-        ("node/lasts", count * 2 * 8),
     ]
     for row in range(rows):
         requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
         requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
-        if wire_bytes:
-            requests.append((f"wire/{row}", wire_bytes))
     return requests
 
 
-def starts(units: tuple[UnitSpec, ...], sources: int, dtype: torch.dtype | None = None) -> list[int]:
-    """For each unit the bytes before its `sources` sums, and the bytes of all; in `dtype`, or as they are added up."""
-    sizes = (sources * unit.numel * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+def starts(units: tuple[UnitSpec, ...], sources: int, shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its `sources` accumulators among those of all units, and the bytes of all.
+
+    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
+    """
+    sizes = (sources * -(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
     return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
 class RemotePeer(TellingPeer):
-    """One member of another host, seen from this one. The first question attaches to its column, which may wait.
+    """The words of one member of another host. The first question attaches to its column, which may wait.
 
-    Raises as `SymmetricHeap.tensor` does. Tensors are views. `sums_at` has the bytes before each unit's accumulators,
-    and `sources` is how many a unit has.
+    Raises as `SymmetricHeap.tensor` does. Tensors are views.
     """
 
-    def __init__(
-        self, heap: SymmetricHeap, grid: RankGrid, member: int, parameters: int, sums_at: list[int], sources: int
-    ) -> None:
+    def __init__(self, heap: SymmetricHeap, grid: RankGrid, member: int, parameters: int) -> None:
         self.member, self.rank = member, heap.ranks[member]
         self.column, self.row = grid.column(member), grid.row(grid.host(member))
-        self._heap, self._parameters, self._sums_at, self._sources = heap, parameters, sums_at, sources
-        self._units = len(sums_at)
-        self._slots = {shard: place for place, shard in enumerate(m % grid.shards for m in grid.local_shard_group)}
+        self._heap, self._parameters = heap, parameters
         self._board: Words | None = None
-        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._mutexes: dict[int, RobustMutex] = {}
 
     @property
     def attached(self) -> bool:
@@ -87,16 +78,12 @@ class RemotePeer(TellingPeer):
     def forget(self) -> None:
         """Drop the views that are kept, so that the memory can be given back."""
         self._board = None
-        self._views.clear()
-        self._mutexes.clear()
-
-    # the mirror --------------------------------------------------------------------------------------------------
 
     @property
     def board(self) -> Words:
         board = self._board
         if board is None:
-            board = self._board = self._words("mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
+            board = self._board = _words(self._heap, self.column, "mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
         return board
 
     def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
@@ -109,15 +96,37 @@ class RemotePeer(TellingPeer):
         start = self.row * self._parameters
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
 
+
+class NodeShare:
+    """The share of one member of another node that lies on this one: a cache of its shards, sums of gradients for it.
+
+    The first question attaches to the member's column here, which may wait. Raises as `SymmetricHeap.tensor` does.
+    Tensors are views. `sums_at` has the bytes before each unit's accumulators, and `sources` is how many a unit has.
+    """
+
+    def __init__(self, heap: SymmetricHeap, nodes: RankGrid, member: int, sums_at: list[int], sources: int) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self.column, self.row = nodes.column(member), nodes.row(nodes.host(member))
+        self._heap, self._sums_at, self._sources = heap, sums_at, sources
+        self._units = len(sums_at)
+        self._slots = {shard: place for place, shard in enumerate(m % nodes.shards for m in nodes.local_shard_group)}
+        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._mutexes: dict[int, RobustMutex] = {}
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._views.clear()
+        self._mutexes.clear()
+
     # the node cache ----------------------------------------------------------------------------------------------
 
     def claims(self, unit: UnitSpec) -> Words:
         """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
-        return self._words("node/claims", (self.row * self._units + unit.index) * 2, 2)
+        return _words(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
 
     def cached(self, unit: UnitSpec) -> Words:
         """One word: the newest epoch whose shard lies in the cache."""
-        return self._words("node/cached", self.row * self._units + unit.index, 1)
+        return _words(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the place of the member's shard in the cache; of the newest epoch."""
@@ -126,7 +135,7 @@ class RemotePeer(TellingPeer):
     # the node sums -----------------------------------------------------------------------------------------------
 
     def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
-        """1-D [unit.numel]: where this host adds its gradients for the member; `source` is a shard index, with
+        """1-D [unit.numel]: where this node adds its gradients for the member; `source` is a shard index, with
         per-source accumulators only.
         """
         slot = self._slots[source] if self._sources > 1 else 0
@@ -135,7 +144,7 @@ class RemotePeer(TellingPeer):
 
     def mutex(self, unit: UnitSpec) -> RobustMutex:
         """The lock that guards adds into `accumulator`."""
-        return self._mutex(unit, 0, f"this host's sum of unit {unit.name!r} for rank {self.rank}")
+        return self._mutex(unit, 0, f"this node's sum of unit {unit.name!r} for rank {self.rank}")
 
     def claim_mutex(self, unit: UnitSpec) -> RobustMutex:
         """The lock that guards `claims`."""
@@ -151,10 +160,6 @@ class RemotePeer(TellingPeer):
             self._mutexes[at] = mutex
         return mutex
 
-    def _words(self, name: str, first: int, count: int) -> Words:
-        keepalive = self._heap.words(self.column, name)
-        return Words(self._heap.address(self.column, name) + 8 * first, count, keepalive)
-
     def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> torch.Tensor:
         # Made once: a view of shared memory costs more than to copy a small parameter.
         key = name, offset, dtype.itemsize
@@ -163,3 +168,8 @@ class RemotePeer(TellingPeer):
             with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
                 view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
         return view
+
+
+def _words(heap: SymmetricHeap, column: int, name: str, first: int, count: int) -> Words:
+    keepalive = heap.words(column, name)
+    return Words(heap.address(column, name) + 8 * first, count, keepalive)

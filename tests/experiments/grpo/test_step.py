@@ -128,10 +128,12 @@ def test_a_rollout_process_that_dies_is_told(ranks: Pools, tmp_path: Path) -> No
 
 
 def test_an_error_of_the_rollout_process_is_told(tmp_path: Path) -> None:
+    """One that comes before the process has loaded transformers."""
     config = toy(tmp_path)
-    with Rollout(config, [64], None) as rollout:
+    (tmp_path / "model.json").unlink()
+    with Rollout(config, [], None) as rollout:
         rollout.ask(0, [[1, 2]], weights={})
-        with pytest.raises(RolloutError, match=r"ConfigError: stop token 64 is not in the model's vocabulary"):
+        with pytest.raises(RolloutError, match="ConfigError: model: there is no file"):
             rollout.collect()
     assert issubclass(RolloutError, OdcError)
 
@@ -145,7 +147,7 @@ def test_a_file_that_holds_a_run_is_refused_before_ranks_start(start: Callable[.
     assert log.read_text() == '{"step": 1}\n'
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, lag: int) -> None:
     """With a lag, the checkpoint holds the samples that older weights have drawn for the next step."""
     folder, log = tmp_path / "out", tmp_path / "steps.jsonl"

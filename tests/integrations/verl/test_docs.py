@@ -1,4 +1,4 @@
-"""docs/verl.md in an empty folder: its program and its command, for three steps."""
+"""docs/verl.md in an empty folder: its two commands, for three steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.verl import needs_verl
 
 pytestmark = needs_verl
 PAGE = Path(__file__).parents[3] / "docs" / "verl.md"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -24,9 +25,12 @@ def run(*command: str, cwd: Path) -> str:
 
 def test_the_page_can_be_followed(tmp_path: Path) -> None:
     after = PAGE.read_text(encoding="utf-8").split("test_docs.py runs this")[1]
-    program, command = re.findall(r"```(?:python|bash)\n(.*?)```", after, re.DOTALL)[:2]
-    run("python", "-W", "ignore", "-c", program, cwd=tmp_path)
-    short = command.strip() + " trainer.total_training_steps=3 trainer.save_freq=2 engine.use_torch_compile=false"
+    commands = re.findall(r"```bash\n(.*?)```", after, re.DOTALL)[0].replace(" examples/", f" {EXAMPLES}/")
+    short = (
+        "set -e\n"
+        + commands.strip()
+        + " trainer.total_training_steps=3 trainer.save_freq=2 engine.use_torch_compile=false"
+    )
     output = run("bash", "-c", short, cwd=tmp_path)
     assert re.findall(r"step:(\d) - ", output) == ["1", "2", "3"], output[-3000:]
     assert (tmp_path / "checkpoints" / "global_step_2").is_dir()

@@ -1,0 +1,140 @@
+"""Hosts that run a comparison together, as threads of this process that launch nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from odc.errors import ConfigError, OdcError
+from odc.experiments import hosts
+from odc.experiments.clock import CommonClock
+from odc.experiments.hosts import HostTeam
+from odc.experiments.launch import JobFailedError, LaunchSite
+from odc.experiments.results import JobResult
+from odc.ranks.processes import host_store
+from odc.trace import WINDOW, Span, load_spans, rank_file, save_spans
+
+SPANS = [Span(WINDOW, "main", rank, rank + 5, 1, unit="a" * 700_000) for rank in range(4)]
+
+
+def on_both(function: Callable[[HostTeam], Any]) -> list[Any]:
+    """What a function returns or raises on each of two hosts of two ranks."""
+    store: Any = host_store()
+    stores: Any = dist
+
+    def host(number: int) -> Any:
+        try:
+            with HostTeam(number, 2, 2, "127.0.0.1", stores.PrefixStore("t", store.clone()), 60.0) as team:
+                return function(team)
+        except OdcError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(host, range(2)))
+
+
+@pytest.fixture
+def sites(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSite]:
+    """Where ranks would have been launched; those that are told so fail."""
+    found: list[LaunchSite] = []
+
+    def launch(entry: Callable[[int], Any], *args: Any, ranks: int, site: LaunchSite) -> list[Any]:
+        found.append(site)
+        values, failures = [], []
+        for rank in site.ranks:
+            try:
+                values.append(entry(rank))
+            except ValueError as error:
+                failures.append((rank, str(error)))
+        if failures:
+            raise JobFailedError(failures, {})
+        return values
+
+    monkeypatch.setattr(hosts, "launch", launch)
+    return found
+
+
+def test_ranks_of_both_hosts_meet_in_one_store_a_run(sites: list[LaunchSite]) -> None:
+    def twice(team: HostTeam) -> list[Any]:
+        return [team.launch(run, lambda rank, run=run: 10 * run + rank) for run in range(2)]
+
+    assert on_both(twice) == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
+    assert {(site.host, site.hosts, site.world, site.ranks) for site in sites} == {
+        (0, 2, 4, range(2)),
+        (1, 2, 4, range(2, 4)),
+    }
+    first, second = (site.environment(site.ranks[1]) for site in sorted(sites, key=lambda site: site.host)[1:3])
+    assert (first["RANK"], first["LOCAL_RANK"], first["LOCAL_WORLD_SIZE"]) == ("1", "1", "2")
+    assert (second["RANK"], second["LOCAL_RANK"], second["GROUP_RANK"], second["WORLD_SIZE"]) == ("3", "1", "1", "4")
+    assert len({site.port for site in sites}) == 2, "each run has a store of its own, which both hosts know"
+
+
+def test_the_first_host_gets_what_all_ranks_measured(sites: list[LaunchSite], tmp_path: Path) -> None:
+    def run(team: HostTeam) -> Any:
+        folder = tmp_path / str(team.number)
+
+        def rank(number: int) -> JobResult[Any]:
+            save_spans(rank_file(folder, number), [SPANS[number]])
+            return JobResult(number, [], 100 + number, None, 50, "checkpoint", host=team.number)
+
+        return team.collect(0, team.launch(0, rank), folder)
+
+    everywhere, there = on_both(run)
+    assert [(one.rank, one.peak_bytes, one.host) for one in everywhere] == [(r, 100 + r, r // 2) for r in range(4)]
+    assert [one.rank for one in there] == [2, 3]
+    assert [load_spans(rank_file(tmp_path / "0", rank)) for rank in range(4)] == [[span] for span in SPANS]
+
+
+def test_both_hosts_name_the_rank_that_is_to_blame(sites: list[LaunchSite]) -> None:
+    def rank(number: int) -> None:
+        if number == 3:
+            raise ValueError("the process was killed by SIGKILL")
+        raise ValueError("PeerLostError: rank 3 died")
+
+    for error in on_both(lambda team: team.launch(0, rank)):
+        assert isinstance(error, JobFailedError)
+        assert str(error).startswith("rank 3 failed: the process was killed by SIGKILL\n  then rank ")
+        assert len(error.failures) == 4
+
+
+def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite]) -> None:
+    def leads_wrongly(team: HostTeam) -> None:
+        if team.leads:
+            raise ConfigError("output: cannot write")
+        team.launch(0, lambda rank: rank)
+
+    mine, theirs = on_both(leads_wrongly)
+    assert str(mine) == "output: cannot write"
+    assert str(theirs) == "host 0 has ended: ConfigError: output: cannot write"
+
+
+def test_a_host_without_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "5", "MASTER_PORT": "1", "MASTER_ADDR": "a"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="5 ranks, 2 of them here: every host must start equally many"):
+        HostTeam.of_torchrun()
+
+
+AHEAD_NS = (0, 0, 5 * 10**12, 5 * 10**12)  # of each rank's clock
+
+
+def on_one_clock(rank: int, world: int) -> tuple[Any, ...]:
+    clock = CommonClock("ab"[rank // 2], lambda: time.monotonic_ns() + AHEAD_NS[rank])
+    clock.align()
+    (moved,) = clock.on_rank_0([Span(WINDOW, "main", AHEAD_NS[rank] + 7, AHEAD_NS[rank] + 9)])
+    return clock.hosts, clock.offset_ns, clock.error_ns, moved.start_ns, moved.end_ns
+
+
+def test_clocks_of_hosts_are_brought_together(ranks: Callable[[int], Any]) -> None:
+    for rank, (found, offset, error, start, end) in enumerate(ranks(4).run(on_one_clock)):
+        assert found == (0, 0, 1, 1)
+        assert abs(offset + AHEAD_NS[rank]) <= error, "it is off by no more than it says"
+        assert (offset, error) == (0, 0) if rank < 2 else error > 0
+        assert (start - 7, end - start) == (offset + AHEAD_NS[rank], 2)

@@ -1,0 +1,120 @@
+"""Twin of odc/runtime/replicas.py: replicas in one process, on one host or each on its own, that meet on threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.members import F32, HeapGroup
+
+from odc.errors import PeerLostError
+from odc.runtime import Word, parts
+from odc.runtime.node import RemoteHeaps
+from odc.runtime.replicas import gather_replicas
+from odc.settings import Accumulate, Settings
+
+LAYOUT = [[("w", 7, F32)], [("b", 2, F32)], [("unused", 64, F32)]]
+USED = [True, True, False]
+
+
+class Wires:
+    """An engine that copies between heaps and counts bytes, and says REDUCED where links would."""
+
+    def __init__(self, group: HeapGroup) -> None:
+        self.group, self.nbytes = group, 0
+
+    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
+        heap: Any = self.group.layouts[self.group.ranks.index(rank)].heap
+        into.copy_(heap.whole(heap.me)[offset : offset + into.numel()])
+        self.nbytes += into.numel()
+
+
+def gathered(replicas: int, accumulate: Accumulate, spread: bool) -> tuple[HeapGroup, list[int]]:
+    """Two shards, gradients that fp32 adds up otherwise in another order; and the bytes that each replica reads."""
+    hosts = tuple(member // 2 for member in range(2 * replicas)) if spread else ()
+    settings = Settings(timeout_s=60.0, accumulate=accumulate)
+    group = HeapGroup(LAYOUT, 2, replicas=replicas, settings=settings, hosts=hosts)
+    wires = [Wires(group) for _ in group.members]
+    for member, layout in enumerate(group.layouts):
+        layout.mine.board.store(Word.PUBLISHED, 1)
+        group.members[member].protocol.epoch = 1
+        for unit in group.units:
+            for source in range(layout.sources):
+                draw = torch.Generator().manual_seed(100 * member + 10 * unit.index + source)
+                values = torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
+                layout.mine.accumulator(unit, source).copy_(values)
+        for other in layout.grid.remote:  # as if it had said so already: here nobody reads before
+            layout.peer(other).board.store(Word.REDUCED, 0)
+
+    def gather(member: int) -> None:
+        protocol = group.members[member].protocol
+        heaps = RemoteHeaps("group", wires[member], protocol)  # type: ignore[arg-type]
+        summed = protocol.end_reducing
+
+        def told() -> None:
+            summed()
+            for layout in group.layouts:
+                if member in layout.grid.remote:
+                    layout.peer(member).board.store(Word.REDUCED, 1)
+
+        protocol.end_reducing = told  # type: ignore[method-assign]
+        gather_replicas(protocol, heaps, USED)
+
+    with ThreadPoolExecutor(len(group.members)) as threads:
+        list(threads.map(gather, range(len(group.members))))
+    return group, [one.nbytes for one in wires]
+
+
+def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:
+    spec, total = group.units[unit], None
+    for member in range(shard, len(group.members), 2):
+        for source in range(group.layouts[0].sources):
+            draw = torch.Generator().manual_seed(100 * member + 10 * unit + source)
+            values = torch.randn(spec.numel, generator=draw) * 10.0 ** (4 * (member // 2))
+            total = values if total is None else total + values
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("accumulate", ["server", "per_source"])
+@pytest.mark.parametrize(("replicas", "spread"), [(3, False), (3, True), (2, True), (8, True)])
+def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool, accumulate: Accumulate) -> None:
+    """Also where units have fewer elements than there are replicas."""
+    group, _ = gathered(replicas, accumulate, spread)
+    for member, layout in enumerate(group.layouts):
+        for unit in (0, 1):
+            first, *others = parts(layout, group.units[unit])
+            total = first.clone()
+            for part in others:
+                total.add_(part)
+            assert torch.equal(total, in_rank_order(group, member % 2, unit))
+    group.close()
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
+    """The other replicas' accumulators of 9 elements by two replicas; by more its own part of them, and their sums."""
+    group, found = gathered(replicas, "server", True)
+    for member, nbytes in enumerate(found):
+        place, expected = member // 2, 0
+        for unit in group.units[:2]:
+            own = (place + 1) * unit.numel // replicas - place * unit.numel // replicas
+            expected += (replicas - 1) * own + unit.numel - own if replicas > 2 else unit.numel
+        assert nbytes == 4 * expected
+    assert sum(found) <= 2 * 4 * 9 * 2 * (replicas - 1)
+    group.close()
+
+
+def test_a_replica_waits_for_the_sums_of_all_others() -> None:
+    group = HeapGroup(LAYOUT, 1, replicas=3)
+    group.publish_all()
+    for last in (1, 2):
+        group.layouts[last].mine.board.store(Word.LEFT, 1)  # before it has added its part up
+        with pytest.raises(PeerLostError, match=rf"waiting for rank {group.ranks[last]} to add up its part"):
+            group.members[0].gather_sums(USED)
+        group.layouts[last].mine.board.store(Word.REDUCED, 1)
+    group.members[0].gather_sums(USED)
+    assert group.layouts[0].mine.board.load(Word.REDUCED) == 1
+    group.close()
