@@ -219,10 +219,11 @@ class HeapLayout:
 
     def round_sums(self, unit: UnitSpec) -> None:
         """Where sums are rounded: write `node_sums` to where they are read from."""
-        dtype, me = self.rounded, self.grid.me
-        for row, whole in enumerate(self.node_sums(unit) if dtype is not None else ()):
-            at = self.wire_at[unit.index] // dtype.itemsize
-            self.heap.tensor(me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
+        if (dtype := self.rounded) is None:
+            return
+        at = self.wire_at[unit.index] // dtype.itemsize
+        for row, whole in enumerate(self.node_sums(unit)):
+            self.heap.tensor(self.grid.me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
 
     def arrived(self, number: int) -> torch.Tensor:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""

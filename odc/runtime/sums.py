@@ -80,8 +80,8 @@ def pushes_of(protocol: MemberProtocol, host: int) -> list[int]:
     for member in grid.on(host):
         pushes = layout.remote(member).pushes if grid.is_remote(member) else layout.mine.pushes(member)
         total[1:] += pushes.numpy()
-    before = total.cumsum()[layout.param_base]
-    return np.diff(before).tolist()
+    counts: list[int] = np.diff(total.cumsum()[layout.param_base]).tolist()
+    return counts
 
 
 class SumsReader:

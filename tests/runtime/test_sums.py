@@ -208,7 +208,7 @@ def test_sums_are_rounded_once_as_they_leave() -> None:
 def test_what_cannot_be_rounded_is_refused() -> None:
     for options in ({"reproducible": True}, {"accumulate": "per_source"}):
         with pytest.raises(ValueError, match="would round the sums that"):
-            Settings(sums_dtype="bfloat16", **options)  # type: ignore[arg-type]
+            Settings(sums_dtype="bfloat16", **options)
     with pytest.raises(ValueError, match="sums_dtype must be one of accumulator, bfloat16, not 'half'"):
         Settings(sums_dtype="half")  # type: ignore[arg-type]
     settings = Settings(sums_dtype="bfloat16")

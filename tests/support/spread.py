@@ -109,8 +109,9 @@ class Spread:
         return [values.item() for values in out[0].view(4, -1)[:, 0]]
 
     def close(self) -> None:
-        for thread in (*self.caches, *self.readers):
-            thread.close()
+        for cache, reader in zip(self.caches, self.readers, strict=True):
+            cache.close()
+            reader.close()
         self.group.close()
 
 
