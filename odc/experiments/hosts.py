@@ -47,23 +47,19 @@ class HostTeam:
         """In a process that torchrun has started. Raises ConfigError where hosts have unequally many ranks."""
         import torch.distributed as dist
 
-        told = {name: int(os.environ[name]) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")}
-        per_host = told["LOCAL_WORLD_SIZE"]
-        if told["WORLD_SIZE"] % per_host:
+        stores: Any = dist
+        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")
+        number, count, per_host, world, port = (int(os.environ[name]) for name in names)
+        if world != count * per_host:
             raise ConfigError(
-                f"{told['WORLD_SIZE']} ranks, {per_host} of them here: every host must start equally many "
+                f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
                 "(--nproc-per-node)"
             )
-        stores: Any = dist
-        address = os.environ["MASTER_ADDR"]
-        hosting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and told["GROUP_RANK"] == 0
-        patience = timedelta(seconds=timeout_s)
-        store = stores.TCPStore(
-            address, told["MASTER_PORT"], is_master=hosting, timeout=patience, wait_for_workers=False
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        count = told["WORLD_SIZE"] // per_host
-        return cls(told["GROUP_RANK"], count, per_host, address, stores.PrefixStore(attempt, store), timeout_s)
+        hosting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and number == 0
+        options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+        store = stores.TCPStore(os.environ["MASTER_ADDR"], port, is_master=hosting, **options)
+        attempt = stores.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        return cls(number, count, per_host, os.environ["MASTER_ADDR"], attempt, timeout_s)
 
     @property
     def leads(self) -> bool:

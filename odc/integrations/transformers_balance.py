@@ -166,13 +166,18 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
             "use 'random', 'sequential' or 'group_by_length'",
         ),
         f"the loss of {type(trainer).__name__}": (
-            not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func),
+            _has_own_loss(trainer) or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func),
             "it is a mean over a microbatch; leave max_tokens out",
         ),
     }
     for what, (bad, instead) in wrong.items():
         if bad:
             raise ConfigError(f"odc cannot apply max_tokens={max_tokens} with {what}: {instead}")
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    """Whether the class computes its loss itself, as TRL's do for preferences and rewards; transformers 5.19."""
+    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None
 
 
 @contextlib.contextmanager

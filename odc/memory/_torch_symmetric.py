@@ -76,7 +76,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
-class NamedGroup(Protocol):
+class MappingGroup(Protocol):
     """What is asked of a process group."""
 
     @property
@@ -95,10 +95,9 @@ class StoreGroup:
         from torch._C._distributed_c10d import _register_process_group
 
         self.group_name, self._ranks = f"{prefix}/{next(_numbers)}", ranks  # torch takes a name once
-        torch_: Any = dist
-        self._group = torch_.ProcessGroup(
-            torch_.PrefixStore(prefix, store), me, ranks
-        )  # without backends: it only says who is there
+        untyped: Any = dist
+        # Without backends: it only says who is there.
+        self._group = untyped.ProcessGroup(untyped.PrefixStore(prefix, store), me, ranks)
         _register_process_group(self.group_name, self._group)  # type: ignore[arg-type]
 
     def size(self) -> int:
@@ -108,7 +107,7 @@ class StoreGroup:
 _numbers = itertools.count()
 
 
-def map_peers(local: torch.Tensor, group: NamedGroup, me: int, *, same_numbers: bool = False) -> list[torch.Tensor]:
+def map_peers(local: torch.Tensor, group: MappingGroup, me: int, *, same_numbers: bool = False) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank of `group`, by its rank there; a collective of the group.
 
     `local` comes from `allocate`, equally large on every rank; `me` is this rank's index in the group; `same_numbers`:

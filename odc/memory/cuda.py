@@ -94,7 +94,7 @@ class CudaHeap(NamedHeap):
         host: ShmHeap,
         device: torch.device,
         lanes: Lanes,
-        group: symmetric.NamedGroup,
+        group: symmetric.MappingGroup,
         meet: Callable[[], None],
         local: Sequence[int] | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""What the simulator says of exchanges between hosts is what is stored, and moves the bytes of the formulas."""
+"""What the simulator says of measured exchanges between hosts is what is stored, and it moves the formulas' bytes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,42 @@ import pytest
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
 
+from odc.cli import main
+from odc.cli.torchrun import told_by_torchrun
 from odc.trace import load_spans, rank_file
+
+
+def odc(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the second of two ranks on the first of three hosts."""
+    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_process_on_each_host_compares(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others have nothing to do; this one would otherwise look for a store."""
+    assert odc("compare", "--demo") == 0
+    assert capsys.readouterr() == ("", "")
+    assert odc("compare") == 2
+    assert "odc: model: say which (--model), or run the demo (--demo)" in capsys.readouterr().err
+
+
+def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(torchrun: None) -> None:
+    assert told_by_torchrun({}) == {"ranks": 6, "per_node": 2}
+    assert told_by_torchrun({"per_node": 3}) == {"ranks": 6}
+
+
+def test_other_comparisons_run_on_one_host(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (("compare-grpo",), ("train-mm", "--data", "nowhere")):
+        assert odc(*command) == 2
+        assert "starts its own ranks, on one host; start it without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -114,11 +114,12 @@ def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite]) -> None:
     assert str(theirs) == "host 0 has ended: ConfigError: output: cannot write"
 
 
-def test_a_host_without_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "5", "MASTER_PORT": "1", "MASTER_ADDR": "a"}
-    for name, value in told.items():
+@pytest.mark.parametrize(("here", "world"), [("2", "6"), ("4", "6"), ("2", "5")])
+def test_hosts_with_unequally_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, here: str, world: str) -> None:
+    told = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": world}
+    for name, value in (told | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="5 ranks, 2 of them here: every host must start equally many"):
+    with pytest.raises(ConfigError, match=f"{world} ranks on 2 hosts, {here} of them here: every host must start"):
         HostTeam.of_torchrun()
 
 

@@ -87,6 +87,7 @@ UNPLANNED: dict[str, tuple[Any, str]] = {
     "include_num_input_tokens_seen": ("all", "leave it out"),
     "train_sampling_strategy": ("batch_rebalance", "group_by_length"),
     "model_accepts_loss_kwargs": (False, "a mean over a microbatch"),
+    "loss_is_scaled_for_ga": (False, "a mean over a microbatch"),
 }
 
 
@@ -97,6 +98,7 @@ def test_a_plan_of_steps_is_refused_where_ranks_could_not_differ(name: str) -> N
     fields = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": True}
     fields |= {"include_num_input_tokens_seen": "no", "train_sampling_strategy": "random"}
     trainer = SimpleNamespace(args=SimpleNamespace(**fields), model_accepts_loss_kwargs=True, compute_loss_func=None)
+    trainer.loss_is_scaled_for_ga = None
     refuse_unplanned(trainer, 64)
     value, instead = UNPLANNED[name]
     setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)

@@ -135,3 +135,33 @@ def test_grpo_is_that_of_the_stock_trainer(ranks, tmp_path, changes: dict[str, A
     ours = ranks(2).run(grow, True, tmp_path, changes, lora, timeout=500)[0]
     assert apart(ours, theirs, GRPO[:1]) < 1e-3, (ours, theirs)
     assert apart(ours, theirs, GRPO) < (1e-3 if changes == FP32 else 3e-2), (ours, theirs)
+
+
+def refused(rank: int, world: int, folder: Path) -> list[str]:
+    """What DPO and GRPO say to `max_tokens`."""
+    given = start(rank, world, folder / "model")
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+    from odc.errors import ConfigError
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcDPOTrainer(OdcTrainer, DPOTrainer): ...
+
+    class OdcGRPOTrainer(OdcTrainer, GRPOTrainer): ...
+
+    one = FP32 | {"gradient_accumulation_steps": 1}
+    pairs = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    reward = {"reward_funcs": lambda completions, **unused: [0.0] * len(completions)}
+    found = []
+    for kind, config, options in ((OdcDPOTrainer, DPOConfig, {}), (OdcGRPOTrainer, GRPOConfig, reward)):
+        changes = one | ({"num_generations": 2} if options else {})
+        with pytest.raises(ConfigError) as refusal:
+            kind(args=arguments(folder, config, **changes), train_dataset=pairs, max_tokens=64, **given, **options)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_losses_that_are_means_of_a_microbatch_refuse_unequal_ones(ranks, tmp_path) -> None:
+    for kind, said in zip(("DPO", "GRPO"), ranks(2).run(refused, tmp_path, timeout=500)[0], strict=True):
+        assert f"max_tokens=64 with the loss of Odc{kind}Trainer" in said, said

@@ -15,8 +15,8 @@ HostPools = Callable[[int, int], Any]
 def losses(rank: int, world: int, folder: str, per_node: int) -> tuple[list[float], int]:
     """Of every step; and the bytes that this rank sent to other hosts."""
     result = run_here(tiny_job(Path(folder), per_node=per_node, ranks=world, arm="odc", reproducible=True))
-    far = sum(count.far for record in result.records for count in record.phases.values())
-    return [record.loss for record in result.records], far
+    far = sum(count.far for record in result.steps for count in record.phases.values())
+    return [record.loss for record in result.steps], far
 
 
 @pytest.mark.thorough
