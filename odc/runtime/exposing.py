@@ -7,7 +7,6 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 
-from odc.memory import ShmHeap
 from odc.runtime.admission import export_purpose
 from odc.runtime.layout import HeapLayout
 from odc.runtime.network import HostNetwork
@@ -31,7 +30,6 @@ class ExposedHeap:
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
-        assert isinstance(layout.heap, ShmHeap)
         self._identity, self._network, self._names = identity, network, [identity, *answers]
         network.engine.expose(identity, layout.heap.whole(layout.grid.me))
         for name, function in answers.items():

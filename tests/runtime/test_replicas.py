@@ -22,6 +22,8 @@ USED = [True, True, False]
 class Wires:
     """An engine that copies between heaps and counts bytes, and says REDUCED where links would."""
 
+    only_into_own = False
+
     def __init__(self, group: HeapGroup) -> None:
         self.group, self.nbytes = group, 0
 
