@@ -57,6 +57,10 @@ def test_what_does_not_work_over_hosts_is_refused() -> None:
     refuse(RankGrid((0, 1), 2, 0), kernels="triton", device_queue=True)
     spread = RankGrid((0, 1), 2, 0, (0, 1))
     refuse(spread)
+    with pytest.raises(
+        UnsupportedError, match="on CUDA Settings\\(queue_bytes=...\\) works within one host only; set it to 0"
+    ):
+        refuse_unsupported(spread, kernels="auto", queue_bytes=1)
     refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 0, 1, 1)))
     with pytest.raises(UnsupportedError, match="triton"):
         refuse(spread, kernels="triton")
