@@ -164,13 +164,8 @@ class RankGrid:
         return (group.index(owner) - group.index(source)) % len(group)
 
 
-<<<<<<< HEAD
-def refuse_unsupported(grid: RankGrid, *, kernels: str, device_queue: bool = False) -> None:
-    """Raise `UnsupportedError` for what does not work over several hosts; `device_queue`: a queue on CUDA."""
-=======
 def refuse_unsupported(grid: RankGrid, *, kernels: str, queue_bytes: int = 0) -> None:
     """Raise `UnsupportedError` for what does not work over several hosts; `queue_bytes` are those of a CUDA heap."""
->>>>>>> cuda
     if grid.host_count == 1:
         return
     where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
@@ -187,5 +182,3 @@ def refuse_unsupported(grid: RankGrid, *, kernels: str, queue_bytes: int = 0) ->
         raise UnsupportedError(f"{where} on CUDA Settings(queue_bytes=...) works within one host only; set it to 0")
     if kernels == "triton":
         raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")
-    if device_queue:
-        raise UnsupportedError(f"{where} on CUDA Settings(queue_bytes=...) works within one host only")

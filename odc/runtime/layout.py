@@ -91,15 +91,9 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-<<<<<<< HEAD
-        cuda = heap.device.type == "cuda"
-        kernels = "auto" if cuda else settings.kernels
-        refuse_unsupported(grid, kernels=kernels, device_queue=cuda and settings.queue_bytes > 0)
-=======
         on_cuda = heap.device.type == "cuda"
         kernels, queue = ("auto", settings.queue_bytes) if on_cuda else (settings.kernels, 0)
         refuse_unsupported(grid, kernels=kernels, queue_bytes=queue)
->>>>>>> cuda
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
