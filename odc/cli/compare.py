@@ -78,15 +78,29 @@ def compare(
         job |= told_by_torchrun(job)
     in_folder = partial(_comparison, job, tuple(name.strip() for name in arms.split(",")), repeats, skip)
     if not under_torchrun():
-        _compare(in_folder(folder), path, say, report)
+        config = in_folder(folder, say)
+        from odc.experiments.table import tables
+
+        carry_out(config, path, say, tables, report)
     elif os.environ["LOCAL_RANK"] == "0":  # it starts the ranks of its host; the others have nothing to do
         from torch.distributed.elastic.multiprocessing.errors import record
 
         record(_compare_over_hosts)(in_folder, folder, path, say, report)
 
 
-def _comparison(job: dict[str, Any], arms: tuple[str, ...], repeats: int, skip: int, folder: Path) -> CompareConfig:
+def _comparison(
+    job: dict[str, Any],
+    arms: tuple[str, ...],
+    repeats: int,
+    skip: int,
+    folder: Path,
+    say: Callable[[str], None] = lambda text: None,
+    hosts: int = 1,
+) -> CompareConfig:
+    """Says what will run before torch is loaded."""
     config = JobConfig(**job, output=str(folder))
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    say(f"{len(arms)} arms, {config.ranks} ranks{where}, {config.steps} steps; figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.text.workload import TextWorkload
 
@@ -94,30 +108,18 @@ def _comparison(job: dict[str, Any], arms: tuple[str, ...], repeats: int, skip: 
 
 
 def _compare_over_hosts(
-    in_folder: Callable[[Path], CompareConfig], folder: Path, path: Path, say: Callable[[str], None], report: bool
+    in_folder: Callable[..., CompareConfig], folder: Path, path: Path, say: Callable[[str], None], report: bool
 ) -> None:
     from odc.experiments.compare import run_arms
     from odc.experiments.hosts import HostTeam
+    from odc.experiments.table import tables
 
     with HostTeam.of_torchrun() as team:
         if team.leads:
-            _compare(in_folder(folder), path, say, report, team)
+            carry_out(in_folder(folder, say, team.count), path, say, tables, report, team)
             return
         with TemporaryDirectory() as spans:  # which host 0 is sent; nothing else is written here
             run_arms(in_folder(Path(spans)), lambda text: None, team)
-
-
-def _compare(
-    config: CompareConfig, path: Path, say: Callable[[str], None], report: bool, team: HostTeam | None = None
-) -> None:
-    job, where = config.workload.job, f" on {team.count} hosts" if team is not None and team.count > 1 else ""
-    say(
-        f"{len(config.arms)} arms, {job.ranks} ranks{where}, {job.steps} steps; figures and pictures go to "
-        f"{config.output}"
-    )
-    from odc.experiments.table import tables
-
-    carry_out(config, path, say, tables, report, team)
 
 
 def carry_out(

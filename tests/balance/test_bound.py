@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.balance import lower_bound
 
@@ -27,7 +28,7 @@ def optimum(costs: list[float], ranks: int) -> float:
 
 
 @given(COSTS, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=up_to(150), deadline=None)
 def test_never_above_the_optimum(costs: list[float], ranks: int):
     assert lower_bound(costs, ranks) <= optimum(costs, ranks) + 1e-9
 

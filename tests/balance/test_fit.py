@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.balance import cost_from_config, fit, fit_scale, quadratic
 from odc.errors import PlanError
@@ -14,7 +15,7 @@ from odc.errors import PlanError
 MICROBATCHES = [[100], [1000, 50], [4000], [300, 300, 300], [8000, 20], [2500, 900], [16]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=up_to(50), deadline=None)
 @given(st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-7), st.floats(0, 0.1))
 def test_finds_the_coefficients_again(a: float, b: float, fixed: float) -> None:
     seconds = [fixed + a * sum(own) + b * sum(n * n for n in own) for own in MICROBATCHES]

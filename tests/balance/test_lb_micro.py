@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.balance import lb_micro, local_sort, quadratic
 from odc.errors import PlanError
@@ -28,7 +29,7 @@ def test_equal_counts_and_costliest_step_first(lengths, ranks, equal_samples):
 
 
 @given(LENGTHS, st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=up_to(50), deadline=None)
 def test_never_behind_equal_samples(lengths, ranks):
     cost = quadratic(1, 0.1)
     assert lb_micro(lengths, ranks, CAP, cost).stepped <= lb_micro(

@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.balance import POLICIES, Plan, lb_micro, lb_mini, lb_split, linear_cost, policy_named, quadratic
 from odc.errors import PlanError
@@ -36,7 +37,7 @@ def test_valid_capped_and_at_or_above_the_bound(policy, lengths, ranks, cost, se
 
 @each_policy
 @given(st.data(), LENGTHS, st.integers(1, 6), COSTS)
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 def test_speeds_caps_and_groups_are_kept(policy, data, lengths, ranks, cost):
     speeds = data.draw(st.lists(st.sampled_from([0.5, 0.9, 1.0]), min_size=ranks, max_size=ranks))
     caps = [CAP, *data.draw(st.lists(st.integers(0, CAP), min_size=ranks - 1, max_size=ranks - 1))]
@@ -55,7 +56,7 @@ def test_speeds_caps_and_groups_are_kept(policy, data, lengths, ranks, cost):
 
 @pytest.mark.parametrize("policy", [lb_micro, lb_mini])
 @given(LENGTHS, st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 def test_permutation_changes_nothing_but_names(policy, lengths, ranks, rng):
     shuffled = lengths[:]
     rng.shuffle(shuffled)
@@ -68,7 +69,7 @@ def test_permutation_changes_nothing_but_names(policy, lengths, ranks, rng):
 
 @each_policy
 @given(LENGTHS, st.integers(1, 8))
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 def test_adding_a_rank_never_raises_the_bound(policy, lengths, ranks):
     more = policy(lengths, ranks + 1, CAP)
     assert more.bound <= policy(lengths, ranks, CAP).bound * (1 + 1e-12)
@@ -76,7 +77,7 @@ def test_adding_a_rank_never_raises_the_bound(policy, lengths, ranks):
 
 @each_policy
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=up_to(30), deadline=None)
 def test_same_input_and_seed_same_plan(policy, lengths, ranks, seed):
     assert policy(lengths, ranks, CAP, seed=seed) == policy(list(lengths), ranks, CAP, seed=seed)
 

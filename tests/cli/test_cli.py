@@ -1,4 +1,4 @@
-"""The command line as a user meets it; `odc train` runs in a process of its own, which loads all that it needs."""
+"""The command line as a user meets it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
 
 
 def test_train_launches_its_ranks_saves_and_exports(
-    trained: tuple[Path, subprocess.CompletedProcess[str]],
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.setenv(name, _ENV[name])
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *job, "--output", str(tmp_path / "out"), "--export", str(tmp_path / "model")])
+    _check_trained(tmp_path, ended.value.code, *capfd.readouterr())
+
+
+# In a process of its own, which loads all that it needs; as `test_the_package_itself_is_the_command` does in quick.
+@pytest.mark.thorough
+def test_train_as_a_user_starts_it(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = trained
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", done.stdout)
-    assert done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\nodc train [")
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    _check_trained(folder, done.returncode, done.stdout, done.stderr)
+
+
+def _check_trained(folder: Path, code: object, out: str, err: str) -> None:
+    assert code == 0, err
+    assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", out)
+    assert err.startswith("odc train: odc, 2 ranks, 2 steps\nodc train [")
+    assert "Traceback" not in err and "Warning" not in err
     assert sorted(os.listdir(folder / "out")) == ["checkpoints", "steps.jsonl"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

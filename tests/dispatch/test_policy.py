@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.balance.compiled import loops_of
 from odc.dispatch import BalancePolicy, Rearrangement, post_balance
@@ -63,7 +64,7 @@ def test_each_policy_names_its_algorithm(name: str) -> None:
     assert POLICIES[name].algorithm == int(name[0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 @given(few, st.integers(1, 3))
 @pytest.mark.parametrize("name", ["2", "2, quadratic"])
 def test_padded_batches_are_the_best_there_are(name: str, lengths: list[int], instances: int) -> None:
@@ -72,7 +73,7 @@ def test_padded_batches_are_the_best_there_are(name: str, lengths: list[int], in
     assert latest(values, owners, instances, policy) == pytest.approx(optimum(tuple(lengths), instances, policy))
 
 
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 @given(few, st.integers(1, 3))
 @pytest.mark.parametrize("name", ["1", "4"])
 def test_packed_batches_keep_grahams_bound(name: str, lengths: list[int], instances: int) -> None:
@@ -82,7 +83,7 @@ def test_packed_batches_keep_grahams_bound(name: str, lengths: list[int], instan
     assert latest(values, owners, instances, policy) <= (4 / 3 - 1 / (3 * instances)) * least * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 @given(few, st.integers(1, 3))
 def test_attention_padding_stays_within_twice_the_best_where_it_can_be_tried(
     lengths: list[int], instances: int
@@ -111,7 +112,7 @@ def test_attention_padding_beats_every_cut_of_the_rising_lengths_where_the_listi
     assert latest(values, balance_flat(values, 2, policy), 2, policy) < 0.96 * min(runs)
 
 
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300), st.integers(1, 20), st.integers(1, 200))
 def test_tolerance_lets_sums_differ_by_that_much(lengths: list[int], instances: int, tolerance: int) -> None:
     policy = BalancePolicy(beta=1.0, tolerance=tolerance)
@@ -127,7 +128,7 @@ def test_within_the_tolerance_squares_decide() -> None:
     assert balance_flat(np.array([100, 60, 41, 10]), 2, BalancePolicy(beta=1.0, tolerance=1)).tolist() == [0, 1, 1, 0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 @given(
     st.lists(st.integers(1, 5000), min_size=1, max_size=400),
     st.integers(1, 40),
@@ -146,7 +147,7 @@ def test_bounds_hold_on_random_lengths(lengths: list[int], instances: int, name:
         assert found <= (single.sum() - single.max()) / instances + single.max() * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=300), st.integers(1, 30))
 def test_attention_padding_is_never_worse_than_padding_everything(lengths: list[int], instances: int) -> None:
     values = np.array(lengths, np.int64)

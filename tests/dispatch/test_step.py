@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.toy import ENCODERS, POLICIES, phases
 
 from odc.dispatch import TEXT, BalancePolicy, Nodes, Phase, Rearrangement, Records, StepPlan, plan_step
@@ -67,7 +68,7 @@ def assembled(plan: StepPlan, step: list[list[Example]]) -> list[list[tuple[Any,
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 @given(steps(), st.sampled_from(sorted(POLICIES)), st.sampled_from([None, Nodes(1), Nodes(2, tolerance=0.5)]))
 def test_every_sequence_arrives_whole_and_in_order(step: list[list[Example]], name: str, nodes: Nodes | None) -> None:
     records = [Records.of(examples, ENCODERS) for examples in step]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.together import RANKS, run_together
 
 from odc.errors import PeerLostError, ResultsError
@@ -21,7 +22,7 @@ def row(key: Any) -> dict[str, Any]:
     return {"key": key, "text": f"answer to {key}"}
 
 
-@settings(max_examples=30)
+@settings(max_examples=up_to(30))
 @given(KEYS, st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 200, 1 << 18]))
 def test_any_deal_comes_back_in_order(keys, world, seed, chunk_bytes):
     draw = random.Random(seed)

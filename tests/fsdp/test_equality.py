@@ -131,8 +131,12 @@ def test_overlap_and_prefetch_change_nothing(ranks: Pools, overlap: bool, prefet
     ranks(2).run(same_deferred, Case(counts=WITH_NONE, idiom="minibatch", steps=5), deferred)
 
 
+# One backward a rank compiles blocks too.
+MANY = [pytest.param(name, marks=pytest.mark.thorough if name == "compiled" else ()) for name in VARIANTS]
+
+
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MANY)
 def test_many_microbatches_per_source(ranks: Pools, variant: str, low_precision: bool) -> None:
     case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=low_precision, **VARIANTS[variant])  # type: ignore[arg-type]
     ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))

@@ -38,6 +38,10 @@ from odc import Settings, fully_shard
 
 Pools = Callable[[int], RankPool]
 
+# Two ranks show what shards alone do; four, what their layout adds.
+LAYOUTS = pytest.mark.parametrize(
+    "hybrid", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["sharded", "hybrid"]
+)
 UNEQUAL = ((1, 3, 2, 0), (2, 0, 1, 1), (0, 0, 4, 1))
 ONE = ((1, 1, 1, 1),)
 
@@ -106,7 +110,7 @@ def two_roots(rank: int, world: int, how: str) -> None:
     weights = (1 / 9, 1 / 18)
 
     def run(shard: Callable[..., Any]) -> dict[str, torch.Tensor]:
-        models = [build(shard, Case(counts=ONE), flat()) for _ in range(2)]
+        models = [build(shard, Case(counts=ONE, layers=1), flat()) for _ in range(2)]
         optimizers = [adamw(model) for model in models]
         mine = shard is fully_shard
         order = (1, 0) if mine and rank % 2 == 1 else (0, 1)
@@ -163,28 +167,30 @@ def tensor_parallel(rank: int, world: int) -> None:
 @pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
 @pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
 def test_unequal_counts(ranks: Pools, accumulate: str, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", tied=True)
+    case = Case(counts=UNEQUAL, idiom="minibatch", layers=2, tied=True)
     ranks(4).run(close, case, hybrid, Settings(accumulate=accumulate))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@LAYOUTS
 def test_bf16(ranks: Pools, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, checkpointing="wrapper", frozen="layer")
+    case = Case(
+        counts=UNEQUAL, idiom="minibatch", layers=2, low_precision=True, checkpointing="wrapper", frozen="layer"
+    )
     ranks(4).run(close, case, hybrid, None)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@LAYOUTS
 @pytest.mark.parametrize(
     "settings", [Settings(reproducible=True), Settings(accumulate="per_source")], ids=["fp64", "per_source"]
 )
 def test_adapters_on_a_frozen_base(ranks: Pools, settings: Settings, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=True, frozen="base")
+    case = Case(counts=UNEQUAL, idiom="minibatch", layers=2, low_precision=True, frozen="base")
     ranks(4).run(close, case, hybrid, settings)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@LAYOUTS
 def test_unchanged_loop(ranks: Pools, hybrid: bool) -> None:
-    ranks(4).run(close, Case(counts=ONE), hybrid, None)
+    ranks(4).run(close, Case(counts=ONE, layers=2), hybrid, None)
 
 
 @pytest.mark.parametrize("reproducible", [False, True], ids=["fp32", "fp64"])

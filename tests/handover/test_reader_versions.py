@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.handover_jobs import LAYOUT, Job
 from support.members import F32
 
@@ -78,7 +79,7 @@ def read_in_a_loop(source: Reader, reads: int) -> tuple[int, int]:
 
 def many(test: Callable[..., None]) -> Callable[..., None]:
     """Hypothesis, with one fixture for all examples: every example sets it anew."""
-    patient = examples(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    patient = examples(max_examples=up_to(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
     return patient(given(schedule=st.lists(st.integers(0, 12), min_size=1, max_size=24))(test))
 
 

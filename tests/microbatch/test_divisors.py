@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.ranks import RankPool, RanksFailed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -24,7 +25,7 @@ Minibatch = list[list[tuple[int, int]]]
 counts_of_ranks = st.lists(
     st.lists(st.tuples(st.integers(0, TOKENS), st.integers(0, 4)), max_size=4), min_size=2, max_size=2
 )
-few = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=up_to(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 
 from odc.errors import WaitTimeoutError
 from odc.microbatch import LazyMicrobatches, input_figures
@@ -158,7 +159,7 @@ def test_a_prefetch_that_cannot_be(wrong: object) -> None:
         LazyMicrobatches([], lambda i: i, prefetch=wrong)  # type: ignore[arg-type]
 
 
-@settings(max_examples=30)
+@settings(max_examples=up_to(30))
 @given(st.lists(st.integers(0, 50), max_size=12), st.sampled_from([0, 1, 2, None]), st.booleans())
 def test_memory_is_what_was_held_at_once(sizes: list[int], prefetch: int | None, background: bool) -> None:
     recorder().clear()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.ranks import RankPool, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -83,7 +84,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
     st.integers(1, 10**6),
@@ -94,7 +95,7 @@ def test_option_a_is_exact_for_any_counts_and_proxy(counts: list[int], proxy: in
     assert off(found, reference(counts, lambda n, _: 1 / sum(counts))) < 1e-12
 
 
-@settings(max_examples=40)
+@settings(max_examples=up_to(40))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any), st.integers(1, 50))
 def test_each_ranks_microbatches_weigh_alike(counts: list[int], proxy: int) -> None:
     found = run(counts, LossNormalizer(proxy, normalization="per_rank_microbatch"))

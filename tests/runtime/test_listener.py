@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.listeners import echo, raw, served
 
 from odc.runtime import listener as listener_module
@@ -35,7 +36,7 @@ JSON = st.recursive(
 
 
 @given(request=st.dictionaries(st.text(max_size=8), JSON, max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=up_to(50), deadline=None)
 def test_what_is_asked_arrives_with_who_asks(request: dict[str, Any]) -> None:
     name = f"odc-test.{uuid.uuid4().hex[:12]}"
     with served(name):
@@ -153,7 +154,7 @@ def test_clients_are_bounded(name: str) -> None:
     ),
     leaves=st.booleans(),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=up_to(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_a_client_sends_disturbs_the_listener(chunks: list[bytes], leaves: bool) -> None:
     name = f"odc-test.{uuid.uuid4().hex[:12]}"
     listener = Listener(name, echo)

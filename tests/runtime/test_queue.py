@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.members import F32, HeapGroup
 from support.ranks import RankPool
 
@@ -83,7 +84,7 @@ def live(group: HeapGroup, member: int, counts: Sequence[Sequence[int]], found: 
         yield
 
 
-@settings(max_examples=60)
+@settings(max_examples=up_to(60))
 @given(
     counts=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4),
     seed=st.integers(0, 1 << 32),

@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.steps import TRANSPORTS, steps
 
 from odc.balance import Plan, SplitSample, lb_mini, lower_bound, quadratic
 from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan
 
-_few = settings(max_examples=50, deadline=None)
+_few = settings(max_examples=up_to(50), deadline=None)
 
 
 def on_ranks(step: Step) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extent import up_to
 from support.steps import TRANSPORTS, steps
 
 from odc.errors import ConfigError
@@ -12,7 +13,7 @@ from odc.simulate import Cluster, Step, even_model, simulate, simulate_events, s
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 @given(data=st.data())
 def test_agrees_with_the_reference(transport: str, data: st.DataObject) -> None:
     step = data.draw(steps(transport=transport))

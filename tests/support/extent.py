@@ -91,6 +91,12 @@ def examples(of: int) -> int:
     return max(2, of * hypothesis.settings.default.max_examples // ALL_EXAMPLES)
 
 
+def up_to(of: int) -> int:
+    """For `max_examples` of a property whose examples are cheap: `of`, or at most as many as any in the quick half."""
+    most = hypothesis.settings.default.max_examples
+    return of if most >= ALL_EXAMPLES else min(of, most)
+
+
 def is_property(item: pytest.Item) -> bool:
     """Whether hypothesis draws the test's examples."""
     return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
