@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 
+from odc.memory import ShmHeap
 from odc.runtime.admission import export_purpose
 from odc.runtime.layout import HeapLayout
 from odc.runtime.network import HostNetwork

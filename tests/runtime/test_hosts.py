@@ -51,21 +51,17 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
 
 
 def test_what_does_not_work_over_hosts_is_refused() -> None:
-    def refuse(grid: RankGrid, kernels: str = "torch", device_queue: bool = False) -> None:
-        refuse_unsupported(grid, kernels=kernels, device_queue=device_queue)
+    def refuse(grid: RankGrid, kernels: str = "torch", queue_bytes: int = 0) -> None:
+        refuse_unsupported(grid, kernels=kernels, queue_bytes=queue_bytes)
 
-    refuse(RankGrid((0, 1), 2, 0), kernels="triton", device_queue=True)
+    refuse(RankGrid((0, 1), 2, 0), kernels="triton", queue_bytes=1)
     spread = RankGrid((0, 1), 2, 0, (0, 1))
     refuse(spread)
-    with pytest.raises(
-        UnsupportedError, match="on CUDA Settings\\(queue_bytes=...\\) works within one host only; set it to 0"
-    ):
-        refuse_unsupported(spread, kernels="auto", queue_bytes=1)
     refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 0, 1, 1)))
     with pytest.raises(UnsupportedError, match="triton"):
         refuse(spread, kernels="triton")
-    with pytest.raises(UnsupportedError, match="on CUDA .*queue_bytes"):
-        refuse(spread, device_queue=True)
+    with pytest.raises(UnsupportedError, match="on CUDA .*queue_bytes.* works within one host only; set it to 0"):
+        refuse(spread, queue_bytes=1)
     with pytest.raises(UnsupportedError, match="keep each replica on one host"):
         refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 1, 0, 1)))
 

@@ -24,8 +24,6 @@ class Wires:
 
     only_into_own = False
 
-    only_into_own = False
-
     def __init__(self, group: HeapGroup) -> None:
         self.group, self.nbytes = group, 0
 
