@@ -228,10 +228,10 @@ class Pusher:
 
     def push_to(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send what belongs to one owner (member index); returns the bytes that left this rank."""
-        grid = self._protocol.grid
-        remote = grid.is_remote(owner)
-        # This host's sum for an owner on another host lies in its column's heap.
-        self._protocol.await_published((grid.column(owner) if remote else owner,), "push")
+        grid, nodes = self._protocol.grid, self._protocol.grid.nodes
+        remote = nodes.is_remote(owner)
+        # This node's sum for an owner on another node lies in its column's heap.
+        self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
         pieces = pieces_for(unit, gradients, owner % grid.shards)
         if owner == grid.me or remote or self._layout.settings.accumulate != "server":
             added = list(pieces)
