@@ -88,7 +88,11 @@ class Sharded:
         if self.on_demand:
             shard, options["settings"] = (
                 fully_shard,
-                Settings(engine="nixl" if "nixl" in arm else "sockets", trace=False),
+                Settings(
+                    engine="nixl" if "nixl" in arm else "sockets",
+                    sums_dtype="bfloat16" if "bf16" in arm else "accumulator",
+                    trace=False,
+                ),
             )
         for layer in (*layers, self._model):
             shard(layer, **options)
@@ -105,7 +109,7 @@ class Sharded:
                 last = m == self._work.microbatches - 1
                 if not self.on_demand:
                     self._model.set_requires_gradient_sync(last or "every" in self._arm)
-                    self._model.set_is_last_backward(last)
+                self._model.set_is_last_backward(last and "unmarked" not in self._arm)
                 self._loss().backward()
 
     def _loss(self) -> torch.Tensor:
@@ -165,6 +169,7 @@ def bytes_out(arm: str, work: Work, hosts: int) -> float:
     """What leaves a host in a minibatch, as a multiple of the parameters' bytes; all is fp32."""
     world, m = hosts * work.per_host, work.microbatches
     if "hybrid" in arm or arm.startswith("odc"):
-        return 2 * (hosts - 1) / hosts  # an all-reduce's, or a shard once and a sum once
+        sums = 0.5 if "bf16" in arm else 1
+        return (1 + sums) * (hosts - 1) / hosts  # an all-reduce's, or a shard once and a sum once
     syncs = m if arm in ("gloo", "fsdp2-every") else 1
     return (world - 1) / world * (2 * m + 2 * syncs)  # gloo reduces and scatters as it all-reduces

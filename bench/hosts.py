@@ -4,8 +4,10 @@ Run as root, as `OMP_NUM_THREADS=1 python -m bench.hosts --results bench/results
 (five minutes on two cores). Each case makes its hosts anew, limits both ends of every link by `tbf`, and measures its
 arms in turn. Bytes are what the host's device counts.
 
-Arms: `gloo` is FSDP2's collectives alone; `fsdp2` and `fsdp2-hybrid` reduce in the last microbatch only; `odc-nixl` is
-left out where NIXL is not installed. "exchange" computes nothing, "demo" is the model of `odc compare --demo`.
+Arms: `gloo` is FSDP2's collectives alone; `fsdp2` and `fsdp2-hybrid` reduce in the last microbatch only. `odc` marks
+the last backward, as `odc train` does, so that sums cross while it runs; `odc-unmarked` does not, and `odc-bf16` rounds
+the sums too. `odc-nixl` is left out where NIXL is not installed. "exchange" computes nothing, "demo" is the model of
+`odc compare --demo`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from odc.runtime.engines.nixl import installed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
 
-ALL_ARMS = ("gloo", "fsdp2", "fsdp2-hybrid", "odc", "odc-hybrid", "odc-nixl")
+ALL_ARMS = ("gloo", "fsdp2", "fsdp2-hybrid", "odc", "odc-unmarked", "odc-bf16", "odc-hybrid", "odc-nixl")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ CASES = (
     Case(3, Work("exchange", 2, 2), arms=FEW),
     Case(2, Work("exchange", 2, 2), rate="none", arms=(*FEW, "odc-nixl")),
     Case(2, Work("exchange", 2, 2), delay_us=500, arms=FEW),
-    Case(2, Work("demo", 2, 2), arms=("fsdp2", "fsdp2-hybrid", "odc", "odc-hybrid")),
+    Case(2, Work("demo", 2, 2), arms=("fsdp2", "fsdp2-hybrid", "odc", "odc-unmarked", "odc-bf16", "odc-hybrid")),
     Case(2, Work("exchange", 2, 8), rate="none", arms=FEW),
 )
 

@@ -16,7 +16,13 @@ from odc.bench.report import cell, table
 PICTURE = Path(__file__).parent.parent / "docs" / "hosts.svg"
 _CASE = ("hosts x ranks", "microbatches", "work", "link")
 _WIDTH, _LEFT, _BAR, _GAP = 860, 300, 15, 14
-_COLOURS = {"odc": "#2e7d32", "odc-hybrid": "#7fb77f", "odc-nixl": "#b5d6b5"}  # all else is torch's
+_COLOURS = {  # all else is torch's
+    "odc": "#2e7d32",
+    "odc-unmarked": "#4c9a4f",
+    "odc-bf16": "#64a868",
+    "odc-hybrid": "#7fb77f",
+    "odc-nixl": "#b5d6b5",
+}
 _OTHER = "#8fb8de"
 _HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
 font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">

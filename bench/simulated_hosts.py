@@ -75,8 +75,8 @@ def rows(measured: Result, unlimited: Result) -> list[dict[str, Any]]:
 
 def costs_of(arm: str, measured: Result, unlimited: Result) -> Costs:
     """Costs with which the arm's minibatch over links without a limit takes what was measured."""
-    row = find(measured, arm=arm, link=_FREE, work="exchange")
-    few, many = (find(unlimited, arm=arm, microbatches=m)["CPU s"] for m in (2, 8))
+    row = find(measured, arm=arm, link=_FREE, work="exchange", microbatches=2)
+    few, many = (find(unlimited, arm=arm, link=_FREE, microbatches=m)["CPU s"] for m in (2, 8))
     each = min(1.0, 2 * (many - few) / 6 / few) if arm == "odc" else 1.0  # share that goes with the microbatches
     low, high = 1e6, 1e13
     for _ in range(100):

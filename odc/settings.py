@@ -9,6 +9,8 @@ Accumulate = Literal["server", "direct", "per_source"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
 Kernels = Literal["auto", "torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
+SumsDtype = Literal["accumulator", "bfloat16"]
+SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
 OptimizerSharding = Literal["mesh", "world"]  # of `fully_shard`
@@ -40,9 +42,11 @@ class Settings:
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
             key-value store is reached. May differ between ranks. In a job on one host an address has ranks listen there
-            for readers of exported weights on other hosts; "", and the two that follow, are ignored.
+            for readers of exported weights on other hosts; "", and the three that follow, are ignored.
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
+        sums_dtype: of a host's gradients for an owner on another host, which are added up in the accumulator's dtype:
+            "bfloat16" rounds each sum once before it crosses the network.
         engine: what reads shards and sums from other hosts; "auto" chooses.
         kernels: what moves data: "torch"'s copies and adds, or the "triton" kernels of `odc.kernels`, which run on CPU
             memory only in triton's interpreter (for tests; see docs/gpu.md). "auto": on a device the kernels where
@@ -63,6 +67,7 @@ class Settings:
     kernels: Kernels = "auto"
     address: str = ""
     secret_file: str = ""
+    sums_dtype: SumsDtype = "accumulator"
     engine: EngineName = "auto"
 
     def __post_init__(self) -> None:
@@ -73,6 +78,9 @@ class Settings:
             kind, value = type(one.default), getattr(self, one.name)
             if kind in _KINDS and not isinstance(value, kind):
                 raise ValueError(f"{one.name} must be {_KINDS[kind]}, not {value!r}")
+        if self.sums_dtype != "accumulator" and (self.reproducible or self.accumulate == "per_source"):
+            exact = "reproducible=True" if self.reproducible else "accumulate='per_source'"
+            raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that {exact} keeps exact")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
@@ -94,9 +102,9 @@ class Settings:
         return ",".join(f"{name}={getattr(self, name)}" for name in sorted(_AGREED))
 
 
-_CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES}
+_CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES, "sums_dtype": SUMS_DTYPES}
 _KINDS: dict[type, str] = {bool: "True or False", str: "a text"}
-_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer"})
+_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})
 
 
 def _is_whole(value: object) -> bool:

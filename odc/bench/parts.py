@@ -52,6 +52,7 @@ class Effort:
     least: int = 5
     most: int = 50
     warm: int = 2
+    planned: tuple[int, ...] = (512, 4096)  # samples of a minibatch to plan
 
     def rounds(self, nbytes: int) -> int:
         """For actions of `nbytes`."""
@@ -59,4 +60,4 @@ class Effort:
 
 
 THOROUGH = Effort()
-QUICK = Effort(nbytes=64 << 20, least=3, most=10, warm=1)
+QUICK = Effort(nbytes=64 << 20, least=3, most=10, warm=1, planned=(512,))

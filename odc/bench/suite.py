@@ -21,8 +21,7 @@ from odc.errors import ConfigError, install
 from odc.memory import free_memory
 from odc.provenance import begin
 
-SAMPLES = (512, 4096)
-_SIZELESS = {"signal": (64,), "host": (64,), "planners": SAMPLES}
+_SIZELESS = {"signal": (64,), "host": (64,)}
 _TIMEOUT_S = {"cpu": 600.0, "cuda": 180.0}  # a lent device is not spent on waiting for one case
 _PATIENCE = 3  # failures, after which nothing more is tried
 _FASTER = {"cpu": 1, "cuda": 64}  # as many times as many bytes go into the effort of a case
@@ -139,7 +138,7 @@ def _case(
 def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Planning needs no ranks."""
     rows = []
-    for samples in SAMPLES:
+    for samples in effort.planned:
         say(f"planners, {samples} samples")
         with RankPool(1, _TIMEOUT_S["cpu"]) as pool:
             timed = slowest(pool.each(measure, dispatching.planners, samples, "cpu", effort.least, 1))

@@ -78,7 +78,9 @@ def run_minibatch(
             last = m == count - 1
             if resident:
                 _mark(model, last=last)
-            elif arm.within_node and not arm.on_demand:
+            elif arm.on_demand:
+                cast(Any, model).set_is_last_backward(last)  # over hosts its gradients leave as they come
+            elif arm.within_node:
                 cast(Any, model).set_requires_all_reduce(last)  # gradients cross nodes once a minibatch
             backward(m)
             if resident and not last:

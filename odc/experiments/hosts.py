@@ -23,6 +23,7 @@ from odc.runtime.wait import Backoff, Deadline
 from odc.trace import rank_file
 
 _CHUNK = 1 << 20  # bytes of one value; torch's store takes up to 8 MiB
+_PREPARE_S = 6 * 3600.0  # that hosts may differ in reading their data, before the first run
 _LATE_S = 5.0  # that other hosts have to say what they saw, once this host's ranks have failed
 _MEASURED = ("rank", "host", "peak_bytes", "held_bytes", "baseline_bytes")  # what host 0 needs of other hosts' ranks
 
@@ -31,7 +32,8 @@ class HostTeam:
     """This host, `number` of `count`, among those of a comparison; each starts `per_host` ranks.
 
     Enter it around the whole comparison: an error that ends it on one host then ends it on all. `store` is torch's,
-    `address` that of host 0. Every wait raises WaitTimeoutError after `timeout_s`, and as a JobStore does.
+    `address` that of host 0. Waits raise WaitTimeoutError after `timeout_s`, before the first run after hours, and as a
+    JobStore does.
     """
 
     def __init__(
@@ -92,15 +94,22 @@ class HostTeam:
         return values
 
     def _open(self, run: int) -> LaunchSite:
-        """Host 0 makes the store of a run; the others wait until it does, so until it has measured the run before."""
+        """Host 0 makes the store of a run once every host is ready for it; the others wait until it does.
+
+        So no rank waits for a host that has ended, or for one that still reads data or measures the run before.
+        """
         import torch.distributed as dist
 
         key, patience = f"{run}/open", timedelta(seconds=self._timeout_s)
+        longest = self._timeout_s if run else _PREPARE_S
+        self._store.set(f"{run}/ready/{self.number}", "")
+        for host in range(1, self.count) if self.leads else ():
+            self._await(f"{run}/ready/{host}", host, f"to be ready for run {run + 1}", longest)
         if self.leads:
             stores: Any = dist
             self._meeting = stores.TCPStore(self.address, 0, is_master=True, timeout=patience, wait_for_workers=False)
             self._store.set(key, str(self._meeting.port))
-        port = int(self._await(key, 0, f"to open run {run + 1}", self._timeout_s))
+        port = int(self._await(key, 0, f"to open run {run + 1}", longest))
         first = self.number * self.per_host
         ranks = range(first, first + self.per_host)
         return LaunchSite(ranks, self.per_host * self.count, self.address, port, self.number, self.count)

@@ -15,6 +15,7 @@ from odc.errors import AbandonedMinibatchError
 from odc.fsdp import refusals
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
+from odc.memory import advise_huge
 from odc.runtime import Endpoint, HeapLayout, UnitSpec, parts
 
 
@@ -44,9 +45,8 @@ class Collector:
         abandoned = refusals.abandonment(who, protocol)
         if abandoned is None and any(used):
             refusals.refuse_half_evaluated(protocol)
-        protocol.complete()
+        member.complete(self._used_units(used), gather=abandoned is None)
         if abandoned is None:
-            member.gather_sums(self._used_units(used))
             self._write_gradients(used)
         else:
             self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
@@ -87,7 +87,15 @@ def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tenso
     Sums in the order of `parts`: every rank of a replica group computes the same bits.
     """
     first, *others = parts(layout, unit)
-    total = first.clone()
+    total = torch.empty_like(first, dtype=unit.accumulator_dtype)
+    if total.device.type == "cpu":
+        advise_huge(total)  # freshly allocated: much of the time would be page faults
+    if not others:
+        return torch.div(first, divide_by, out=total)
+    if first.dtype == others[0].dtype == total.dtype:  # in one pass
+        torch.add(first, others.pop(0), out=total)
+    else:  # some were rounded as they came: each is added as it is, in the accumulator's dtype
+        total.copy_(first)
     for part in others:
         total.add_(part)
     return total.div_(divide_by)

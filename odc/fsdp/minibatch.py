@@ -13,6 +13,7 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp import refusals
 from odc.fsdp.collect import Collector
 from odc.fsdp.fetcher import FetchedGroup
+from odc.fsdp.last import LastPushes
 from odc.fsdp.sender import Sender
 from odc.runtime import Endpoint, Gradient, Outcome, RootState, UnitSpec
 from odc.trace import Mark, recorder
@@ -35,6 +36,7 @@ class Minibatch:
         self.pushed = False  # in the open epoch
         self.explicit = False  # inside `with model.minibatch()`
         self.given_up: str | None = None  # why this rank abandons the open epoch
+        self.last = LastPushes(len(groups))
         self.manual = False  # a minibatch ends by `finalize_backward()`, never by a backward
         self._finalized: set[int] = set()
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
@@ -57,6 +59,7 @@ class Minibatch:
         self._member.shards.publish(shards, self._collector.dirty)
         self._collector.dirty = [False] * len(self._groups)
         self._protocol.reset_microbatches()
+        self.last.begin()
         self._set(RootState.OPEN)
         self._mark()
         self.pushed = False
@@ -71,7 +74,9 @@ class Minibatch:
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.pushed = True
-        self._sender.send(unit, gradients)
+        # In manual mode every backward counts as marked. Inside `minibatch()` none does, unless the loop marks it.
+        marked = not self.manual and self._iteration.is_last_backward()
+        self._sender.send(unit, gradients, last=self.last.pushed(unit.index, marked))
 
     def finalized(self, group: FetchedGroup) -> None:
         """A last backward is over for `group`; the last of all groups ends the minibatch.

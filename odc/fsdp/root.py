@@ -31,6 +31,7 @@ from odc.fsdp.root_layout import (
     unit_of,
 )
 from odc.fsdp.sender import Sender
+from odc.memory import keep_freed
 from odc.runtime import JobStore, Member, RootState, locate
 from odc.trace import recorder
 
@@ -54,6 +55,9 @@ class Root:
         for group in groups:
             group.odc_params = list(params_of(group))
         units = [unit_of(i, group, settings) for i, group in enumerate(groups)]
+        if compat.device_of(groups[0]).type == "cpu":
+            # One unit in use, one fetched ahead, and the gradients of two on their way.
+            keep_freed(4 * grid.shards * max(unit.published_bytes for unit in units))
         self.identity = identity = identity_of(call.sequence, grid)
         # Nothing that the daemon or `_shut_down` holds may hold this object: a deleted model gives its heap back.
         self.member = member = Member(
@@ -103,6 +107,7 @@ class Root:
             shards = [[param.shard() for param in group.odc_params] for group in self.groups]
             refuse_stale(self.layout, self.minibatch.epoch, shards)
         protocol.count_microbatch()
+        self.minibatch.last.forward()
         self.fetcher.restart("forward")
         self.fetcher.restart("backward")
 

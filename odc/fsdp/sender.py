@@ -22,8 +22,8 @@ class Sender:
         self._worker = Worker("odc-send", _UNITS_WAITING) if overlap else None
         self._jobs: list[Job] = []
 
-    def send(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
-        """Push `gradients` of `unit`; raises what an earlier push raised."""
+    def send(self, unit: UnitSpec, gradients: Sequence[Gradient], *, last: bool = False) -> None:
+        """Push `gradients` of `unit`, the `last` ones of a minibatch or not; raises what an earlier push raised."""
         begin = recorder().now()
         lane = "main" if self._worker is None else "push"
         lanes = self._lanes
@@ -34,6 +34,8 @@ class Sender:
             with lanes.lane("push"):
                 lanes.follow(computed)
                 nbytes = self._pusher.push(unit, gradients)  # settled when it returns: the gradients may go
+                if last:
+                    self._pusher.end((unit,))
             recorder().add(PUSH, start, unit=unit.name, nbytes=nbytes, lane=lane)
 
         job = Job(push)  # never run by two threads: pushes keep their order, and a ring has one producer

@@ -25,13 +25,15 @@ def weight_handle(model: Any) -> str:
     not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
     not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
 
-    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well; WaitTimeoutError or PeerLostError
-    if a rank did not start.
+    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or lies on a GPU; WaitTimeoutError
+    or PeerLostError if a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
     root = root_of(model)
     root_layout, grid = root.layout, root.grid
+    if root_layout.heap.device.type != "cpu":
+        raise UnsupportedError(f"rank {grid.rank}: weights on {root_layout.heap.device} are not exported yet")
     names = _state_names(model, root)
     heap = root_layout.heap
     owners, network = [], root.member.network

@@ -204,7 +204,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
                 assert self._pieces is not None, "made with the loader that planned the step"
                 for piece in self._pieces.of(inputs.split):
                     loss += super().training_step(model, piece, num_items_in_batch)
-            for microbatch in inputs.microbatches:
+            for number, microbatch in enumerate(inputs.microbatches, 1):
+                model.set_is_last_backward(number == len(inputs.microbatches))
                 loss += super().training_step(model, microbatch, num_items_in_batch)
         return loss
 

@@ -4,7 +4,7 @@ from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plai
 from odc.memory.available_memory import FreeMemory, free_memory
 from odc.memory.heap import HostLanes, Lanes, SymmetricHeap
 from odc.memory.layout import Layout, Request
-from odc.memory.mapping import advise_huge
+from odc.memory.mapping import advise_huge, keep_freed
 from odc.memory.mutex import MUTEX_BYTES, RobustMutex
 from odc.memory.processes import ProcessHandle, close_after_fork
 from odc.memory.shm import Attachment, ShmHeap
@@ -29,6 +29,7 @@ __all__ = [
     "close_after_fork",
     "default_atomics",
     "free_memory",
+    "keep_freed",
     "libatomic",
     "plain_x86_64",
     "require_add",

@@ -25,6 +25,8 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _HUGE_FROM_BYTES = 4 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_KEPT = -1, -3, 32 << 20
+_kept = 0  # bytes that malloc was told to keep
 _STEP = 256 << 20  # bytes prefaulted between two looks at the memory that is left
 _RETRIES = 100
 
@@ -139,3 +141,17 @@ def advise_huge(buffer: torch.Tensor) -> None:
         start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (buffer.data_ptr() + buffer.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         _libc().madvise(start, nbytes, _MADV_HUGEPAGE)
+
+
+def keep_freed(nbytes: int) -> None:
+    """Have malloc keep at least `nbytes` that were freed, in this process, for what is allocated next. Best effort.
+
+    Unsharded parameters and gradients come and go in every unit; else the kernel takes their pages back and zeroes new
+    ones each time. Blocks of 32 MiB and more, the largest that glibc keeps, are still given back.
+    """
+    global _kept
+    libc = _libc()
+    if nbytes > _kept and hasattr(libc, "mallopt"):
+        _kept = nbytes
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)  # where glibc goes by itself, step by step; else it stops there
+        libc.mallopt(_M_TRIM_THRESHOLD, min(max(nbytes, 2 * _LARGEST_KEPT), (1 << 31) - 1))

@@ -24,19 +24,18 @@ def board_name(identity: str) -> str:
 class ExposedHeap:
     """This rank's heap of one root, exposed under the root's identity until `close`.
 
-    `answers` are functions by the name under which they answer members of other hosts. A heap of weights is also
+    `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
     exposed to readers outside the job, which are admitted by a secret of the root's own and get nothing else.
     """
 
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
-        assert isinstance(layout.heap, ShmHeap)
         self._identity, self._network, self._names = identity, network, [identity, *answers]
         network.engine.expose(identity, layout.heap.whole(layout.grid.me))
         for name, function in answers.items():
             network.engine.answer(name, function)
-        if layout.units:
+        if layout.units and isinstance(layout.heap, ShmHeap):
             self._names.append(board_name(identity))
             network.engine.answer(board_name(identity), functools.partial(_board, layout))
             network.expect(export_purpose(identity), self._visited)

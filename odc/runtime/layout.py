@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from odc.errors import UnsupportedError
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
 from odc.runtime.grid import RankGrid, refuse_unsupported
 from odc.runtime.movers.choice import mover_for
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.peers.remote import NodeShare, RemotePeer, mirror_requests, node_requests, padded, sums_bytes
+from odc.runtime.peers.remote import NodeShare, RemotePeer, mirror_requests, node_requests, starts
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import BOARD_WORDS
 from odc.settings import Settings
@@ -24,10 +25,23 @@ HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype
 _BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
 _LANDING_BYTES = 16 << 20
 _DATA = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "arrived", "landing"}
+    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "landing"}
 )  # regions on the heap's device; the others are words
-_ACCOUNTS = {"headers": "words", "arrived": "sums", "landing": "cache"}  # of regions, by their names' first part
+# Of regions, by the first part of their names.
+_ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def refuse_rounding(layout: HeapLayout, sums_dtype: str) -> None:
+    """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
+    if not layout.grid.remote or sums_dtype == "accumulator":
+        return
+    where = f"rank {layout.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
+    if not layout.spans_hosts:
+        raise UnsupportedError(f"{where} is for a mesh whose shards lie on several hosts, in CPU memory")
+    for unit in layout.units:
+        if unit.accumulator_dtype == torch.float64:
+            raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,9 @@ class HeapLayout:
         sum_sources: the same of a node's sums for a member of another node.
         shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
+        spans_hosts: whether shards lie on several hosts, each a node, in CPU memory: sums leave as they are complete.
+        rounded: the dtype in which sums cross the network, if it is not the accumulators'.
+        wire_at: as `sums_at`, of the sums as they cross.
         pushed_board: this rank's board, over hosts only.
     """
 
@@ -74,14 +91,17 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        kernels = "auto" if heap.device.type == "cuda" else settings.kernels
-        refuse_unsupported(grid, kernels=kernels)
+        on_cuda = heap.device.type == "cuda"
+        kernels, queue = ("auto", settings.queue_bytes) if on_cuda else (settings.kernels, 0)
+        refuse_unsupported(grid, kernels=kernels, queue_bytes=queue)
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
-        self.sums_at = [0]
-        for unit in self.units:
-            self.sums_at.append(self.sums_at[-1] + padded(unit, self.sum_sources, self.shares))
+        self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts and not self._on_device
+        refuse_rounding(self, settings.sums_dtype)
+        self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
+        self.sums_at = starts(self.units, self.sum_sources, self.shares)
+        self.wire_at = starts(self.units, self.sum_sources, self.shares, self.rounded)
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -138,11 +158,15 @@ class HeapLayout:
         grid = self.grid
         requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
         if grid.nodes.shards_span_hosts:
-            requests += node_requests(grid.nodes, self.units, self.sum_sources)
+            requests += node_requests(grid.nodes, self.units, self.sums_at[-1])
             if self._reads_land:
                 most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
                 requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
-        arrived = max(64, sums_bytes(self.units, self.sum_sources, self.shares))
+        if self.spans_hosts:
+            requests.append(("node/lasts", max(1, len(self.units)) * 2 * 8))
+        if self.rounded is not None:
+            requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(grid.host_count - 1)]
+        arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
 
     @property
@@ -194,8 +218,16 @@ class HeapLayout:
         sums = self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=count)
         return sums.view(self.sum_sources, unit.numel)
 
+    def round_sums(self, unit: UnitSpec) -> None:
+        """Where sums are rounded: write `node_sums` to where they are read from."""
+        if (dtype := self.rounded) is None:
+            return
+        at = self.wire_at[unit.index] // dtype.itemsize
+        for row, whole in enumerate(self.node_sums(unit)):
+            self.heap.tensor(self.grid.me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
+
     def arrived(self, number: int) -> torch.Tensor:
-        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `sums_at` says."""
+        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
     @property

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -122,6 +122,7 @@ class Links:
         self._sizes: dict[FrameKind, int] = {}  # words of the regions that an arena mirrors
         self._words_of: Callable[[FrameKind], list[int]] = lambda kind: []
         layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+        self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # told SUMMED of a member, by epoch
 
     def mirror(self, sizes: dict[FrameKind, int], words_of: Callable[[FrameKind], list[int]]) -> None:
         """Carry an arena's words too, so many of each kind; `words_of` are all that this rank has stored. Before any
@@ -195,6 +196,10 @@ class Links:
             if link is not None:
                 self._send(link, frame)
 
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        body = np.array(list(counts.items()), _COUNT).tobytes()
+        self._tell(Frame(FrameKind.SUMMED, value=epoch, body=body))
+
     def _tell(self, *frames: Frame) -> None:
         with self._changing:
             for link in list(self._links.values()):
@@ -218,6 +223,7 @@ class Links:
             FrameKind.ABANDONMENT: REASON_BYTES,
             FrameKind.COUNTS: 8 * self._layout.param_base[-1],
             **{kind: 8 * words for kind, words in self._sizes.items()},
+            FrameKind.SUMMED: 16 * len(self._layout.units),
         }
         frames, heard = FrameReader(limits, BOARD_WORDS), False
 
@@ -252,10 +258,21 @@ class Links:
             peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
         elif frame.kind in _REGIONS:
             self._mirror(peer, frame)
+        elif frame.kind is FrameKind.SUMMED:
+            self._take_summed(member, frame)
         elif len(frame.body) != 8 * self._layout.param_base[-1]:
             raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
         elif frame.body:
             peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+
+    def _take_summed(self, member: int, frame: Frame) -> None:
+        if len(frame.body) % 16:
+            raise MalformedFrameError(f"{len(frame.body)} bytes of sums")
+        numbers = np.frombuffer(frame.body, _COUNT).tolist()
+        counts = dict(zip(numbers[::2], numbers[1::2], strict=True))
+        if not all(0 <= unit < len(self._layout.units) for unit in counts):
+            raise MalformedFrameError(f"sums of units {sorted(counts)}")
+        self.summed(member, frame.value, counts)
 
     def missed(self, partner: int, why: str = "") -> None:
         """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
@@ -308,5 +325,6 @@ class Links:
             self._closed = True
             board = self._layout.pushed_board
             board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
+            self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()

@@ -28,6 +28,7 @@ from odc.runtime.queue import Queue
 from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
+from odc.runtime.sums import HostSums, SumsReader
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import Outcome
 from odc.settings import Settings
@@ -44,8 +45,10 @@ class Endpoint:
         self.layout, self.grid = layout, layout.grid
         self.protocol = MemberProtocol(layout)
         self.heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        cache = NodeCache(self.protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
-        self.shards = PublishedShards(self.protocol, cache)
+        self._cache = NodeCache(self.protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
+        self.sums = HostSums(self.protocol) if layout.spans_hosts else None
+        self.reader = SumsReader(self.protocol, self.heaps) if layout.spans_hosts else None
+        self.shards = PublishedShards(self.protocol, self._cache)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
         self.queue = Queue(self.protocol, self.heaps) if layout.settings.queue_bytes else None
@@ -56,8 +59,12 @@ class Endpoint:
         Waits only for peers to begin the epoch, and only where something was pushed in it.
         """
         lanes = self.layout.heap.lanes
+        if self._cache is not None:
+            self._cache.settle()
         with lanes.lane("fetch"):
             lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
+        if outcome is Outcome.TRAINED:
+            self.pusher.end(self.layout.units)
         if outcome is Outcome.EVALUATED:
             self.protocol.skip_collect()
         elif self.pusher.epoch == self.protocol.epoch:
@@ -69,8 +76,18 @@ class Endpoint:
         self.protocol.await_links()
         self.protocol.close(outcome)
 
-    def gather_sums(self, used: Sequence[bool]) -> None:
-        """Bring what others hold of this rank's gradients here, of the units that are `used`; after `complete`."""
+    def complete(self, used: Sequence[bool], *, gather: bool) -> None:
+        """Say that what this rank holds of others' gradients is complete, of the units that are `used`; then bring what
+        others hold of its own, unless `gather` is False. When all ranks are DONE.
+        """
+        if self.sums is not None and self.reader is not None:
+            self.sums.complete(used)
+            self.protocol.complete(wait=False)
+            self.reader.collect(used) if gather else self.reader.drop()
+            return
+        self.protocol.complete()
+        if not gather:
+            return
         if self.grid.nodes.shards_span_hosts:
             gather_sums(self.layout, self.heaps, used)
         else:
@@ -100,8 +117,12 @@ class Member(Endpoint):
         self._daemon = server = daemon(grid.rank)
         listens = bool(grid.remote) or (settings.address != "" and isinstance(layout.heap, ShmHeap))
         self.network = network = server.network(store, settings) if listens else None
-        super().__init__(layout, rendezvous.notify, network.engine if network is not None and grid.remote else None)
-        self._service = service = Service(identity, self.layout)
+
+        def notify(member: int) -> None:
+            server.notify() if member == grid.me else rendezvous.notify(member)
+
+        super().__init__(layout, notify, network.engine if network is not None and grid.remote else None)
+        self._service = service = Service(identity, self.layout, self.sums)
         self._exposed: ExposedHeap | None = None
         self._hosts: HostMeeting | None = None
         if network is not None:
@@ -112,6 +133,8 @@ class Member(Endpoint):
             attend = functools.partial(server.attend, service)
             self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
             self.protocol.links = self._hosts.links
+            if self.reader is not None:
+                self._hosts.links.summed = self.reader.told
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
@@ -146,6 +169,9 @@ class Member(Endpoint):
         if self.forked:
             return None
         self.protocol.leave(note)
+        for threads in (self._cache, self.reader):
+            if threads is not None:
+                threads.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
         departure = Departure(self._service, self.rendezvous, dismiss, self._hosts, self._exposed)
         self._daemon.departures.add(departure)

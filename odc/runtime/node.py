@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -28,6 +29,7 @@ from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
+NAP_S = 0.1  # between two looks at ABORT while a thread of this rank reads
 _LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
@@ -102,7 +104,12 @@ def answer_claim(protocol: MemberProtocol) -> bytes:
 
 
 class NodeCache:
-    """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`."""
+    """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`.
+
+    The cache has room for every unit. So over hosts a thread reads ahead in the order of the last epoch, from this
+    rank's first use of a unit on: the network is not idle while ranks compute. It waits for nobody, and claims what it
+    reads.
+    """
 
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
@@ -112,10 +119,16 @@ class NodeCache:
         # next node, so that nodes read from different nodes.
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
+        self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
+        self._changed = threading.Condition()
+        self._reading = self._closed = False  # whether the thread is in a read
+        self._failed: Exception | None = None
+        self._thread: threading.Thread | None = None
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
         epoch, peers = self._protocol.epoch, [self._layout.share(owner) for owner in self._owners]
+        self._look_ahead(unit.index, epoch)
         for peer in peers:
             if self._claim(peer, unit, epoch):
                 self._read(peer, unit, epoch)
@@ -123,6 +136,55 @@ class NodeCache:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
                 self._await(peer, unit, epoch, cached, lane)
+
+    def _look_ahead(self, unit: int, epoch: int) -> None:
+        if not self._layout.spans_hosts:
+            return
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            if epoch != self._epoch:
+                self._epoch, self._used, self._ahead = epoch, [], deque(self._used)
+            if unit not in self._used:
+                self._used.append(unit)
+            if self._ahead and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="odc-ahead", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+                while not self._ahead and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
+            try:
+                for owner in self._owners:
+                    peer = self._layout.share(owner)
+                    if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
+                        self._read(peer, unit, epoch)
+            except Exception as error:
+                self._failed = error  # ranks of this host wait for what was claimed: the next fill ends the job
+
+    def settle(self) -> None:
+        """Read no further ahead; return when nothing is being read. Before DONE."""
+        with self._changed:
+            self._ahead.clear()
+        nap = functools.partial(nap_until, self._changed, self._idle)
+        self._protocol.await_reads(self._owners[0], "shards ahead", self._idle, nap)
+
+    def _idle(self) -> bool:
+        return not self._reading
+
+    def close(self) -> None:
+        """End the thread. Waits for nobody."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _claim(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> bool:
         """Whether this rank has to read the shard: it is the first of its node to ask for it in this epoch."""
@@ -141,12 +203,23 @@ class NodeCache:
         offset = self._layout.buffer_offset(unit, epoch)
         self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
         peer.cached(unit).store(0, epoch)  # release: the shard is there
+        with self._changed:
+            self._changed.notify_all()
 
     def _await(self, peer: NodeShare, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
         what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
-        self._protocol.waiter.until(functools.partial(_holds, cached, epoch), claimer, what, lane=lane)
+        there = functools.partial(_holds, cached, epoch)
+        nap = functools.partial(nap_until, self._changed, there) if claimer == self._layout.grid.me else None
+        self._protocol.waiter.until(there, claimer, what, lane=lane, nap=nap)
+
+
+def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
+    """Sleep for a moment, or until whoever makes `ready` true notifies of it."""
+    with changed:
+        if not ready():
+            changed.wait(NAP_S)
 
 
 def _holds(cached: Words, epoch: int) -> bool:
@@ -193,10 +266,10 @@ def _sums_from(layout: HeapLayout, partner: int, unit: UnitSpec) -> torch.Tensor
     """[sum_sources, unit.numel]: sums of a partner's node for this rank; of another host's those that have arrived."""
     if not layout.grid.is_remote(partner):
         return layout.sums_of(partner, _row_in(layout.grid.nodes, partner), unit)
-    start = layout.sums_at[unit.index]
+    start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
     raw = layout.arrived(layout.contributors.index(partner))
-    raw = raw[start : start + layout.sum_sources * unit.accumulator_bytes]
-    return raw.view(unit.accumulator_dtype).view(layout.sum_sources, unit.numel)
+    raw = raw[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
+    return raw.view(dtype).view(layout.sum_sources, unit.numel)
 
 
 def _row_in(nodes: RankGrid, partner: int) -> int:

@@ -9,6 +9,9 @@
     collect   wait: all DONE, ACCUMULATED = SENT | COMPLETE | wait: replicas COMPLETE | write .grad | READ
               three replicas or more, before that: add an N-th of their sums up | REDUCED | wait: theirs
 
+    sums      last push of a unit: added | LAST        daemon: all ranks of the host LAST | SUMMED, over the links
+    collect   before .grad: wait: SUMMED of every unit, or COMPLETE | read what was not read, or has grown since
+
 An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -60,6 +63,9 @@ class OtherHosts(Protocol):
     def tell_counts(self, counts: torch.Tensor) -> None:
         """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
 
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
+
 
 class NoOtherHosts:
     """The links of a rank whose peers are all on its host."""
@@ -68,6 +74,9 @@ class NoOtherHosts:
         return True
 
     def tell_counts(self, counts: torch.Tensor) -> None:
+        return
+
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         return
 
 
@@ -132,6 +141,10 @@ class MemberProtocol:
             # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
             known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
 
+    def has_published(self, member: int, epoch: int) -> bool:
+        """Whether `await_published` would not wait, in `epoch`."""
+        return _reached(self.layout.peer(member).board, Word.PUBLISHED, epoch)
+
     def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
         """Wait until the ring to `owner` has a free slot; `credit()` counts them. On the sender's thread."""
         if credit() <= 0:
@@ -193,6 +206,45 @@ class MemberProtocol:
         """MINE: this rank has copied one microbatch more."""
         claims = self.layout.mine.claims
         claims.store(ClaimWord.MINE, claims.load(ClaimWord.MINE) + 1)
+
+    # sums over hosts ---------------------------------------------------------------------------------------------
+
+    def say_last(self, counts: Mapping[int, int]) -> bool:
+        """LAST: this rank pushes these units no more in the current epoch; by unit, how often it has since the start.
+
+        Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
+        """
+        lasts, epoch = self.layout.mine.lasts, self.epoch
+        for unit, count in counts.items():
+            lasts.store(2 * unit, count)
+            lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
+        lasts.fence()  # of two ranks that say it at the same time one at least sees both
+        others = [self.layout.local(member).lasts for member in self.grid.local]
+        return any(all(words.load(2 * unit + 1) == epoch for words in others) for unit in counts)
+
+    def summed(self, unit: int) -> int | None:
+        """How often this host's ranks have pushed `unit`, if all have said LAST of it in this rank's epoch. On the
+        daemon's thread, attached to all of them.
+        """
+        epoch, count = self.board.load(Word.PUBLISHED), 0
+        for member in self.grid.local:
+            lasts = self.layout.local(member).lasts
+            if lasts.load(2 * unit + 1) != epoch:
+                return None
+            count += lasts.load(2 * unit)
+        return count
+
+    def await_sums(self, partner: int, told: Callable[[], bool]) -> None:
+        """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
+        board, epoch = self.layout.peer(partner).board, self.epoch
+        what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
+        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
+
+    def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
+        """Wait until a thread of this rank has read what it reads, perhaps of `member`; `what` is said of it, and the
+        thread ends a `nap`.
+        """
+        self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}", nap=nap)
 
     # done --------------------------------------------------------------------------------------------------------
 
@@ -263,10 +315,13 @@ class MemberProtocol:
     def abandonment(self, member: int) -> str:
         return self.layout.peer(member).abandonment(self.epoch)
 
-    def complete(self) -> None:
-        """COMPLETE: this rank's accumulators hold every push. Then wait for those of all replicas."""
+    def complete(self, *, wait: bool = True) -> None:
+        """COMPLETE: this rank's accumulators, and its sums for its partners, hold every push.
+
+        Then, with `wait`, wait for those of its replicas and partners; `await_sums` is another way.
+        """
         self.board.store(Word.COMPLETE, self.epoch)
-        if len(others := self._summed_with()) > 1:
+        if wait and len(others := self._summed_with()) > 1:
             self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
 
     def end_reducing(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -183,6 +183,7 @@ class Pusher:
         self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
         self.epoch = 0
+        self._ended: tuple[int, set[int]] = (0, set())  # epoch, and units of which this rank has said LAST in it
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         """Send `gradients` of `unit` to their owners; returns the bytes that left this rank.
@@ -191,6 +192,26 @@ class Pusher:
         added), not when it is accumulated.
         """
         return self._pushed(unit, gradients, sum(self.push_to(owner, unit, gradients) for owner in self._owners))
+
+    def end(self, units: Iterable[UnitSpec]) -> None:
+        """Say that this rank pushes no more of `units` in this epoch, so that their sums may leave the host; where no
+        sums do, nothing. A later push is not lost, but the sum crosses again.
+        """
+        protocol, bases = self._protocol, self._layout.param_base
+        if not self._layout.spans_hosts:
+            return
+        if self._ended[0] != protocol.epoch:
+            self._ended = protocol.epoch, set()
+        said = self._ended[1]
+        counts = {
+            unit.index: int(self._counted[bases[unit.index] : bases[unit.index + 1]].sum())
+            for unit in units
+            if unit.numel and unit.index not in said
+        }
+        said.update(counts)
+        if counts and protocol.say_last(counts):
+            for member in protocol.grid.local:
+                self._notify(member)
 
     def _pushed(self, unit: UnitSpec, gradients: Sequence[Gradient], sent: int) -> int:
         """Count a push that is complete; returns `sent`, its bytes."""

@@ -154,7 +154,7 @@ class Queue:
 
     def _table(self, member: int) -> torch.Tensor:
         """int64 [microbatches, _ROW]: what a member offers."""
-        size = self._layout.heap.layout.size("queue")
+        size = self._layout.mine.offers().numel()
         words = self._copy(member, 0, min(size, _TABLE_BYTES), "what is in the queue").view(torch.int64)
         end = 1 + _ROW * int(words[0])
         if end > len(words):

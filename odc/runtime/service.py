@@ -19,6 +19,7 @@ from odc.runtime.layout import HeapLayout
 from odc.runtime.protocol import abort
 from odc.runtime.push import Inbox
 from odc.runtime.queue import progress
+from odc.runtime.sums import HostSums
 from odc.runtime.words import RootState, Word
 from odc.trace import PUSH, recorder
 
@@ -29,9 +30,13 @@ def reading_token(token: str) -> str:
 
 
 class Service:
-    """One root's server side. All methods are called from the daemon's thread unless said otherwise."""
+    """One root's server side. All methods are called from the daemon's thread unless said otherwise.
 
-    def __init__(self, identity: str, layout: HeapLayout) -> None:
+    `sums` are those that this rank's partners on other hosts read, if they do.
+    """
+
+    def __init__(self, identity: str, layout: HeapLayout, sums: HostSums | None = None) -> None:
+        self._sums = sums
         self.identity, self.layout, self.token = identity, layout, secrets.token_hex(16)
         self.rank = layout.grid.rank
         self._board = layout.mine.board
@@ -49,6 +54,8 @@ class Service:
         """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
         if self._drain_device is not None:
             return self._drain_device()
+        if self._sums is not None:
+            self._sums.look()
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)

@@ -16,7 +16,7 @@ from odc.trace import WAIT, recorder
 
 _YIELDS = 39
 _FIRST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 1e-3
+_LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 
 
@@ -94,11 +94,20 @@ class Waiter:
         if self._board.load(Word.ABORT):
             self._raise_abort(self._grid.me, doing)
 
-    def until(self, ready: Callable[[], bool], member: int, what: str, *, lane: str = "main") -> None:
+    def until(
+        self,
+        ready: Callable[[], bool],
+        member: int,
+        what: str,
+        *,
+        lane: str = "main",
+        nap: Callable[[], object] | None = None,
+    ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
         `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
-        thread's in the trace. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
+        thread's in the trace; `nap` sleeps between two looks, a tenth of a second at most, where another thread of this
+        rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`.
         """
         self.check(f"waiting for {what}")
@@ -107,19 +116,21 @@ class Waiter:
         begin = recorder().now_on(lane)
         self._note(self._grid.ranks[member])
         try:
-            self._poll(ready, member, what)
+            self._poll(ready, member, what, nap)
         finally:
             self._note(None)
             end = recorder().now_on(lane)
             if end - begin > _SPAN_NS:
                 recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
 
-    def _poll(self, ready: Callable[[], bool], member: int, what: str) -> None:
+    def _poll(self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
-        backoff = Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S, yields=_YIELDS)
+        longest = _LONGEST_SLEEP_S if self._pushed is None else _LONGEST_OVER_HOSTS_S
+        backoff = Backoff(_FIRST_SLEEP_S, longest, yields=0 if nap else _YIELDS)
+        sleep = nap or backoff.sleep
         while True:
-            backoff.sleep()
+            sleep()
             if ready():
                 return
             if self._board.load(Word.ABORT):

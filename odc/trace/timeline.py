@@ -267,7 +267,7 @@ def _draw_legend(
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(facecolor=colour) for colour in compute.values()]
-    labels, notes = list(compute), ["a white line begins a microbatch"]
+    labels, notes = list(compute), [f"a white line begins a {'pass' if compute else 'microbatch'}"]
     if not compute:
         handles, labels = [_side_by_side(_SHADES)], [COMPUTE]
         notes.insert(0, "the shade of compute alternates with every microbatch")

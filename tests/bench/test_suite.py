@@ -104,9 +104,8 @@ def test_on_a_device_every_world_has_a_fresh_process() -> None:
     assert [row["what"] for row in found.rows] == ["signal there and back"] and not left
 
 
-def test_planners_need_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAMPLES", (64,))
-    found = run(["planners"], [2], [], "cpu", ONCE)
+def test_planners_need_no_ranks() -> None:
+    found = run(["planners"], [2], [], "cpu", replace(ONCE, planned=(64,)))
     assert [row["what"] for row in found["rows"]] == [
         "partition, 64 samples",
         "lb_micro, 64 samples",

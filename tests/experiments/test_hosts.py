@@ -103,15 +103,17 @@ def test_both_hosts_name_the_rank_that_is_to_blame(sites: list[LaunchSite]) -> N
         assert len(error.failures) == 4
 
 
-def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite]) -> None:
-    def leads_wrongly(team: HostTeam) -> None:
-        if team.leads:
-            raise ConfigError("output: cannot write")
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite], wrong: int) -> None:
+    def run(team: HostTeam) -> None:
+        if team.number == wrong:
+            raise ConfigError("data: there is no file")
         team.launch(0, lambda rank: rank)
 
-    mine, theirs = on_both(leads_wrongly)
-    assert str(mine) == "output: cannot write"
-    assert str(theirs) == "host 0 has ended: ConfigError: output: cannot write"
+    found = on_both(run)
+    assert str(found[wrong]) == "data: there is no file"
+    assert str(found[1 - wrong]) == f"host {wrong} has ended: ConfigError: data: there is no file"
+    assert not sites, "no rank has been started"
 
 
 @pytest.mark.parametrize(("here", "world"), [("2", "6"), ("4", "6"), ("2", "5")])

@@ -12,6 +12,8 @@ from support.ranks import RankPool
 from torch import nn
 
 from odc.fsdp.collect import push_counts, reduced, write_gradients
+from odc.runtime.node import RemoteHeaps
+from odc.runtime.replicas import gather_replicas
 from odc.settings import Settings
 
 LAYOUT: Layout = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
@@ -89,8 +91,9 @@ def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits(accumulate
         for member, value in zip(column, [1e8, -1e8, 1.0], strict=True):
             fill(group, member, [value] * 6, source=0)
         fill(group, 0, [77.0] * 6)  # of the other shard
+        protocols, used = [group.members[member].protocol for member in column], [True, False]
         with ThreadPoolExecutor(len(column)) as threads:  # each waits for the others to add their parts up
-            list(threads.map(lambda member: group.members[member].gather_sums([True, False]), column))
+            list(threads.map(lambda one: gather_replicas(one, RemoteHeaps("group", None, one), used), protocols))
         for member in column:
             assert reduced(group.layouts[member], group.units[0], 2.0).tolist() == [0.5] * 6
 

@@ -17,11 +17,12 @@ from support.exact import HIDDEN, Exact, SignStep, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
-from odc.fsdp import default_store
+from odc.fsdp import default_store, root_of
 from odc.runtime import Arena, queue
 from odc.runtime.daemon import ask_all
 
@@ -29,9 +30,16 @@ HostPools = Callable[[int, int], Any]
 
 
 def train(
-    shard: Callable[..., Any], rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None
+    shard: Callable[..., Any],
+    rank: int,
+    world: int,
+    counts: tuple[tuple[int, ...], ...],
+    settings: Settings | None,
+    marks: str = "none",
 ) -> list[torch.Tensor]:
-    """Whole parameters after every step, and the outputs of an evaluation between them."""
+    """Whole parameters after every step, and the outputs of an evaluation between them. `marks`: which backwards are
+    marked as the rank's last, "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all".
+    """
     model, mine = Exact(), shard is fully_shard
     options = {"settings": settings} if mine and settings is not None else {}
     for layer in model.layers:
@@ -43,6 +51,8 @@ def train(
         if mine:
             with model.minibatch():
                 for i in range(row[rank]):
+                    last = i == row[rank] - 1 and (rank, step) != (0, 1)
+                    model.set_is_last_backward(marks == "all" or (marks == "last" and last))
                     model(batch(rank, step, i)).sum().backward()
         else:
             most = max(row)
@@ -57,8 +67,10 @@ def train(
     return found + [values.full_tensor() for values in model.state_dict().values()]
 
 
-def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None) -> int:
-    ours = train(fully_shard, rank, world, counts, settings)
+def same(
+    rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None, marks: str = "none"
+) -> int:
+    ours = train(fully_shard, rank, world, counts, settings, marks)
     theirs = train(torch_fully_shard, rank, world, counts, None)
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -66,7 +78,12 @@ def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: S
     return sum(int(one.count_nonzero()) for one in ours)
 
 
-SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.thorough) for shape in ((3, 1), (2, 4), (3, 2)))]
+SHAPES = [(2, 2, "last")] + [
+    pytest.param(*shape, marked, marks=pytest.mark.thorough)
+    for shape in ((2, 2), (3, 1), (2, 4), (3, 2))
+    for marked in ("none", "last", "all")
+    if (*shape, marked) != (2, 2, "last")
+]
 SETTINGS = {
     "server": Settings(timeout_s=60.0),
     "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
@@ -75,19 +92,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), SHAPES)
-def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int) -> None:
-    """With uneven and no microbatches, and evaluations between the steps."""
+@pytest.mark.parametrize(("hosts", "per_host", "marked"), SHAPES)
+def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int, marked: str) -> None:
+    """With uneven and no microbatches, evaluations between the steps, and backwards that are marked as the last."""
     world = hosts * per_host
     counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)))
-    found = host_ranks(hosts, per_host).run(same, counts, SETTINGS["server"])
+    found = host_ranks(hosts, per_host).run(same, counts, SETTINGS["server"], marked)
     assert min(found) > 1000
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "server"])
 def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None:
-    host_ranks(2, 2).run(same, ((1, 2, 1, 3), (0, 0, 2, 1)), SETTINGS[settings])
+    host_ranks(2, 2).run(same, ((1, 2, 1, 3), (2, 0, 2, 1)), SETTINGS[settings], "last")
 
 
 def same_hybrid(rank: int, world: int, replicas: int, optimizer_sharding: str) -> None:
@@ -322,3 +339,71 @@ def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None
         assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and" in mesh
         assert "keep each replica on one host" in mesh
         assert "are on different hosts" in arena
+
+
+def crossing_in_backward(rank: int, world: int) -> None:
+    """The first layer's backward waits until the last layer's sums have come: they cross while backward goes on."""
+    model = Exact()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    waited = []
+
+    def await_sums(grad: torch.Tensor) -> None:
+        root = root_of(model)
+        reader, epoch = root.member.reader, root.minibatch.epoch
+        assert reader is not None
+        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
+        deadline = time.monotonic() + 60
+        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
+            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
+            time.sleep(0.002)
+        waited.append(epoch)
+
+    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    model(batch(rank, 0, 0)).sum().backward()  # a minibatch of one backward
+    model.set_requires_gradient_sync(False)
+    model(batch(rank, 1, 0) * 0).sum()  # of a microbatch without a backward
+    model.set_requires_gradient_sync(True)
+    model(batch(rank, 1, 0)).sum().backward()
+    with model.minibatch():
+        model.set_is_last_backward(True)
+        model(batch(rank, 2, 0)).sum().backward()
+    assert waited == [1, 2, 3]
+
+
+def test_sums_cross_while_backward_goes_on(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(crossing_in_backward)
+
+
+def rounded(rank: int, world: int) -> None:
+    """Gradients with bf16 sums are those of plain torch where each sum of another host's ranks is rounded once."""
+    model, whole = Exact(), [Exact() for _ in range(world)]
+    settings = Settings(timeout_s=60.0, sums_dtype="bfloat16")
+    for layer in model.layers:
+        fully_shard(layer, settings=settings)
+    fully_shard(model, settings=settings)
+    with model.minibatch():
+        for i in range(2):
+            model.set_is_last_backward(i == 1)
+            (model(batch(rank, 0, i)) * 57.0).sum().backward()
+    for other, one in enumerate(whole):
+        for i in range(2):
+            (one(batch(other, 0, i)) * 57.0).sum().backward()
+    changed = 0
+    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
+        by_rank = [distribute_tensor(param.grad, mine.device_mesh, mine.placements).to_local() for param in theirs]
+        half, here = world // 2, rank * 2 // world
+        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
+        exact = sum(sums) / world
+        sums[1 - here] = sums[1 - here].bfloat16().float()
+        expected = (sums[0] + sums[1]) / world
+        assert torch.equal(mine.grad.to_local(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
+        changed += int((expected != exact).sum())
+    told = torch.tensor(changed)
+    dist.all_reduce(told)
+    assert int(told) > 0, "or nothing was rounded"
+
+
+def test_rounded_sums_equal_plain_torch(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(rounded)

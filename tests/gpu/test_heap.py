@@ -11,7 +11,7 @@ from support.conformance import HeapConformance, sealed
 from support.device import cuda_group
 
 from odc.errors import HeapMemoryError
-from odc.runtime.movers import cuda as cuda_mover
+from odc.runtime.movers import driver
 
 
 class TestCudaHeap(HeapConformance):
@@ -25,7 +25,7 @@ def copies_by_address(rank: int, world: int, identity: str, nbytes: int) -> None
         made = heap.lanes.mark()
         with heap.lanes.lane("push"):
             heap.lanes.follow(made)
-            cuda_mover.put(heap.address((rank + 1) % world, "large"), source.data_ptr(), nbytes)
+            driver.copy(heap.address((rank + 1) % world, "large"), source.data_ptr(), nbytes)
             heap.lanes.settle()
         dist.barrier()
         mine = heap.tensor(rank, "large", torch.uint8)

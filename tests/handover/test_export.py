@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from support.ranks import RankPool, RankProcesses, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.errors import PeerLostError
+from odc.errors import PeerLostError, UnsupportedError
 from odc.handover import Reader, weight_handle
 
 Pools = Callable[[int], RankPool]
@@ -196,3 +197,11 @@ def test_a_job_that_ends(tmp_path: Path) -> None:
             read_for_ever(source)
         for outcome in running.wait():
             assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
+
+
+def test_weights_on_a_device_are_refused() -> None:
+    root = mock.Mock()
+    root.grid.rank, root.layout.heap.device = 3, torch.device("cuda", 1)
+    refused = pytest.raises(UnsupportedError, match="rank 3: weights on cuda:1 are not exported yet")
+    with mock.patch("odc.fsdp.root_of", return_value=root), refused:
+        weight_handle(object())

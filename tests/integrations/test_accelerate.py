@@ -29,6 +29,10 @@ def accelerator(fields: dict[str, Any] | None, **options: Any) -> Any:
     if backend := options.pop("compiled", None):
         if plugin is not None:
             options["dynamo_plugin"] = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    if shards := options.pop("sharded_over", None):
+        from accelerate.utils import ParallelismConfig
+
+        options["parallelism_config"] = ParallelismConfig(dp_shard_size=shards)
     return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
 
 
@@ -134,7 +138,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "use activation_checkpointing alone",
     ),
+    "fp8": ({"mixed_precision_policy": "fp8"}, {}, "use 'bf16'"),
     "compilation": ({}, {"dynamo_backend": "eager"}, "use_regional_compilation=True"),
+    "parallelism": ({}, {"sharded_over": 2}, "odc shards over all ranks"),
 }
 
 

@@ -132,7 +132,7 @@ def test_losses_are_those_of_fsdp2(ranks, tmp_path, changes: dict[str, dict[str,
 
 def refused(rank: int, world: int, folder: Path) -> list[str]:
     from odc.errors import ConfigError
-    from odc.integrations.torchtitan import with_odc
+    from odc.integrations.torchtitan import parallelize, with_odc
 
     found = []
     for fields in ({"spmd_backend": "spmd_types"}, {"tensor_parallel_degree": 2}):
@@ -141,9 +141,17 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
             with_odc(dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **fields)))
         except ConfigError as error:
             found.append(str(error))
+    config = configured(folder, {})
+    asked = dataclasses.replace(config.training, enable_cpu_offload=True)
+    given = {"parallel_dims": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
+    try:
+        parallelize(None, training=asked, parallelism=config.parallelism, **given)
+    except ConfigError as error:
+        found.append(str(error))
     return found
 
 
-def test_other_parallelism_is_refused_in_one_line(ranks, tmp_path) -> None:
-    backend, tensor = ranks(2).run(refused, tmp_path)[0]
+def test_other_parallelism_and_offloading_are_refused_in_one_line(ranks, tmp_path) -> None:
+    backend, tensor, offloading = ranks(2).run(refused, tmp_path)[0]
+    assert "training.enable_cpu_offload: leave it out" in offloading
     assert "set it to 'partial_dtensor'" in backend and "leave its degree at 1" in tensor

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 
-LIMITS = {FrameKind.WORD: 0, FrameKind.REASON: 100, FrameKind.ABANDONMENT: 100, FrameKind.COUNTS: 64}
+LIMITS = {
+    FrameKind.WORD: 0,
+    FrameKind.REASON: 100,
+    FrameKind.ABANDONMENT: 100,
+    FrameKind.COUNTS: 64,
+    FrameKind.SUMMED: 32,
+}
 WORDS = 24
 frames = st.builds(
     lambda kind, index, value, body: Frame(kind, index, value, body[: LIMITS[kind]]),

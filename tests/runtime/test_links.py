@@ -31,9 +31,7 @@ class Linked:
         self.group = HeapGroup(LAYOUT, 4, settings=Settings(timeout_s=60.0), hosts=HOSTS)
         self.aborts: dict[int, list[tuple[str, int]]] = {0: [], 2: []}
         self.links, self.readers, self.sockets = dict[int, Links](), dict[int, Callable[[], bool]](), dict[int, int]()
-        for layout in self.group.layouts:
-            for member in layout.grid.local:
-                layout.local(member).attach()
+        self.group.attach_local()
         for me in (0, 2):
             self.links[me] = Links(self.group.layouts[me], self._abort(me))
 
@@ -136,6 +134,18 @@ def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked
     assert theirs.pushes.tolist() == counts.tolist()
     assert theirs.abandonment(1) == "a bad sample"
     assert linked.group.layouts[3].remote(1).pushes.tolist() == [0, 0, 0]
+
+
+def test_a_partner_is_told_which_sums_it_may_read(linked: Linked) -> None:
+    linked.join()
+    heard: list[tuple[int, int, dict[int, int]]] = []
+    linked.links[2].summed = lambda *told: heard.append(told)
+    linked.links[0].tell_summed(7, {1: 1 << 40, 0: 3})
+    linked.receive(2, lambda: bool(heard))
+    assert heard == [(0, 7, {1: 1 << 40, 0: 3})]
+    linked.links[0].tell_summed(8, {2: 1})  # there are units 0 and 1
+    linked.receive(2, lambda: bool(linked.aborts[2]))
+    assert "sums of units [2]" in linked.aborts[2][0][0]
 
 
 def test_an_abort_reaches_every_rank_of_the_other_host_with_its_reason(linked: Linked) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,71 +10,21 @@ import pytest
 import torch
 from support.deferred import late_heaps
 from support.members import F32, HeapGroup
+from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
 from odc.runtime import Gradient, Word, parts
 from odc.runtime import layout as layouts
-from odc.runtime.fetch import PublishedShards
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums
+from odc.runtime.node import gather_sums
 from odc.settings import Accumulate, Settings
-
-LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
-HOSTS = (0, 0, 1, 1)
-
-
-class Copies:
-    """An engine of `me` that reads the heap of the other member; it counts."""
-
-    def __init__(self, group: HeapGroup, me: int, only_into_own: bool) -> None:
-        self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
-        self.fails, self.only_into_own = False, only_into_own
-
-    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
-        if self.fails:
-            raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
-        member = self.group.ranks.index(rank)
-        assert not self.only_into_own or self.group.layouts[self.me].is_mine(into), "it reads into a peer's memory"
-        heap = self.group.layouts[member].heap
-        into.copy_(heap.whole(member)[offset : offset + into.numel()])
-        self.reads.append((rank, into.numel()))
-        self.nbytes += into.numel()
-
-
-class Spread:
-    """A group on two hosts, whose mirrors are written by hand; or on two nodes of one host."""
-
-    def __init__(self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False) -> None:
-        settings = Settings(timeout_s=60.0, accumulate=accumulate)
-        hosts = () if nodes else HOSTS
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
-        self.engines, self.heaps = list[Copies](), list[RemoteHeaps]()
-        for me, member in enumerate(self.group.members):
-            engine = Copies(self.group, me, only_into_own)
-            heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
-            member.shards = PublishedShards(member.protocol, NodeCache(member.protocol, heaps))
-            self.engines.append(engine)
-            self.heaps.append(heaps)
-
-    def publish(self, value: float = 0.0) -> None:
-        for member in range(4):
-            self.group.publish(member, value + member)
-        for layout in self.group.layouts:  # what links would do
-            for other in layout.grid.remote:
-                layout.peer(other).board.store(Word.PUBLISHED, self.group.members[other].protocol.epoch)
-
-    def fetch(self, me: int, unit: int) -> list[float]:
-        spec = self.group.units[unit]
-        out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
-        self.group.members[me].shards.fetch(spec, out)
-        return [values.item() for values in out[0].view(4, -1)[:, 0]]
 
 
 @pytest.fixture
 def spread() -> Iterator[Spread]:
     made = Spread()
     yield made
-    made.group.close()
+    made.close()
 
 
 def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
@@ -199,16 +150,68 @@ def test_the_ledger_says_what_hosts_cost() -> None:
         HeapGroup(LAYOUT, 4) as one,
         HeapGroup(LAYOUT, 4, hosts=HOSTS) as two,
         HeapGroup(LAYOUT, 4, hosts=(0, 1, 2, 3)) as four,
+        HeapGroup(LAYOUT, 4, hosts=HOSTS, settings=Settings(sums_dtype="bfloat16")) as rounded,
     ):
-        single, double, quadruple = (group.layouts[0].ledger() for group in (one, two, four))
+        single, double, quadruple, half = (group.layouts[0].ledger() for group in (one, two, four, rounded))
         assert "cache" not in single
         published = sum(max(64, unit.published_bytes) for unit in one.units)
         sums = sum(-(-unit.accumulator_bytes // 64) * 64 for unit in one.units)
         assert (double["cache"], double["sums"]) == (published, 2 * sums), "sums for the other host, and those of it"
         assert (quadruple["cache"], quadruple["sums"]) == (3 * published, 6 * sums)
+        shorter = sum(-(-unit.numel * 2 // 64) * 64 for unit in one.units)
+        assert (half["cache"], half["sums"]) == (published, sums + 2 * shorter), "whole, rounded, and those that arrive"
         assert double["staging"] < single["staging"], "no ring for a source on another host"
         assert sum(double.values()) == sum(
             nbytes for name, nbytes in two.layouts[0].heap.bytes_by_name().items() if name != "heap/layout"
         )
         assert two.layouts[0].heap.layout.size("node/mutexes") == len(two.units) * 2 * MUTEX_BYTES
         assert one.layouts[0].heap.bytes_by_name().keys().isdisjoint({"mirror/board", "cache/0/0", "sums/0"})
+
+
+def test_units_are_read_ahead_in_the_order_of_the_last_epoch(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (2, 0):
+        spread.fetch(0, unit)
+    assert len(spread.engines[0].reads) == 4, "of an unknown order nothing is read ahead"
+    cache = spread.caches[0]
+    for epoch in (2, 3):
+        cache.settle()
+        spread.publish(50.0 * epoch)
+        del spread.engines[0].reads[:]
+        spread.fetch(0, 2)
+        spread.await_reads(0, 4)
+        assert spread.fetch(1, 0) == [50.0 * epoch + member for member in range(4)]
+        assert not spread.engines[1].reads, "it was there"
+        spread.fetch(0, 0)
+
+
+def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (0, 1):
+        spread.fetch(0, unit)
+    spread.caches[0].settle()
+    for member in (0, 1, 2):
+        spread.group.publish(member)
+    spread.mirror(Word.PUBLISHED)
+    del spread.engines[0].reads[:]
+    spread.caches[0]._look_ahead(0, 2)
+    spread.await_reads(0, 2)
+    spread.caches[0].settle()
+    assert {rank for rank, _ in spread.engines[0].reads} == {16}
+
+
+def test_a_read_ahead_that_fails_is_told_by_the_next_fetch(spread: Spread) -> None:
+    spread.publish(5.0)
+    for unit in (0, 1):
+        spread.fetch(0, unit)
+    spread.caches[0].settle()
+    spread.publish(5.0)
+    board = spread.group.layouts[0].mine.board
+    board.store(Word.ABORT, 1 + 16)  # so that nobody waits for the link to explain it
+    spread.engines[0].fails = True
+    spread.caches[0]._look_ahead(0, 2)
+    while spread.caches[0]._failed is None:
+        time.sleep(0.001)
+    board.store(Word.ABORT, 0)
+    with pytest.raises(PeerLostError, match=r"connection reset|aborted by rank 16"):
+        spread.fetch(0, 0)

@@ -137,5 +137,5 @@ def test_a_host_is_a_node_unless_it_is_divided() -> None:
 def test_a_node_lies_on_one_host() -> None:
     grid = RankGrid((0, 1, 2, 3), 4, 0, (0, 1, 0, 1), 2)
     with pytest.raises(UnsupportedError, match="the shard dimension spans several of them"):
-        refuse_unsupported(grid, queue_bytes=0, kernels="torch")
-    refuse_unsupported(RankGrid((0, 1, 2, 3), 4, 0, (0, 0, 1, 1), 2), queue_bytes=0, kernels="torch")
+        refuse_unsupported(grid, kernels="torch")
+    refuse_unsupported(RankGrid((0, 1, 2, 3), 4, 0, (0, 0, 1, 1), 2), kernels="torch")

@@ -54,6 +54,9 @@ class Iteration:
     def forget_order(self) -> None:
         self.forgotten += 1
 
+    def is_last_backward(self) -> bool:
+        return False
+
     def backward_cut_short(self) -> bool:
         return self.cut_short == "backward"
 

@@ -81,6 +81,12 @@ class HeapGroup:
         for layout in self.layouts:
             layout.heap.base_addresses()
 
+    def attach_local(self) -> None:
+        """Have everybody map everybody of its host."""
+        for layout in self.layouts:
+            for member in layout.grid.local:
+                layout.local(member).attach()
+
     def drain(self, member: int) -> int:
         """Add all blocks that were posted to `member`; returns the rounds it took."""
         rounds = 0

@@ -112,6 +112,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
                 with torch.profiler.record_function(f"micro_batch{number}"):
                     loss, output = self.forward_step(microbatch, loss_function=loss_function, forward_only=forward_only)
                     if not forward_only:
+                        self.module.set_is_last_backward(self._piece is None and microbatch is microbatches[-1])
                         loss.backward()
                 if not keep:
                     del output["model_output"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -46,6 +47,7 @@ class LocalPeer(TellingPeer):
         self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
         self._pushed: PushedWords | None = None
+        self._lasts: np.ndarray | None = None
 
     @property
     def attached(self) -> bool:
@@ -61,7 +63,7 @@ class LocalPeer(TellingPeer):
         self._shards.clear()
         self._accumulators.clear()
         self._mutexes.clear()
-        self._pushed = None
+        self._pushed = self._lasts = None
 
     # words -------------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,17 @@ class LocalPeer(TellingPeer):
     @property
     def claims(self) -> Words:
         return self._heap.words(self.member, "claimed")
+
+    @property
+    def lasts(self) -> Words:
+        """LAST, over hosts: two words a unit, how often the member had pushed it, and the epoch of its last push."""
+        return self._heap.words(self.member, "node/lasts")
+
+    def last_epochs(self) -> np.ndarray:
+        """int64 [units]: the second words of `lasts`, at a glance. What is found here must be loaded as a word."""
+        if self._lasts is None:
+            self._lasts = self.lasts.as_tensor().numpy()[1::2]
+        return self._lasts
 
     def pushes(self, source: int) -> torch.Tensor:
         """int64 [parameters]: cumulative pushes of each parameter by `source`, which writes them before its DONE."""

@@ -7,6 +7,7 @@ docs/protocol.md writes the rest.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -31,8 +32,10 @@ def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
     ]
 
 
-def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sources: int) -> list[tuple[str, int]]:
-    """Regions of every heap for the node cache and the node sums, where shards span nodes."""
+def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
+    node's sums for one member.
+    """
     rows, count = nodes.host_count - 1, max(1, len(units))
     requests = [
         ("node/claims", rows * count * 2 * 8),
@@ -41,7 +44,7 @@ def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sources: int) ->
     ]
     for row in range(rows):
         requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
-        requests.append((f"sums/{row}", max(_LINE, sums_bytes(units, sources))))
+        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
     return requests
 
 
@@ -51,15 +54,13 @@ def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str
     return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
 
 
-def sums_bytes(units: tuple[UnitSpec, ...], sources: int, shares: int = 1) -> int:
-    """Bytes of the accumulators of all units, unit after unit; `sources` of each, of which one of `shares` is kept."""
-    return sum(padded(unit, sources, shares) for unit in units)
+def starts(units: tuple[UnitSpec, ...], sources: int, shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its `sources` accumulators among those of all units, and the bytes of all.
 
-
-def padded(unit: UnitSpec, sources: int, shares: int = 1) -> int:
-    """Bytes of a unit's accumulators among those of all units."""
-    nbytes = sources * -(-unit.numel // shares) * unit.accumulator_dtype.itemsize
-    return -(-nbytes // _LINE) * _LINE
+    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
+    """
+    sizes = (sources * -(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
 class RemotePeer(TellingPeer):

@@ -1,0 +1,41 @@
+"""Which push of a unit is this rank's last in a minibatch, as far as the loop has said which backward is its last."""
+
+from __future__ import annotations
+
+
+class LastPushes:
+    """Of one root with `units` units; on the rank's main thread.
+
+    A unit that is called twice pushes twice in one backward: what counts is what it did the last time. A loop whose
+    marks proved wrong, as it ran another backward after a marked one, is not believed again.
+    """
+
+    def __init__(self, units: int) -> None:
+        self._usual = [1] * units  # pushes of a backward
+        self._pushed = [0] * units  # since the last forward of the root began
+        self._ended: list[int | None] = [None] * units  # the pass in which the unit had its last push
+        self._pass = 0
+        self._trusted = True
+
+    def begin(self) -> None:
+        """A minibatch begins."""
+        self._ended = [None] * len(self._ended)
+
+    def forward(self) -> None:
+        """A forward of the root begins."""
+        for unit, count in enumerate(self._pushed):
+            if count:
+                self._usual[unit], self._pushed[unit] = count, 0
+        self._pass += 1
+
+    def pushed(self, unit: int, marked: bool) -> bool:
+        """Whether this push of `unit` is its last in the minibatch. `marked`: in a backward marked as the last."""
+        self._pushed[unit] += 1
+        ended = self._ended[unit]
+        if ended is not None:
+            self._trusted = self._trusted and ended == self._pass
+            return False
+        if not (marked and self._trusted and self._pushed[unit] == self._usual[unit]):
+            return False
+        self._ended[unit] = self._pass
+        return True

@@ -1,0 +1,123 @@
+"""Four members of two hosts in one process, with an engine that copies between their heaps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from odc.errors import PeerLostError
+from odc.runtime import Gradient, Word
+from odc.runtime.fetch import PublishedShards
+from odc.runtime.node import NodeCache, RemoteHeaps
+from odc.runtime.protocol import NoOtherHosts
+from odc.runtime.sums import HostSums, SumsReader
+from odc.settings import Accumulate, Settings
+from support.members import F32, HeapGroup
+
+LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
+HOSTS = (0, 0, 1, 1)
+
+
+class Copies:
+    """An engine of `me` that reads the heap of the other member; it counts."""
+
+    def __init__(self, group: HeapGroup, me: int, only_into_own: bool) -> None:
+        self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
+        self.fails, self.only_into_own = False, only_into_own
+
+    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
+        if self.fails:
+            raise PeerLostError(f"rank {rank}: connection reset", culprit=rank)
+        member = self.group.ranks.index(rank)
+        assert not self.only_into_own or self.group.layouts[self.me].is_mine(into), "it reads into a peer's memory"
+        heap = self.group.layouts[member].heap
+        into.copy_(heap.whole(member)[offset : offset + into.numel()])
+        self.reads.append((rank, into.numel()))
+        self.nbytes += into.numel()
+
+
+class Spread:
+    """A group on two hosts, whose mirrors are written by hand, or on two nodes of one host.
+
+    `told` are the SUMMED that its members have said.
+    """
+
+    def __init__(
+        self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False, **options: Any
+    ) -> None:
+        settings = Settings(timeout_s=60.0, accumulate=accumulate, **options)
+        hosts = () if nodes else HOSTS
+        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
+        self.group.attach_local()
+        self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
+        self.sums, self.readers = list[HostSums](), list[SumsReader]()
+        self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
+        for me, member in enumerate(self.group.members):
+            engine = Copies(self.group, me, only_into_own)
+            heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
+            self.caches.append(NodeCache(member.protocol, heaps))
+            member.shards = PublishedShards(member.protocol, self.caches[-1])
+            member.protocol.links = _Told(self, me)
+            self.engines.append(engine)
+            self.heaps.append(heaps)
+            self.sums.append(HostSums(member.protocol))
+            self.readers.append(SumsReader(member.protocol, heaps))
+
+    def publish(self, value: float = 0.0) -> None:
+        for member in range(4):
+            self.group.publish(member, value + member)
+        self.mirror(Word.PUBLISHED)
+
+    def mirror(self, word: Word) -> None:
+        """What links do with a word of every member."""
+        for layout in self.group.layouts:
+            for other in layout.grid.remote:
+                layout.peer(other).board.store(word, self.group.layouts[other].mine.board.load(word))
+
+    def push(self, me: int, unit: int, value: float, *, last: bool = False) -> None:
+        """Member `me` pushes `value` in every element of a unit."""
+        spec, pusher = self.group.units[unit], self.group.members[me].pusher
+        pusher.push(spec, [Gradient(i, torch.full((4 * p.numel,), value)) for i, p in enumerate(spec.params)])
+        if last:
+            pusher.end([spec])
+
+    def await_reads(self, me: int, count: int) -> None:
+        """Until the threads of `me` have read so often."""
+        reads = self.engines[me].reads
+        self.group.members[me].protocol.await_reads(2, "it", lambda: len(reads) == count, lambda: time.sleep(0.001))
+
+    def finish(self, used: list[bool]) -> None:
+        """All members are DONE, and complete what the others read."""
+        for me, member in enumerate(self.group.members):
+            for layout in self.group.layouts:
+                if layout.grid.is_remote(me):
+                    layout.remote(me).pushes.copy_(member.pusher.counts)
+                else:
+                    layout.local(layout.grid.me).pushes(me).copy_(member.pusher.counts)
+        for member, sums in zip(self.group.members, self.sums, strict=True):
+            sums.complete(used)
+            member.protocol.complete(wait=False)
+        self.mirror(Word.COMPLETE)
+
+    def fetch(self, me: int, unit: int) -> list[float]:
+        spec = self.group.units[unit]
+        out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
+        self.group.members[me].shards.fetch(spec, out)
+        return [values.item() for values in out[0].view(4, -1)[:, 0]]
+
+    def close(self) -> None:
+        for cache, reader in zip(self.caches, self.readers, strict=True):
+            cache.close()
+            reader.close()
+        self.group.close()
+
+
+class _Told(NoOtherHosts):
+    def __init__(self, spread: Spread, member: int) -> None:
+        self._spread, self._member = spread, member
+
+    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        self._spread.told.append((self._member, epoch, dict(counts)))
