@@ -15,6 +15,8 @@ LIMITS = {
     FrameKind.REASON: 100,
     FrameKind.ABANDONMENT: 100,
     FrameKind.COUNTS: 64,
+    FrameKind.ENTRIES: 48,
+    FrameKind.TAKEN: 48,
     FrameKind.SUMMED: 32,
 }
 WORDS = 24
