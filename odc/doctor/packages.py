@@ -31,13 +31,13 @@ def torch_itself() -> list[Finding]:
     try:
         import torch
     except ImportError as error:
-        return [absent("torch", f"does not import: {error}", "pip install 'torch>=2.11,<2.14'")]
+        return [absent("torch", f"does not import: {error}", "pip install 'torch>=2.11,<2.16'")]
     except OSError as error:  # a shared library of its
         return [broken("torch", f"does not load: {error}", "reinstall torch")]
     try:
         import odc.fsdp  # noqa: F401
     except ImportError as error:
-        return [broken("torch", str(error), "pip install 'torch>=2.11,<2.14'")]
+        return [broken("torch", str(error), "pip install 'torch>=2.11,<2.16'")]
     if not torch.distributed.is_gloo_available():
         return [broken("torch", f"{torch.__version__} is built without gloo", "a torch built with gloo, as wheels are")]
     return [ok("torch", torch.__version__)]
