@@ -312,9 +312,8 @@ class Links:
             what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
             reason = f"the host of ranks {there} {what} {at}: {error}"
         with self._changing:
-            if (
-                not self._closed
-            ):  # in the mirror too, where ranks of this host see it to which this rank is not attached
+            # In the mirror too, where ranks of this host see it to which this rank is not attached.
+            if not self._closed:
                 peer.set_reason(reason)
                 board.store(Word.ABORT, 1 + peer.rank)
         self._abort(reason, peer.rank)
