@@ -153,7 +153,12 @@ def _work(channel: Connection, hello: Hello) -> None:
         with contextlib.suppress(OSError):
             channel.send_bytes(pickle.dumps(("raised", failure)))
         raise
-    leave()
+    try:
+        leave()
+    except BaseException:
+        if hello.quiet:  # nobody was told of this one
+            traceback.print_exc()
+        raise
 
 
 def _perform(module: str, file: str, name: str, args: bytes) -> Any:

@@ -104,7 +104,8 @@ def run_job(rank: int, world: int, name: str, job: Job) -> str:
 
 
 def end_of(rank: int, world: int, job: Job, model: Any, splitter: Splitter) -> str:
-    doomed, layer = rank == job.culprit, model.qkv[job.layer]
+    # In backward above the first layer: there its peers still wait for gradients of the layer below.
+    doomed, layer = rank == job.culprit, model.qkv[1 if job.end == "backward" else job.layer]
     if doomed and job.end == "forward":
         layer.register_forward_pre_hook(lambda *_: die(rank))
     if doomed and job.end == "backward":
