@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def predicted(row: Result, costs: Costs) -> StepResult:
     return simulate(
         Step(
             cluster,
-            _MODEL,
+            replace(_MODEL, accumulator=0.5) if arm.endswith("bf16") else _MODEL,
             [[0.0] * row["microbatches"]] * world,
             "on demand" if arm.startswith("odc") else "collectives",
             within_node="hybrid" in arm,

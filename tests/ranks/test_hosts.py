@@ -136,8 +136,9 @@ def test_the_device_counts_what_crosses(two: Hosts) -> None:
         (sent0, received0), (sent1, received1) = (
             (now[0] - then[0], now[1] - then[1]) for now, then in zip((h.counted() for h in two), before, strict=True)
         )
-    assert 1_000_000 < sent1 == received0 < 1_050_000
-    assert 0 < sent0 == received1 < 50_000
+    # The two ends are read one after the other, so a packet of the kernel's own may stand between them.
+    assert 1_000_000 < sent1 < 1_050_000 and 1_000_000 < received0 < 1_050_000
+    assert 0 < sent0 < 50_000 and 0 < received1 < 50_000
 
 
 def test_a_limit_holds_both_ways_and_a_delay_is_added(two: Hosts) -> None:
