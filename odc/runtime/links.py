@@ -277,7 +277,8 @@ class Links:
     def missed(self, partner: int, why: str = "") -> None:
         """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
 
-        That ends no job: roots that were built and never run are shut down at any time. Who waits for it is told.
+        The job goes on, because roots that were built and never run may be shut down at any time. Whoever waits for it
+        is told.
         """
         with self._changing:
             if self._closed:  # the mirror's memory may be gone

@@ -124,9 +124,7 @@ class SumsReader:
             protocol.await_sums(partner, functools.partial(_holds, self._told, mine))
             wanted |= mine
         self.drop()
-        missing = [pair for pair, known in wanted.items() if self._read.get(pair) != known]
-        for partner in dict.fromkeys(partner for partner, _ in missing):
-            self._fill(partner, [unit for one, unit in missing if one == partner])
+        self._fill(pair for pair, known in wanted.items() if self._read.get(pair) != known)
 
     def drop(self) -> None:
         """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
@@ -150,20 +148,23 @@ class SumsReader:
                 pairs, self._waiting, self._busy = self._waiting, [], True
                 known = {pair: self._told[pair] for pair in pairs}
             try:
-                for partner in dict.fromkeys(partner for partner, _ in pairs):
-                    self._fill(partner, [unit for one, unit in pairs if one == partner])
+                self._fill(pairs)
                 self._read |= known
             except Exception:
                 pass  # the main thread reads it again when it comes to it, and raises
 
-    def _fill(self, partner: int, units: Iterable[int]) -> None:
+    def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
         layout, grid = self._layout, self._protocol.grid
         name = "sums" if layout.rounded is None else "wire"
-        region = f"{name}/{grid.row(grid.here, seen_from=grid.host(partner))}"
-        into = layout.arrived(self._partners[partner])
-        for first, end in _runs(units):
-            start, stop = layout.wire_at[first], layout.wire_at[end]
-            self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
+        by_partner: dict[int, list[int]] = {}
+        for partner, unit in pairs:
+            by_partner.setdefault(partner, []).append(unit)
+        for partner, units in by_partner.items():
+            region = f"{name}/{grid.row(grid.here, seen_from=grid.host(partner))}"
+            into = layout.arrived(self._partners[partner])
+            for first, end in _runs(units):
+                start, stop = layout.wire_at[first], layout.wire_at[end]
+                self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
 
     def close(self) -> None:
         """End the thread. Waits for nobody."""
