@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.split_jobs import LONGEST, Minibatch, losses_of, losses_whole, model_of
+from torch import nn
 
 from odc import Settings, fully_shard
 from odc.split import Splitter
@@ -17,12 +19,35 @@ from odc.split import Splitter
 CUTS = ["zigzag", "contiguous", "uneven"]
 
 
+def whole(reference: nn.Module, minibatch: Minibatch, world: int) -> None:
+    """Leaves the minibatch's gradients in `reference`, every sample in one piece."""
+    reference.zero_grad()
+    for loss in losses_whole(reference, minibatch, range(len(minibatch.lengths))):
+        (loss * world / sum(minibatch.lengths)).backward()  # rounded alike: these models' norms are in fp32 inside
+    for parameter in reference.parameters():
+        parameter.grad.div_(world)  # type: ignore[union-attr]
+
+
+def farthest(found: Iterable[Any], expected: Iterable[Any]) -> float:
+    """The largest relative distance of a tensor from its expected one."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one.detach() - other.detach()).norm() / other.detach().norm()) for one, other in pairs)
+
+
 def three_steps(
     rank: int, world: int, name: str, dtype: str, checkpoint: bool, keep: bool, compiled: bool, kind: str = "llama"
 ) -> list[str]:
-    """Overlapping gangs, then 3, 2 and 1 whole samples on rank 1 and none on the others."""
+    """Overlapping gangs, then 3, 2 and 1 whole samples on rank 1 and none on the others.
+
+    Gradients are compared with those of the same weights, and the weights with three steps taken apart. Both are
+    computed in fp64: in fp32 their own rounding, where a key's gradient cancels, would be as large as what is looked
+    for, and different on every kind of processor.
+    """
     model: Any = model_of(kind, getattr(torch, dtype), checkpoint=checkpoint)
-    plain = model_of(kind, getattr(torch, dtype))
+    here, plain = model_of(kind, torch.float64), model_of(kind, torch.float64)
+    with torch.no_grad():
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            other.copy_(one)
     layers = model.transformer.h if kind == "gpt2" else model.model.layers
     if compiled:
         for layer in layers:
@@ -37,23 +62,21 @@ def three_steps(
     for step in range(3):
         splits = [(90 + step, [0, 1], CUTS[step]), (64, [world - 1, 0], CUTS[step - 1])]
         minibatch = Minibatch(splits, [(9, 1), (30, 1), (17, 1)][step:])
-        total = sum(minibatch.lengths)
+        with torch.no_grad():
+            for one, other in zip(model.parameters(), here.parameters(), strict=True):
+                other.copy_(one.full_tensor())  # type: ignore[operator]
         time.sleep(0.05 * ((rank + step) % world))
         with model.minibatch():
             for loss in losses_of(model, splitter, minibatch, rank, world):
-                (loss * world / total).backward()
-        for loss in losses_whole(plain, minibatch, range(len(minibatch.lengths))):
-            (loss * world / total).backward()  # rounded alike: these models' norms are in fp32 inside
-        for parameter in plain.parameters():
-            parameter.grad.div_(world)  # type: ignore[union-attr]
-        grads = [(one.grad.full_tensor(), other.grad) for one, other in zip(model.parameters(), plain.parameters())]  # type: ignore[union-attr] # noqa: B905
-        worst = max(float((a - b).norm() / b.norm()) for a, b in grads)
+                (loss * world / sum(minibatch.lengths)).backward()
+        whole(here, minibatch, world)
+        whole(plain, minibatch, world)
+        gradients = (one.grad.full_tensor() for one in model.parameters())
+        worst = farthest(gradients, (one.grad for one in here.parameters()))
         mine.step()
         its.step()
         mine.zero_grad()
-        its.zero_grad()
-        weights = zip(model.parameters(), plain.parameters(), strict=True)
-        after = max(float((a.full_tensor() - b).detach().norm() / b.detach().norm()) for a, b in weights)  # type: ignore[attr-defined]
+        after = farthest((one.full_tensor() for one in model.parameters()), plain.parameters())
         what = f"{kind} {dtype} {world} ranks {checkpoint=} {keep=} {compiled=}"
         what += f" step {step}: {worst:.1e}, weights {after:.1e}"
         found.append(what)

@@ -74,8 +74,11 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, *, checkpoint: bool 
         config = AutoConfig.for_model(kind, **{**_SIZES, **KINDS[kind], **more})
         config._experts_implementation = "eager"  # grouped matrix products take no fp64
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.15)
+    for name, parameter in model.named_parameters():
+        scale = parameter.ndim == 1 and not name.endswith(
+            "bias"
+        )  # a bias of 1 on queries and keys drowns their content
+        nn.init.normal_(parameter, 1.0 if scale else 0.0, 0.15)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
