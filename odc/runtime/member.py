@@ -72,6 +72,9 @@ class Endpoint:
         if outcome is Outcome.ABANDONED:
             with lanes.lane("push"):
                 self.pusher.post_all()
+                lanes.settle()  # also what a push had asked for that was cut short: the next begin zeroes the sums
+            with lanes.lane("server"):
+                lanes.settle()
             self.protocol.explain(reason)
         self.protocol.await_links()
         self.protocol.close(outcome)

@@ -163,10 +163,11 @@ class NodeCache:
                     return
                 unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
             try:
-                for owner in self._owners:
-                    peer = self._layout.share(owner)
-                    if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
-                        self._read(peer, unit, epoch)
+                with self._layout.heap.lanes.lane("ahead"):
+                    for owner in self._owners:
+                        peer = self._layout.share(owner)
+                        if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
+                            self._read(peer, unit, epoch)
             except Exception as error:
                 self._failed = error  # ranks of this host wait for what was claimed: the next fill ends the job
 
