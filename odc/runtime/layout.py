@@ -91,9 +91,7 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        on_cuda = heap.device.type == "cuda"
-        kernels, queue = ("auto", settings.queue_bytes) if on_cuda else (settings.kernels, 0)
-        refuse_unsupported(grid, kernels=kernels, queue_bytes=queue)
+        refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way

@@ -33,7 +33,7 @@ class SplitWaits(NamedTuple):
     unsplit: tuple[int, ...]
 
 
-class _Call(NamedTuple):
+class _Meeting(NamedTuple):
     """One rank's part in a collective, and when the last rank arrived."""
 
     span: Span
@@ -59,7 +59,7 @@ def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
             last[key] = max(last.get(key, arrival), arrival)
     split: dict[int, list[Span]] = {}
     for rank, spans in spans_by_rank.items():
-        matched = {index: _Call(spans[index], last[key]) for index, key in calls[rank].items() if key[0] not in unsplit}
+        matched = {index: _Meeting(spans[index], last[key]) for index, key in calls[rank].items() if key[0] not in unsplit}
         lanes = {lane: _Lane(call for call in matched.values() if call.span.lane == lane) for lane in _CATEGORIES}
         split[rank] = []
         for index, span in enumerate(spans):
@@ -111,7 +111,7 @@ def _is_stall(span: Span) -> bool:
 class _Lane:
     """One rank's calls of a lane. They seldom overlap: a stream runs one after the other."""
 
-    def __init__(self, calls: Iterable[_Call]) -> None:
+    def __init__(self, calls: Iterable[_Meeting]) -> None:
         self._calls = sorted(calls, key=lambda call: call.span.start_ns)
         self._starts = [call.span.start_ns for call in self._calls]
         self._longest = max((call.span.end_ns - call.span.start_ns for call in self._calls), default=0)
@@ -133,7 +133,7 @@ class _Lane:
         return pieces
 
     @staticmethod
-    def _piece(stall: Span, near: Sequence[_Call], at: int) -> Span:
+    def _piece(stall: Span, near: Sequence[_Meeting], at: int) -> Span:
         """The stall as it is from moment `at` on, with the times of the whole."""
         running = [call for call in near if call.span.start_ns <= at < call.span.end_ns]
         awaited = [call.last for call in running if at < call.last[0]]
