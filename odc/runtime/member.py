@@ -166,8 +166,8 @@ class Member(Endpoint):
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
         Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None in
-        a forked child, which only drops its copy.
+        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None
+        in a forked child, which only drops its copy.
         """
         if self.forked:
             return None
