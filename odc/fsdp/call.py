@@ -25,7 +25,7 @@ from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.root import live_roots, root_above, root_at
 from odc.fsdp.root_layout import register
 from odc.memory import require_add
-from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
+from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, leave_arenas, stop_daemon
 from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
@@ -140,6 +140,7 @@ def shutdown() -> None:
     failed = hooks.ended_by_error()
     for root in live_roots():
         root.shut_down(hooks.last_error() or root.minibatch.left_unfinished())
+    leave_arenas()
     try:
         if not failed:
             await_departures()

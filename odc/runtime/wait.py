@@ -160,6 +160,9 @@ class Waiter:
         raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
 
     def _raise_left(self, member: int, what: str) -> None:
+        column = self._grid.column(member)
+        if member != column and self._layout.local(column).board.load(Word.LEFT):
+            member = column  # by which this host was told of the other one
         rank, note = self._grid.ranks[member], self._layout.peer(member).reason
         said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
