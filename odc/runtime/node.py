@@ -74,11 +74,17 @@ class RemoteHeaps:
 
     def claim(self, home: int) -> int:
         """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""
+        return self._ask(home, claim_name(self._identity), "the next number of the queue")
+
+    def claims(self, home: int) -> int:
+        """CLAIMED in the heap of `home`. Raises as `Engine.ask` does."""
+        return self._ask(home, claims_name(self._identity), "how much of the queue is claimed")
+
+    def _ask(self, home: int, name: str, what: str) -> int:
         assert self._engine is not None
-        rank, what = self._protocol.grid.ranks[home], "the next number of the queue"
+        rank = self._protocol.grid.ranks[home]
         with self._explained(rank, what):
-            said = self._engine.ask(rank, claim_name(self._identity), what=what, check=self._protocol.waiter.check)
-        return int.from_bytes(said, "big")
+            return int.from_bytes(self._engine.ask(rank, name, what=what, check=self._protocol.waiter.check), "big")
 
     @contextlib.contextmanager
     def _explained(self, rank: int, what: str) -> Iterator[None]:
@@ -101,6 +107,16 @@ def claim_name(identity: str) -> str:
 def answer_claim(protocol: MemberProtocol) -> bytes:
     """What it answers, on any thread: one claim."""
     return protocol.claim_at_home().to_bytes(8, "big")
+
+
+def claims_name(identity: str) -> str:
+    """Under which it answers how many there were."""
+    return f"{identity}/claims"
+
+
+def answer_claims(protocol: MemberProtocol) -> bytes:
+    """What it answers to that, on any thread."""
+    return protocol.claims_at_home().to_bytes(8, "big")
 
 
 class NodeCache:

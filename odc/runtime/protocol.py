@@ -198,6 +198,10 @@ class MemberProtocol:
         """
         return self.layout.local(HOME).claims.add(ClaimWord.CLAIMED, 1)
 
+    def claims_at_home(self) -> int:
+        """CLAIMED as it stands; home is on this host. On any thread."""
+        return self.layout.local(HOME).claims.load(ClaimWord.CLAIMED)
+
     def note_claim(self, number: int) -> None:
         """CLAIMED of a rank whose home is on another host: as far as this rank knows, for `odc status`."""
         self.layout.mine.claims.store(ClaimWord.CLAIMED, number + 1)

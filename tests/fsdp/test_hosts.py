@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import Exact, SignStep, batch
+from support.exact import Exact, SignStep, await_sums_in_backward, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
-from odc.fsdp import default_store, root_of
+from odc.fsdp import default_store
 from odc.runtime import Arena
 from odc.runtime.daemon import ask_all
 
@@ -304,20 +304,7 @@ def crossing_in_backward(rank: int, world: int) -> None:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    waited = []
-
-    def await_sums(grad: torch.Tensor) -> None:
-        root = root_of(model)
-        reader, epoch = root.member.reader, root.minibatch.epoch
-        assert reader is not None
-        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
-        deadline = time.monotonic() + 60
-        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
-            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
-            time.sleep(0.002)
-        waited.append(epoch)
-
-    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    waited = await_sums_in_backward(model)
     model(batch(rank, 0, 0)).sum().backward()  # a minibatch of one backward
     model.set_requires_gradient_sync(False)
     model(batch(rank, 1, 0) * 0).sum()  # of a microbatch without a backward

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.exact import HIDDEN, Exact, batch
+import torch.distributed as dist
+from support.exact import HIDDEN, Exact, await_sums_in_backward, batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
+from odc.fsdp import root_of
 from odc.runtime import queue
 
 HostPools = Callable[[int, int], Any]
@@ -58,3 +61,51 @@ def test_a_queue_over_hosts_gives_each_microbatch_once(
     found = host_ranks(hosts, per_host).run(claimed, counts, hybrid)
     for step, row in enumerate(counts):
         assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
+
+
+def crossing(rank: int, world: int) -> None:
+    """Each claims one microbatch, and no other is left when its backward begins; home is on one of the hosts."""
+    settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
+    model = Exact()
+    for layer in model.layers:
+        fully_shard(layer, settings=settings)
+    fully_shard(model, settings=settings)
+    waited = await_sums_in_backward(model)
+    member = root_of(model).member
+    assert member.queue is not None
+    for step in range(2):
+        with model.minibatch():
+            claims = model.claim([{"x": batch(rank, step, 0)}])
+            for microbatch in claims:
+                loss = model(microbatch["x"]).sum()
+                while (member.heaps.claims(0) if rank >= world // 2 else member.protocol.claims_at_home()) < world:
+                    time.sleep(0.002)
+                assert member.queue.in_last()
+                loss.backward()
+            assert not member.queue.in_last(), "its end was seen"
+    assert waited == [1, 2]
+
+
+def test_sums_cross_in_a_backward_after_which_the_queue_has_no_other(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(crossing)
+
+
+def asked_early(rank: int, world: int) -> None:
+    """As long as something is left nobody knows which backward is the last."""
+    settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
+    model = Exact()
+    fully_shard(model, settings=settings)
+    member = root_of(model).member
+    assert member.queue is not None
+    with model.minibatch():
+        claims = model.claim([{"x": batch(rank, 0, i)} for i in range(2)])
+        first = next(claims)
+        dist.barrier()  # each has claimed one, of two for each
+        assert not member.queue.in_last()
+        dist.barrier()
+        for microbatch in (first, *claims):
+            model(microbatch["x"]).sum().backward()
+
+
+def test_what_is_left_in_the_queue_may_follow(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(asked_early)
