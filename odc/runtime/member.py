@@ -80,6 +80,9 @@ class Endpoint:
         if outcome is Outcome.ABANDONED:
             with lanes.lane("push"):
                 self.pusher.post_all()
+                lanes.settle()  # also what a push had asked for that was cut short: the next begin zeroes the sums
+            with lanes.lane("server"):
+                lanes.settle()
             self.protocol.explain(reason)
         self.protocol.await_links()
         self.protocol.close(outcome)
@@ -174,8 +177,8 @@ class Member(Endpoint):
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
         Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None in
-        a forked child, which only drops its copy.
+        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None
+        in a forked child, which only drops its copy.
         """
         if self.forked:
             return None
