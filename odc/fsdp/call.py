@@ -107,9 +107,8 @@ def fully_shard(
         # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
-    rank = dist.get_rank()
-    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), rank, settings)
-    _join_job(rank, (settings or Settings()).timeout_s)
+    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
+    _join_job(dist.get_rank(), (settings or Settings()).timeout_s)
     return module
 
 
@@ -137,7 +136,8 @@ def shutdown() -> None:
 
     On this rank only; calls no collective. Sharded modules must not be run after it. Waits until no peer needs this
     rank's shards any more (WaitTimeoutError if one, which is named, was given up after `Settings.timeout_s`, but this
-    rank has shut down); for nobody if an error is being handled or ends the process, which the peers are told.
+    rank has shut down; over hosts not after an evaluation); for nobody if an error is being handled or ends the
+    process, which the peers are told.
     """
     failed = hooks.ended_by_error()
     for root in live_roots():
