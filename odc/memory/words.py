@@ -23,10 +23,7 @@ _LOW, _EVERYBODY = (1 << 32) - 1, (1 << 31) - 1
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _POLL_S = 1e-3  # where there is no futex
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+_Limit = ctypes.c_long * 2  # a timespec
 
 
 @cache
@@ -36,12 +33,12 @@ def _futex() -> tuple[Callable[[int, int, float], None], Callable[[int], None]] 
     if number is None or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     sleeping, quick = ctypes.CDLL(None, use_errno=True).syscall, ctypes.PyDLL(None).syscall
-    for call, last in ((sleeping, ctypes.POINTER(_Timespec)), (quick, ctypes.c_void_p)):
+    for call, last in ((sleeping, ctypes.POINTER(_Limit)), (quick, ctypes.c_void_p)):
         call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, last]
         call.restype = ctypes.c_long
 
     def wait(address: int, seen: int, timeout_s: float) -> None:
-        limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+        limit = _Limit(int(timeout_s), int(timeout_s % 1 * 1e9))
         failed = sleeping(number, address, _FUTEX_WAIT, seen & _LOW, ctypes.byref(limit))
         if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):  # a host that forbids it
             time.sleep(min(_POLL_S, timeout_s))
