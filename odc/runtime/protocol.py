@@ -29,7 +29,7 @@ from odc.errors import OdcError
 from odc.memory import Words
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.wait import Waiter
+from odc.runtime.wait import NAP_S, Waiter
 from odc.runtime.words import (
     ClaimWord,
     Outcome,
@@ -144,13 +144,13 @@ class MemberProtocol:
                 continue
             board = self.layout.peer(member).board
             what = f"rank {self.grid.ranks[member]} to publish epoch {epoch}"
-            self.waiter.until(functools.partial(_reached, board, Word.PUBLISHED, epoch), member, what, lane=lane)
+            self.waiter.until_word(board, Word.PUBLISHED, epoch, member, what, lane=lane)
             # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
             known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
 
     def has_published(self, member: int, epoch: int) -> bool:
         """Whether `await_published` would not wait, in `epoch`."""
-        return _reached(self.layout.peer(member).board, Word.PUBLISHED, epoch)
+        return self.layout.peer(member).board.load(Word.PUBLISHED) >= epoch
 
     def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
         """Wait until the ring to `owner` has a free slot; `credit()` counts them. On the sender's thread."""
@@ -245,7 +245,8 @@ class MemberProtocol:
         """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
+        nap = functools.partial(board.nap_below, Word.COMPLETE, epoch, NAP_S)  # which comes right after the last SUMMED
+        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
         """Wait until a thread of this rank, which ends a `nap`, has read `what` it reads, perhaps of `member`."""
@@ -348,8 +349,8 @@ class MemberProtocol:
 
     def _await_word(self, word: Word, members: Sequence[int], epoch: int, what: str) -> None:
         for member in members:
-            reached = functools.partial(_reached, self.layout.peer(member).board, word, epoch)
-            self.waiter.until(reached, member, f"rank {self.grid.ranks[member]} {what} epoch {epoch}")
+            board = self.layout.peer(member).board
+            self.waiter.until_word(board, word, epoch, member, f"rank {self.grid.ranks[member]} {what} epoch {epoch}")
 
     # status, and the end -----------------------------------------------------------------------------------------
 
@@ -382,10 +383,6 @@ def _note_wait(board: Words, rank: int | None) -> None:
     if rank is not None:
         board.store(Word.WAITING_EPOCH, board.load(Word.PUBLISHED))
     board.store(Word.WAITING, 0 if rank is None else 1 + rank)
-
-
-def _reached(board: Words, word: Word, epoch: int) -> bool:
-    return board.load(word) >= epoch
 
 
 def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
