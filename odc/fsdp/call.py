@@ -27,7 +27,7 @@ from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.root import live_roots, root_above, root_at
 from odc.fsdp.root_layout import register, sharded_modules
 from odc.memory import require_add
-from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
+from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, leave_arenas, stop_daemon
 from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
@@ -66,8 +66,7 @@ def fully_shard(
     """Shard `module` over `mesh` as torch's `fully_shard` does, with on-demand communication.
 
     Call it as you call torch's: bottom-up, last on the root, in the same order on every rank of the mesh. Calls no
-    collective beyond what making a default mesh needs. Arguments that are not listed are torch's. Returns `module`, now
-    an `OdcModule` with DTensor parameters.
+    collective but to make a default mesh. Arguments not listed are torch's. Returns `module`, now an `OdcModule`.
 
     Args:
         module: a module, or several to be one unit.
@@ -108,9 +107,8 @@ def fully_shard(
         # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
-    rank = dist.get_rank()
-    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), rank, settings)
-    _join_job(rank, (settings or Settings()).timeout_s)
+    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
+    _join_job(dist.get_rank(), (settings or Settings()).timeout_s)
     return module
 
 
@@ -138,11 +136,13 @@ def shutdown() -> None:
 
     On this rank only; calls no collective. Sharded modules must not be run after it. Waits until no peer needs this
     rank's shards any more (WaitTimeoutError if one, which is named, was given up after `Settings.timeout_s`, but this
-    rank has shut down); for nobody if an error is being handled or ends the process, which the peers are told.
+    rank has shut down; over hosts not after an evaluation); for nobody if an error is being handled or ends the
+    process, which the peers are told.
     """
     failed = hooks.ended_by_error()
     for root in live_roots():
         root.shut_down(hooks.last_error() or root.minibatch.left_unfinished())
+    leave_arenas()
     try:
         if not failed:
             await_departures()

@@ -74,9 +74,14 @@ class Minibatch:
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.pushed = True
-        # In manual mode every backward counts as marked. Inside `minibatch()` none does, unless the loop marks it.
-        marked = not self.manual and self._iteration.is_last_backward()
+        # In manual mode every backward counts as marked. Inside `minibatch()` none does, unless the loop marks it, or
+        # the queue from which its microbatch comes has no other.
+        marked = not self.manual and (self._iteration.is_last_backward() or self._claimed_last())
         self._sender.send(unit, gradients, last=self.last.pushed(unit.index, marked))
+
+    def _claimed_last(self) -> bool:
+        queue = self._member.queue
+        return queue is not None and self._member.sums is not None and queue.in_last()
 
     def finalized(self, group: FetchedGroup) -> None:
         """A last backward is over for `group`; the last of all groups ends the minibatch.

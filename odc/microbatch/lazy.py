@@ -74,6 +74,7 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
         self._ready: queue.SimpleQueue[_PreparedInput | _Failed | None] = queue.SimpleQueue()
         self._using: _PreparedInput | None = None
         self._count, self._pulled_all, self._ended, self._closed = 0, False, False, False
+        self._made, self._total = 0, -1  # microbatches prepared; all there are, once that is known
         self._room: threading.Semaphore | None = None
         if background and prefetch:
             self._room = threading.Semaphore(prefetch)
@@ -96,6 +97,13 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
         recorder().add(FETCH, found.born_ns, unit=AGE, nbytes=found.nbytes, lane=AGE)
         item: T = found.item
         return item
+
+    @property
+    def last(self) -> bool:
+        """Whether the microbatch in use is the last, for `model.set_is_last_backward`. False as long as the source has
+        not ended: it is known once the next one was pulled, so never with `prefetch=0`.
+        """
+        return self._count == self._total
 
     def __enter__(self) -> LazyMicrobatches[T]:
         return self
@@ -145,11 +153,12 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
             born_ns = begin if self._born is None else round(self._born(raw) * 1e9)
             item = self._prepare(raw)
         except StopIteration:
-            self._pulled_all = True
+            self._pulled_all, self._total = True, self._made
             return None
         except BaseException as error:  # handed to the training thread
             self._pulled_all = True
             return _Failed(error)
+        self._made += 1
         nbytes = _nbytes(item)
         recorder().add(FETCH, begin, unit=PREPARE, nbytes=nbytes, lane=lane)
         return _PreparedInput(item, born_ns, time.monotonic_ns(), nbytes)

@@ -86,10 +86,15 @@ class RankOutcome:
             self.error, self.message, self.trace, self.at = value
 
     def describe(self) -> str:
-        """For a failure's message, without the traceback that torch prints once more."""
+        """For a failure's message, without the traceback that torch prints once more.
+
+        A rank that raised as it left, after its last answer, has told it in its output only.
+        """
         end = "still runs" if self.exit_code is None else f"exit code {self.exit_code}"
         what = self.trace or ("returned" if self.answered else "no answer")
-        lines = [line for line in self.output.splitlines() if not line.startswith(f"[rank{self.rank}]:")]
+        lines = self.output.splitlines()
+        if self.trace:
+            lines = [line for line in lines if not line.startswith(f"[rank{self.rank}]:")]
         return f"--- rank {self.rank} (pid {self.pid}, {end}): {what}\n" + "\n".join(lines)[-_OUTPUT_SHOWN:]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
-from odc.runtime.arena import Arena
+from odc.runtime.arena import Arena, leave_arenas
 from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
@@ -64,6 +64,7 @@ __all__ = [
     "flatten",
     "host_identity",
     "last_in_chain",
+    "leave_arenas",
     "locate",
     "parts",
     "reading_token",

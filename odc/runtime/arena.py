@@ -29,6 +29,7 @@ from odc.runtime.words import Word
 from odc.settings import Settings
 
 _ALIGN = 64
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Arena:
         self._slots: dict[int, _Slot] = {}
         self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
+        _arenas.add(self)
 
     def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int]) -> torch.Tensor:
         """Room for `nbytes` that other members will read, uint8 [nbytes], to be written and then shown by `show`.
@@ -266,6 +268,10 @@ class Arena:
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
+    def leave(self) -> None:
+        """Shut down without waiting for who reads what was put; the daemon's departures do. Idempotent."""
+        self._end()
+
     def _number(self, channel: str) -> int:
         if channel not in self.channels:
             raise OdcError(f"{self._who()}: no channel {channel!r}; declared are {', '.join(self.channels)}")
@@ -273,6 +279,12 @@ class Arena:
 
     def _who(self) -> str:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
+
+
+def leave_arenas() -> None:
+    """Shut down all arenas of this process that nobody has closed, or peers would wait for this rank in them."""
+    for arena in list(_arenas):
+        arena.leave()
 
 
 def _up(nbytes: int) -> int:

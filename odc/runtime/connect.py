@@ -25,7 +25,7 @@ from typing import Any
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.memory import Attachment
 from odc.runtime.grid import RankGrid
-from odc.runtime.listener import Answer, ask
+from odc.runtime.listener import Answer, NoAnswerError, ask
 from odc.runtime.store import JobStore, failure, host_identity, process_of
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import Backoff, Deadline
@@ -69,14 +69,16 @@ def ask_member(
     and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
+    backoff = Backoff(_POLL_S, _LONGEST_POLL_S)
     while True:
         try:
             return ask(address, request, min(timeout_s, _ASK_S))
-        except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
+        except (TimeoutError, NoAnswerError) as error:  # it lives: stopped, or holding on to its interpreter lock
             check(doing)
             if deadline.passed():
                 said = f"{who}, {doing}: its server has not answered for {timeout_s:g} s"
                 raise WaitTimeoutError(said, culprit=rank) from error
+            backoff.sleep()
         except OSError as error:
             said = f"{who}, {doing}: its server does not answer ({error}){hint}"
             raise PeerLostError(said, culprit=rank) from error

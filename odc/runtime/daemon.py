@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc.memory import ProcessHandle
-from odc.runtime.links import HostLink
+from odc.runtime.host_link import HostLink
 from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
 from odc.runtime.network import HostNetwork
 from odc.runtime.service import Service

@@ -16,7 +16,7 @@ class FrameKind(IntEnum):
     WORD = 1  # word `index` of its board is `value` now
     REASON = 2  # body: its reason, as text; before ABORT or LEFT
     ABANDONMENT = 3  # body: why it abandons epoch `value`; before the epoch's outcome
-    COUNTS = 4  # body: its push counts, int64 in network order; before DONE
+    COUNTS = 4  # body: its push counts from parameter `value` on, int64 in network order; before DONE
     ENTRIES = 5  # body: words of its table of entries from word `value` on, int64 in network order
     TAKEN = 6  # the same of its words that say what it has copied of others' entries
     SUMMED = 7  # body: its host's sums of epoch `value` that can be read: pairs (unit, pushes in it) of such numbers

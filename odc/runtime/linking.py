@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from odc.errors import OdcError, PeerLostError
 from odc.runtime.connect import Rendezvous
+from odc.runtime.host_link import HostLink
 from odc.runtime.layout import HeapLayout
-from odc.runtime.links import HostLink, Links
+from odc.runtime.links import Links
 from odc.runtime.network import HostNetwork
 from odc.runtime.words import Word
 
@@ -76,10 +77,12 @@ class HostMeeting:
             self._attend(link, self.links.reader(link))
 
     def needed_by(self) -> list[int]:
-        """Members that may still read this rank's memory from another host, or need its links. Waits for nobody."""
+        """Members that may still read this rank's memory from another host, need its links, or have not heard all that
+        it has said. Waits for nobody.
+        """
         if not self._layout.units:
-            return self._needed_by_arena()
-        board, grid, found = self._layout.pushed_board, self._grid, list[int]()
+            return self._needed_by_arena() or self.links.unheard()
+        board, grid, found = self._layout.pushed_board, self._grid, self.links.unheard()
         for member in grid.remote:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):

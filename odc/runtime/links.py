@@ -8,9 +8,7 @@ words. A link that breaks ends the job.
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from odc.memory import close_after_fork
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
+from odc.runtime.host_link import HostLink
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.remote import RemotePeer
+from odc.runtime.wait import Backoff, Deadline
 from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 
-_KEEPALIVE_S, _KEEPALIVES = 1, 1
-_UNACKNOWLEDGED_MS = 1500
-_SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
 _REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
     {
@@ -48,6 +44,7 @@ _FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
 _NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _COUNT = ">i8"  # a push count on the wire
+_COUNTS = 1 << 10  # of a frame
 _DEAD = (ConnectionResetError, BrokenPipeError)
 _REGIONS = {FrameKind.ENTRIES: "entries", FrameKind.TAKEN: "taken"}  # of an arena's words
 
@@ -59,50 +56,6 @@ def words_frame(kind: FrameKind, first: int, values: Sequence[int]) -> Frame:
 
 def _nothing(*unused: object) -> None:
     return
-
-
-class HostLink:
-    """One connection, to `member`. The daemon receives; who sends sees to it that it is one at a time."""
-
-    def __init__(self, member: int, connection: socket.socket) -> None:
-        self.member, self._connection = member, connection
-        _keep_alive(connection)
-        close_after_fork(self)
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, *frames: Frame) -> None:
-        """Send frames together; raises OSError where the link is broken."""
-        self._connection.sendall(b"".join(frame.encode() for frame in frames))
-
-    def receive(self) -> bytes | None:
-        """What has arrived; None if nothing has, empty at the end. Raises OSError where the link is broken."""
-        try:
-            return self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-
-    def hang_up(self) -> None:
-        """Close it; what was sent before still arrives."""
-        with contextlib.suppress(OSError):  # the other end was quicker
-            self._connection.shutdown(socket.SHUT_WR)
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Have a host that has vanished noticed within two to three seconds; one that is stopped still answers."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-    seconds = int(_SEND_S)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
 
 class Links:
@@ -184,10 +137,29 @@ class Links:
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
         board = self._layout.pushed_board
-        self._tell(*(Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN))
+        frames = [Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN]
+        with self._changing:
+            for link in self._links.values():
+                if link.room(0):  # or the other end has been stopped for long, and reads the next ones
+                    self._send(link, *frames)
 
     def tell_counts(self, counts: torch.Tensor) -> None:
-        self._tell(Frame(FrameKind.COUNTS, body=counts.numpy().astype(_COUNT).tobytes()))
+        """Waits where another host has been stopped, and for as long."""
+        for first in range(0, len(counts), _COUNTS):
+            body = counts[first : first + _COUNTS].numpy().astype(_COUNT).tobytes()
+            frame = Frame(FrameKind.COUNTS, value=first, body=body)
+            for link in list(self._links.values()):
+                self._await_room(link, len(frame.body))
+            self._tell(frame)
+
+    def _await_room(self, link: HostLink, nbytes: int) -> None:
+        timeout_s, backoff = self._layout.settings.timeout_s, Backoff(1e-4, 0.05)
+        deadline, board = Deadline(timeout_s), self._layout.pushed_board
+        while not link.room(nbytes) and not board.load(Word.ABORT):
+            if deadline.passed():
+                self._lost(link, TimeoutError(f"for {timeout_s:g} s it has not read what this host says"))
+                return
+            backoff.sleep()
 
     def tell_host(self, host: int, frame: Frame) -> None:
         """Tell one host; one that is not linked yet learns of it when it is, by `words_of`."""
@@ -221,7 +193,7 @@ class Links:
             FrameKind.WORD: 0,
             FrameKind.REASON: REASON_BYTES,
             FrameKind.ABANDONMENT: REASON_BYTES,
-            FrameKind.COUNTS: 8 * self._layout.param_base[-1],
+            FrameKind.COUNTS: 8 * _COUNTS,
             **{kind: 8 * words for kind, words in self._sizes.items()},
             FrameKind.SUMMED: 16 * len(self._layout.units),
         }
@@ -250,6 +222,7 @@ class Links:
         peer = self._layout.remote(member)
         if frame.kind is FrameKind.WORD:
             peer.board.store(frame.index, frame.value)  # release: everything that came before it is in the mirror
+            peer.board.wake(frame.index)
             if frame.index == Word.ABORT and frame.value:
                 self._abort(peer.reason, frame.value - 1)
         elif frame.kind is FrameKind.REASON:
@@ -260,10 +233,14 @@ class Links:
             self._mirror(peer, frame)
         elif frame.kind is FrameKind.SUMMED:
             self._take_summed(member, frame)
-        elif len(frame.body) != 8 * self._layout.param_base[-1]:
-            raise MalformedFrameError(f"{len(frame.body)} bytes of counts")
-        elif frame.body:
-            peer.pushes.copy_(torch.from_numpy(np.frombuffer(frame.body, _COUNT).astype(np.int64)))
+        else:
+            self._take_counts(peer, frame)
+
+    def _take_counts(self, peer: RemotePeer, frame: Frame) -> None:
+        counts = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).astype(np.int64)
+        if len(frame.body) % 8 or not 0 <= frame.value <= self._layout.param_base[-1] - len(counts):
+            raise MalformedFrameError(f"{len(frame.body)} bytes of counts from count {frame.value} on")
+        peer.pushes[frame.value : frame.value + len(counts)].copy_(torch.from_numpy(counts))
 
     def _take_summed(self, member: int, frame: Frame) -> None:
         if len(frame.body) % 16:
@@ -319,10 +296,28 @@ class Links:
                 board.store(Word.ABORT, 1 + peer.rank)
         self._abort(reason, peer.rank)
 
-    def close(self) -> None:
-        """Hang up; idempotent."""
+    def unheard(self) -> list[int]:
+        """Partners whose host has not acknowledged all that this rank has said. Hanging up before may lose the rest."""
         with self._changing:
+            return [partner for partner, link in self._links.items() if link.unacknowledged()]
+
+    def _deafen(self) -> None:
+        """Say in the mirrors that they stay as they are, or a rank of this host would wait for what is not heard."""
+        mine = self._layout.mine
+        culprit = mine.board.load(Word.ABORT)
+        for partner in self._grid.partners:
+            peer = self._layout.remote(partner)
+            if not (peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT)):
+                peer.set_reason(mine.reason)
+                peer.board.store(Word.ABORT if culprit else Word.LEFT, culprit or 1)
+
+    def close(self) -> None:
+        """Hang up; idempotent. From then on the partners have LEFT in the mirrors of this rank's heap."""
+        with self._changing:
+            if self._closed:
+                return
             self._closed = True
+            self._deafen()
             board = self._layout.pushed_board
             board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
             self.summed = _nothing

@@ -244,6 +244,12 @@ class Listener:
         self._drop_spare()
 
 
+class NoAnswerError(ConnectionError):
+    """The listener hung up: it ends, or it waited for this process, which was stopped, for longer than a client may
+    take. Whoever asks again finds out which.
+    """
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a listener answered. Whoever asked owns `fds`; `pid` is the process that listens, as the kernel says."""
@@ -256,8 +262,8 @@ class Answer:
 def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
     """Ask the listener at `address` and wait for its answer, on any thread.
 
-    Raises ConnectionError if nobody listens there, it is of another user or container, or it hung up without an answer;
-    TimeoutError if it did not answer within `timeout_s` seconds.
+    Raises ConnectionError if nobody listens there or it is of another user or container, NoAnswerError if it hung up
+    without an answer, TimeoutError if it did not answer within `timeout_s` seconds.
     """
     deadline = Deadline(timeout_s)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -276,7 +282,8 @@ def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
             raise TimeoutError(f"listener {address!r} did not answer within {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
             _close(fds)
-            raise ConnectionError(f"listener {address!r}: {error}") from error
+            hung_up = isinstance(error, ConnectionResetError | BrokenPipeError)
+            raise (NoAnswerError if hung_up else ConnectionError)(f"listener {address!r}: {error}") from error
         return Answer(reply, fds, peer.pid)
 
 
@@ -302,7 +309,7 @@ def _receive(connection: socket.socket, deadline: Deadline, fds: list[int]) -> d
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds += memoryview(data[: len(data) // 4 * 4]).cast("i")
         if not chunk:
-            raise ConnectionError("hung up without an answer")
+            raise ConnectionResetError("hung up without an answer")
         if flags & socket.MSG_CTRUNC:
             raise ConnectionError("descriptors were lost on the way: too many are open here (ulimit -n)")
         raw += chunk

@@ -47,6 +47,8 @@ class Queue:
         self._order: list[tuple[int, int, int]] | None = None  # (member, offset, bytes), longest first
         self.offered = 0  # the newest epoch in which this rank did
         self.drained = 0  # the newest epoch whose end this rank has seen
+        self._newest = -1  # number that this rank has claimed last
+        self._known = (-1, 0)  # of a home on another host: `_newest` when it was asked, and what it had handed out
 
     def offer(self, microbatches: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> None:
         """Put microbatches (dense CPU tensors by name; copied) where everybody can claim them, once in the open epoch.
@@ -72,7 +74,7 @@ class Queue:
         table[:, 0] = torch.tensor(weights, dtype=torch.float64).view(torch.int64)
         table[:, 1:] = rows.T
         words[0] = len(packed)
-        self.offered, self._order = epoch, None
+        self.offered, self._order, self._known = epoch, None, (-1, 0)
         self._protocol.offer()
 
     def claim(self) -> Claimed | None:
@@ -97,12 +99,30 @@ class Queue:
         if number >= len(self._order):
             self.drained = epoch
             return None
+        self._newest = number
         member, offset, nbytes = self._order[number]
         raw = self._copy(member, offset, nbytes, f"microbatch {number} of the queue")
         self._protocol.note_claimed()
         if member != self._protocol.grid.me:
             self._protocol.count(Word.FETCHED, nbytes)
         return Claimed(number, member, nbytes, unpack(raw))
+
+    def in_last(self) -> bool:
+        """Whether what this rank has claimed last is all that it will get in the open epoch: nothing else is left.
+
+        Asks a home on another host once for every microbatch, and may then raise as `Engine.ask` does.
+        """
+        if self._order is None or self.offered != self._protocol.epoch or self.drained == self.offered:
+            return False
+        count = len(self._order)
+        return self._newest == count - 1 or self._handed_out() >= count
+
+    def _handed_out(self) -> int:
+        if not self._protocol.grid.is_remote(HOME):
+            return self._protocol.claims_at_home()
+        if self._known[0] != self._newest:
+            self._known = self._newest, self._heaps.claims(HOME)
+        return self._known[1]
 
     def _next_number(self) -> int:
         if not self._protocol.grid.is_remote(HOME):

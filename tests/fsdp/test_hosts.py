@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import HIDDEN, Exact, SignStep, batch
+from support.exact import Exact, SignStep, await_sums_in_backward, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -22,8 +20,8 @@ from torch.distributed.tensor import distribute_tensor
 import odc
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
-from odc.fsdp import default_store, root_of
-from odc.runtime import Arena, queue
+from odc.fsdp import default_store
+from odc.runtime import Arena
 from odc.runtime.daemon import ask_all
 
 HostPools = Callable[[int, int], Any]
@@ -256,47 +254,6 @@ def test_replicas_read_each_other_by_parts(
         assert share * model < found < 1.05 * share * model, (found, model)
 
 
-def claimed(rank: int, world: int, counts: tuple[tuple[int, ...], ...], hybrid: bool) -> list[list[int]]:
-    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("hosts", "ranks")) if hybrid else None
-    settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
-    ours, theirs, numbers = Exact(), Exact(), list[list[int]]()
-    for shard, model in ((functools.partial(fully_shard, settings=settings), ours), (torch_fully_shard, theirs)):
-        for layer in model.layers:
-            shard(layer, mesh=mesh)
-        shard(model, mesh=mesh)
-    for step, row in enumerate(counts):
-        mine = [{"x": batch(rank, step, i)} for i in range(row[rank])]
-        with ours.minibatch(), mock.patch.object(queue, "_TABLE_BYTES", 64):  # what is in it takes two reads
-            claims = ours.claim(mine, [float(10 * i + rank) for i in range(row[rank])])
-            numbers.append([])
-            for microbatch in claims:
-                numbers[-1].append(claims.number)
-                ours(microbatch["x"]).sum().backward()
-        inputs = torch.cat([batch(rank, step, i) for i in range(row[rank])] or [torch.zeros(1, HIDDEN)])
-        (theirs(inputs).sum() * float(bool(mine))).backward()
-        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
-            assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), f"rank {rank} in step {step}"
-        ours.zero_grad()
-        theirs.zero_grad()
-    return numbers
-
-
-@pytest.mark.parametrize(
-    ("hosts", "per_host", "hybrid"),
-    [(2, 2, False), *(pytest.param(*c, marks=pytest.mark.thorough) for c in ((3, 1, False), (2, 2, True)))],
-)
-def test_a_queue_over_hosts_gives_each_microbatch_once(
-    host_ranks: HostPools, hosts: int, per_host: int, hybrid: bool
-) -> None:
-    """Its home is on one of them."""
-    world = hosts * per_host
-    counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 6, 0, 3), (0, 0, 5, 0)))
-    found = host_ranks(hosts, per_host).run(claimed, counts, hybrid)
-    for step, row in enumerate(counts):
-        assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
-
-
 def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
     """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
     model = Exact()
@@ -347,20 +304,7 @@ def crossing_in_backward(rank: int, world: int) -> None:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    waited = []
-
-    def await_sums(grad: torch.Tensor) -> None:
-        root = root_of(model)
-        reader, epoch = root.member.reader, root.minibatch.epoch
-        assert reader is not None
-        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
-        deadline = time.monotonic() + 60
-        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
-            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
-            time.sleep(0.002)
-        waited.append(epoch)
-
-    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    waited = await_sums_in_backward(model)
     model(batch(rank, 0, 0)).sum().backward()  # a minibatch of one backward
     model.set_requires_gradient_sync(False)
     model(batch(rank, 1, 0) * 0).sum()  # of a microbatch without a backward

@@ -230,3 +230,33 @@ def test_waiting_and_preparing_are_in_the_trace(monkeypatch: pytest.MonkeyPatch)
     assert figures.prepare_s >= 0.04
     assert figures.waited_s >= 0.04
     assert input_figures([]).microbatches == 0
+
+
+@pytest.mark.parametrize(("prefetch", "background"), [(1, True), (3, True), (1, False), (None, False), (None, True)])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_the_last_one_is_known_to_be_the_last(prefetch: int | None, background: bool, count: int) -> None:
+    watched, ended = Watched(count), time.monotonic() + 60
+    with LazyMicrobatches(watched, watched.prepare, prefetch=prefetch, background=background) as microbatches:
+        i = -1
+        for i, _ in enumerate(microbatches):
+            while i == count - 1 and not microbatches.last:  # the thread has yet to find the end
+                assert time.monotonic() < ended
+                time.sleep(0.001)
+            assert microbatches.last == (i == count - 1)
+        assert i == count - 1
+
+
+def test_what_may_be_followed_by_another_is_not_the_last() -> None:
+    watched = Watched(2)
+    lazy = LazyMicrobatches(watched, watched.prepare, prefetch=0)
+    assert [lazy.last for _ in lazy] == [False, False], "nothing is pulled before it is asked for"
+
+    def breaks() -> Iterator[int]:
+        yield 0
+        raise OSError("no more data")
+
+    broken = LazyMicrobatches(breaks(), watched.prepare, background=False)
+    next(broken)
+    assert not broken.last
+    with pytest.raises(OSError, match="no more data"):
+        next(broken)

@@ -16,7 +16,7 @@ from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_f
 from support.rank_worker import die, tell
 from support.ranks import RankPool, RanksFailed, spawn_ranks
 
-from odc.ranks.processes import RankProcesses, fork_server, task
+from odc.ranks.processes import RankOutcome, RankProcesses, fork_server, task
 from odc.trace import WINDOW, recorder
 
 Pools = Callable[[int], RankPool]
@@ -112,6 +112,15 @@ def test_a_timeout_shows_the_stack_and_kills_the_pool(ranks: Pools) -> None:
 def test_a_rank_that_dies_in_a_pool_is_a_failure_not_a_hang(ranks: Pools) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 .*exit code -9"):
         ranks(2).run(die_on, 1)
+
+
+def test_a_rank_that_raised_as_it_left_says_why() -> None:
+    """Every line of a traceback is marked with the rank by torch; where the answer has it, it is shown once."""
+    said = "a warning\n[rank0]: WaitTimeoutError: rank 1 has not left\n"
+    left = RankOutcome(0, 7, exit_code=1, output=said, answered=True)
+    assert "WaitTimeoutError: rank 1 has not left" in left.describe()
+    raised = RankOutcome(0, 7, exit_code=1, output=said, answered=True, error="ValueError", trace="ValueError: no")
+    assert "a warning" in raised.describe() and "[rank0]" not in raised.describe()
 
 
 def test_world_of_four(ranks: Pools) -> None:

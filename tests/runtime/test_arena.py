@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from support.ranks import spawn_ranks
 
+import odc
 from odc.errors import HeapMemoryError, OdcError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.runtime import Arena
@@ -83,3 +85,18 @@ def test_a_put_that_finds_no_room_names_who_has_not_copied() -> None:
     with spawn_ranks(2, keeps_what_is_not_copied) as ranks:
         outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def leaves_with_open_arenas(rank: int, world: int) -> None:
+    """Each rank has dropped another of them: its peer is told that it leaves the one that it still has, too."""
+    kept = {name: Arena(default_store(), range(world), rank, 1 << 12, CHANNELS, 120.0, name) for name in ("a", "b")}
+    del kept["ab"[rank]]
+    gc.collect()
+    odc.shutdown()
+    assert len(kept) == 1
+
+
+def test_a_rank_that_shuts_down_leaves_the_arenas_that_nobody_closed() -> None:
+    with spawn_ranks(2, leaves_with_open_arenas) as job:
+        outcomes = job.wait()
+    assert not any(one.error for one in outcomes), "\n".join(one.describe() for one in outcomes)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,6 +256,36 @@ def test_a_server_that_is_held_up_is_not_dead_before_the_deadline(
         left.layout.peer(1).attach()
     assert time.monotonic() - begin >= 0.3
     assert caught.value.culprit == 13
+
+
+def test_a_server_that_hung_up_is_asked_again(side: Make) -> None:
+    """This process may have been stopped for longer than the server waits for who has connected."""
+    name = f"odc-test.again.{os.getpid()}.{time.monotonic_ns()}"
+    said = b'{"error": "no such root"}'
+    left = side(0, settings=Settings(timeout_s=60.0)).announce()
+    side(1).announce(address=name)
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen(100)
+        listener.settimeout(0.05)
+
+        def answer_from_the_third_on() -> None:
+            heard = 0
+            while not over.is_set():
+                with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                    heard += 1
+                    if heard > 1:
+                        connection.recv(1000)
+                    if heard > 2:
+                        connection.sendall(struct.pack("!I", len(said)) + said)
+
+        thread = threading.Thread(target=answer_from_the_third_on)
+        thread.start()
+        with pytest.raises(PeerLostError, match="attaching to rank 13: no such root"):
+            left.layout.peer(1).attach()
+        over.set()
+        thread.join()
 
 
 def test_an_abort_ends_the_wait_for_a_server_that_is_held_up(side: Make, silent_listener: str) -> None:

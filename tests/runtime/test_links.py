@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,6 +18,7 @@ from support.members import F32, HeapGroup
 from odc.errors import PeerLostError
 from odc.runtime import Outcome, RootState, Word
 from odc.runtime import links as module
+from odc.runtime.frames import Frame, FrameKind
 from odc.runtime.links import Links
 from odc.runtime.words import decode_outcome, encode_outcome, outcome_word
 from odc.settings import Settings
@@ -174,6 +177,85 @@ def test_progress_is_told_now_and_then_only(linked: Linked, monkeypatch: pytest.
     clock[0] += 1.0
     linked.group.layouts[0].pushed_board.refresh()
     assert len(told) == 2
+
+
+def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends a connection whose other end has had no room for two seconds: there must be some."""
+    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
+    board, link = linked.join().group.layouts[0].pushed_board, linked.links[0]._links[2]
+    for _ in range(5000):
+        board.refresh()
+    assert not link.room(0), "far more was to be said than there is room for"
+    end = time.monotonic() + 60
+    while link.unacknowledged():  # for ever, or until the kernel has ended it, of more than there is room for
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    board.store(Word.DONE, 5)
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 5)
+    board.store(Word.READ, 5)
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.READ) == 5)
+    board.refresh()
+    assert not linked.aborts[0] and not linked.aborts[2]
+
+
+def test_counts_wait_for_room_and_come_in_parts(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COUNTS", 2)
+    links, room = linked.join().links[0], threading.Event()
+    monkeypatch.setattr(links._links[2], "room", lambda nbytes: room.is_set())
+    telling = threading.Thread(target=links.tell_counts, args=(torch.tensor([3, 1 << 40, 7]),))
+    telling.start()
+    telling.join(0.2)
+    assert telling.is_alive()
+    room.set()
+    telling.join()
+    theirs = linked.group.layouts[3].remote(0)
+    linked.receive(2, lambda: theirs.pushes.tolist() == [3, 1 << 40, 7])
+    monkeypatch.undo()
+    links._tell(Frame(FrameKind.COUNTS, value=2, body=bytes(16)))  # there are three
+    linked.receive(2, lambda: bool(linked.aborts[2]))
+    assert "bytes of counts from count 2" in linked.aborts[2][0][0]
+
+
+def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = linked.join().links[0]
+    monkeypatch.setattr(links._links[2], "room", lambda nbytes: False)
+    settings = dataclasses.replace(links._layout.settings, timeout_s=0.1)
+    monkeypatch.setattr(links._layout, "settings", settings)
+    links.tell_counts(torch.tensor([3, 4, 7]))
+    ((reason, culprit),) = linked.aborts[0]
+    assert "for 0.1 s it has not read what this host says" in reason and culprit == 16
+
+
+def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
+    links = linked.join().links[0]
+    links._links[2]._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+    links._links[2].send(*[Frame(FrameKind.WORD, Word.PUBLISHED, 1)] * 60_000)
+    assert links.unheard() == [2]
+    links._links[2].send(Frame(FrameKind.WORD, Word.DONE, 1))
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
+    linked.receive(2, lambda: not links.unheard())
+    links._links[2].send(*[Frame(FrameKind.WORD, Word.PUBLISHED, 1)] * 60_000)
+    linked.links[2].close()  # by a reset, as it has not read all
+    end = time.monotonic() + 60
+    while links.unheard():
+        assert time.monotonic() < end, "nobody will ever hear it"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("culprit", [None, 13])
+def test_who_hangs_up_leaves_nobody_waiting_for_its_mirrors(linked: Linked, culprit: int | None) -> None:
+    """A rank of its host looks there for those of the other one, and blames who has left."""
+    linked.join()
+    if culprit is not None:
+        linked.group.layouts[0].mine.set_reason("ValueError: no words")
+        linked.group.layouts[0].mine.board.store(Word.ABORT, 1 + culprit)
+    linked.group.members[0].protocol.leave("")
+    linked.links[0].close()
+    linked.links[0].close()
+    assert seen(linked, 1, 2, Word.LEFT if culprit is None else Word.ABORT)
+    said = "rank 10 has left the job" if culprit is None else "aborted by rank 13: ValueError: no words"
+    with pytest.raises(PeerLostError, match=said):
+        linked.group.members[1].protocol.waiter.until(lambda: False, 2, "rank 16 to finish epoch 1")
 
 
 def test_the_end_of_a_link_is_a_death_unless_the_rank_has_shut_down(linked: Linked) -> None:

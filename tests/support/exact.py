@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,3 +48,26 @@ class SignStep(torch.optim.Optimizer):
 def batch(rank: int, step: int, i: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(1000 * step + 100 * i + rank)
     return torch.randint(-2, 3, (4, HIDDEN), generator=draw).float()
+
+
+def await_sums_in_backward(model: Any) -> list[int]:
+    """Have the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
+    while backward goes on where it is known to be the last. Returns the epochs in which they have.
+    """
+    from odc.fsdp import root_of
+
+    waited = list[int]()
+
+    def await_sums(grad: torch.Tensor) -> None:
+        root = root_of(model)
+        reader, epoch = root.member.reader, root.minibatch.epoch
+        assert reader is not None
+        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
+        deadline = time.monotonic() + 60
+        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
+            assert time.monotonic() < deadline, f"rank {root.rank}: the sums do not come"
+            time.sleep(0.002)
+        waited.append(epoch)
+
+    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    return waited
