@@ -78,10 +78,18 @@ def _over_device_memory(launch: Callable[..., None]) -> Callable[..., None]:
     def launch_interpreted(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+        # The interpreter would copy tensors by their storages, which holds Python's lock while it waits for a stream,
+        # whose thread may need that lock to let a tensor go.
+        tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_cuda}
+        before = {i: tensor.cpu() for i, tensor in tensors.items()}
+        after = {i: tensor.clone() for i, tensor in before.items()}
         cuda.emulated_allow(1)
         try:
-            launch(kernel, grid, torch.device("cpu"), *args, **constants)
+            launch(kernel, grid, torch.device("cpu"), *(after.get(i, arg) for i, arg in enumerate(args)), **constants)
         finally:
             cuda.emulated_allow(0)
+        for i, tensor in tensors.items():
+            if not torch.equal(before[i], after[i]):
+                tensor.copy_(after[i])
 
     return launch_interpreted
