@@ -59,8 +59,8 @@ def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
             last[key] = max(last.get(key, arrival), arrival)
     split: dict[int, list[Span]] = {}
     for rank, spans in spans_by_rank.items():
-        even = {index: key for index, key in calls[rank].items() if key[0] not in unsplit}
-        matched = {index: _Meeting(spans[index], last[key]) for index, key in even.items()}
+        own = {index: key for index, key in calls[rank].items() if key[0] not in unsplit}
+        matched = {index: _Meeting(spans[index], last[key]) for index, key in own.items()}
         lanes = {lane: _Lane(call for call in matched.values() if call.span.lane == lane) for lane in _CATEGORIES}
         split[rank] = []
         for index, span in enumerate(spans):

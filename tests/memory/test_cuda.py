@@ -5,9 +5,11 @@ What torch's symmetric memory and CUDA do is not tested here: tests/gpu does, wh
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -224,6 +226,28 @@ def test_torch_makes_no_multicast_object(monkeypatch: pytest.MonkeyPatch, same_n
     symmetric.map_peers(torch.zeros(1), group, 0, same_numbers=same_numbers)
     assert seen == [["1", "1" if same_numbers else None]]
     assert [os.environ.get(name) for name in names] == ["0", None]
+
+
+def test_a_mapping_lasts_as_long_as_a_view_of_it() -> None:
+    """A view as torch makes it of a peer's memory does not hold what maps it."""
+
+    class Handle:
+        buffer_ptrs = (0, 1)
+
+        def get_buffer(self, peer: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=dtype)
+
+    handle = Handle()
+    mapped, local = weakref.ref(handle), torch.zeros(64, dtype=torch.uint8)
+    part = symmetric._view(handle, 1, local)[8:16].view(torch.float32)
+    with pytest.raises(RuntimeError, match="rank 0 of the group has no pointer here"):
+        symmetric._view(handle, 0, local)
+    del handle
+    gc.collect()
+    assert mapped() is not None and part.tolist() == [0.0, 0.0]
+    del part
+    gc.collect()
+    assert mapped() is None
 
 
 def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
