@@ -25,6 +25,9 @@ def status(
 ) -> None:
     """Show what every rank of the jobs on this host is doing, from another terminal.
 
+    mb: microbatches that the rank has begun in this epoch. in/out MiB: fetched and pushed since the start. slots:
+    staging slots of its peers' gradients that its server has yet to add, of how many. waits for: a rank.
+
     Ranks of these jobs on other hosts are shown as this host knows them, at most some tenths of a second late.
     """
     from rich.console import Console

@@ -46,7 +46,7 @@ class Probe:
     function: str  # "module:function"; takes nothing, returns findings
     use: str = "run"  # what needs it
     deadline_s: float = 120.0  # after which it counts as hanging
-    hangs: str = "look at this process with py-spy or gdb; report it"  # what to do then
+    hangs: str = "try again when the machine is less busy; if it hangs again, report it"  # what to do then
 
 
 PROBES: tuple[Probe, ...] = (

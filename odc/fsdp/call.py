@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import hooks
+from odc.fsdp._torch_param import params_of
 from odc.fsdp.group import adopt
 from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.root import live_roots, root_above, root_at
-from odc.fsdp.root_layout import register
+from odc.fsdp.root_layout import register, sharded_modules
 from odc.memory import require_add
 from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, stop_daemon
 from odc.settings import OptimizerSharding, Settings
@@ -88,6 +90,7 @@ def fully_shard(
     _refuse_mesh(mesh)
     mesh, node_size = _divide(mesh, optimizer_sharding, settings or Settings())
     modules = module if isinstance(module, list) else [module]
+    _refuse_sharded_above(modules)
     _refuse_mixed_dtypes(modules, ignored_params or set())
     whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True
     compat.torch_fully_shard(
@@ -186,13 +189,28 @@ def _divide(mesh: DeviceMesh, optimizer_sharding: str, settings: Settings) -> tu
         return mesh, 0
     ranks = mesh.mesh.flatten().tolist()
     for wrong, what in (
-        (mesh.device_type != "cpu", f"a {mesh.device_type} mesh"),
-        (settings.kernels == "triton", "Settings(kernels='triton')"),
+        (mesh.device_type == "cpu" and settings.kernels == "triton", "Settings(kernels='triton') on the CPU"),
         (ranks != sorted(ranks), f"a mesh whose ranks do not rise: {ranks}"),
     ):
         if wrong:
             raise UnsupportedError(f"optimizer_sharding='world' does not go with {what}")
     return compat.flattened(mesh), int(mesh.size(1)) if mesh.size(0) > 1 else 0
+
+
+def _refuse_sharded_above(modules: list[nn.Module]) -> None:
+    """What a module above was given as its own cannot be taken out of it again."""
+    own = {id(p): name for one in modules for name, p in one.named_parameters() if isinstance(p, DTensor)}
+    for above in sharded_modules() if own else ():
+        below = {id(module) for module in above.modules() if module is not above}
+        if not any(id(module) in below for module in modules):
+            continue
+        for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, above))):
+            taken = [own[id(param.parameter)] for param in params_of(group) if id(param.parameter) in own]
+            if taken:
+                raise UnsupportedError(
+                    f"{taken[0]!r} was sharded already, with the {type(above).__name__} around it: call fully_shard "
+                    "bottom-up, on layers first and on the root last"
+                )
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

@@ -288,7 +288,7 @@ class Minibatch:
         refusals.refuse_unwritten(self._who(), doing, self.state)
         pushed = self.pushed or self.given_up is not None
         cut_short = self._iteration.backward_cut_short()
-        refusals.refuse_pushed(self._who(), doing, cut_short=cut_short, pushed=pushed)
+        refusals.refuse_pushed(self._who(), doing, cut_short=cut_short, pushed=pushed, explicit=self.explicit)
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""

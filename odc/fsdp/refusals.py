@@ -52,13 +52,18 @@ def refuse_inside_block(who: str, doing: str) -> None:
     )
 
 
-def refuse_pushed(who: str, doing: str, *, cut_short: bool, pushed: bool) -> None:
-    """`doing` would lose gradients that were pushed, or take a part of them for the whole."""
+def refuse_pushed(who: str, doing: str, *, cut_short: bool, pushed: bool, explicit: bool) -> None:
+    """`doing` would lose gradients that were pushed, or take a part of them for the whole.
+
+    `explicit`: inside `with model.minibatch()`.
+    """
     if cut_short:
         raise UnfinishedMinibatchError(
             f"{who}: {doing} after a backward that ended with an exception, so that the minibatch's gradients are not "
             "whole; call model.abandon_minibatch(reason), which every rank learns at its end"
         )
+    if pushed and explicit:
+        refuse_inside_block(who, doing)
     if pushed:
         raise UnfinishedMinibatchError(
             f"{who}: {doing} inside an unfinished minibatch; mark the last backward with "

@@ -18,6 +18,9 @@ _YIELDS = 39
 _FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
 _SPAN_NS = 50_000  # shorter waits are not worth a span
+_SAME_NUMBER = (
+    "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
+)
 
 
 class Deadline:
@@ -163,16 +166,17 @@ class Waiter:
         rank, note = self._grid.ranks[member], self._layout.peer(member).reason
         said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
-        raise PeerLostError(f"{said}{why}; every rank must run the same number of minibatches", culprit=rank)
+        raise PeerLostError(f"{said}{why}; {_SAME_NUMBER}", culprit=rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
         rank = self._grid.ranks[member]
         culprit = self._grid.ranks[last_in_chain(member, self._grid.me, self._waits_for)]
         itself = f", and waits itself for rank {culprit}" if culprit != rank else ""
+        behind = f", and {_SAME_NUMBER}" if done == published < self._epoch() else ""
         said = (
             f"{self._me()}, waiting for {what}: rank {rank} has not called into odc for "
             f"{self._layout.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
-            f"{itself}; raise Settings.timeout_s if it is only slow"
+            f"{itself}; raise Settings.timeout_s if it is only slow{behind}"
         )
         self._abort(said, culprit)  # or others would blame this rank, which ends now
         raise WaitTimeoutError(said, culprit=culprit)

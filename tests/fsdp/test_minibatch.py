@@ -277,6 +277,15 @@ def test_what_was_pushed_is_not_thrown_away(two: list[Rank], what: str) -> None:
     assert two[1].grads()[0] == [0.5] * 4
 
 
+def test_what_belongs_after_the_block_is_said_to(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    two[0].machine.explicit = True
+    with pytest.raises(UnfinishedMinibatchError, match=r"load_state_dict\(\) inside `with model\.minibatch\(\)`"):
+        two[0].machine.close_evaluation("load_state_dict()")
+
+
 def test_publish_shows_new_values_to_everybody(two: list[Rank]) -> None:
     for rank in two:
         rank.machine.begin()

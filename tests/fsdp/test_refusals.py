@@ -49,6 +49,13 @@ def settings_as_a_dict() -> object:
     return fully_shard(make(PLAIN), settings={"timeout_s": 5.0})  # type: ignore[arg-type]
 
 
+@refused(UnsupportedError, "'weight' was sharded already, with the OdcSequential around it", "on the root last")
+def root_before_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    fully_shard(model[0])
+
+
 @refused(UnsupportedError, "this Sequential is not sharded by odc: call odc.fully_shard on it too, last")
 def minibatch_of_a_plain_root() -> None:
     model = nn.Sequential(nn.Linear(4, 4))

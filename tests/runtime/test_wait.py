@@ -177,6 +177,18 @@ def test_an_abort_ends_the_wait(group: HeapGroup, waiter: Waiter, clock: Clock, 
     assert caught.value.culprit == 16
 
 
+@pytest.mark.parametrize("state", ["ended its last one", "runs one"])
+def test_a_rank_that_ran_fewer_minibatches_may_have_forgotten_the_block(
+    group: HeapGroup, waiter: Waiter, clock: Clock, state: str
+) -> None:
+    board = group.layouts[1].peer(1).board
+    board.store(Word.PUBLISHED, EPOCH - 1)
+    board.store(Word.DONE, EPOCH - 1 if state == "ended its last one" else EPOCH - 2)
+    with pytest.raises(WaitTimeoutError) as caught:
+        waiter.until(never, 1, "something")
+    assert ("outside of `with model.minibatch():` each backward is one" in str(caught.value)) == (state != "runs one")
+
+
 def test_an_aborted_job_does_nothing_more_even_if_it_could(group: HeapGroup, waiter: Waiter) -> None:
     group.members[0].protocol.abort("no more", 13)
     with pytest.raises(PeerLostError, match="aborted by rank 13: no more"):
