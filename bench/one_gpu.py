@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,7 @@ from odc.settings import Settings
 
 MIB = 1 << 20
 TILES, WARPS, PROGRAMS = (8192, 16384, 32768), (4, 8), (16, 32, 64, 132)
+_FAILED = "FAILED"
 _PEER, _OWN = 0, 1  # shards of the gathers: all memory counts as a peer's
 
 Row = dict[str, Any]
@@ -95,40 +97,54 @@ def kernels(here: Here) -> Iterator[Row]:
     owners = odc.pointer_table(eighths, device)
     sums = odc.pointer_table([piece.data_ptr() for piece in target.split(n // 8)], device)
     eighth, sevens = target[: n // 8], [list(half.split(n // 8))[:7]]
-    # What runs, the bytes that it reads and writes, and whether a few programs do it.
-    runs: dict[str, tuple[Callable[..., object], float, bool]] = {
-        "get": (lambda b, **_: odc.get(target, table_of, 0, block=b), 8 * n, False),
-        "publish, cast to bf16": (lambda b, **_: odc.publish([half], [source], block=b), 6 * n, False),
-        "differ": (lambda b, **_: odc.differ([half], [source], found, block=b), 6 * n, False),
-        "add": (lambda b, **_: odc.add([target], [half], block=b), 10 * n, False),
-        "add, 7 sources": (lambda b, **_: odc.add_all([eighth], sevens, block=b), 22 * n / 8, False),
-        "gather, 8 owners": (lambda b, **o: odc.gather([target], [0], owners, block=b, **o), 8 * n, True),
+    # What runs, and the bytes that it reads and writes.
+    runs: dict[str, tuple[Callable[..., object], float]] = {
+        "get": (lambda b, **_: odc.get(target, table_of, 0, block=b), 8 * n),
+        "publish, cast to bf16": (lambda b, **_: odc.publish([half], [source], block=b), 6 * n),
+        "differ": (lambda b, **_: odc.differ([half], [source], found, block=b), 6 * n),
+        "add": (lambda b, **_: odc.add([target], [half], block=b), 10 * n),
+        "add, 7 sources": (lambda b, **_: odc.add_all([eighth], sevens, block=b), 22 * n / 8),
+        "gather, 8 owners": (lambda b, **o: odc.gather([target], [0], owners, block=b, **o), 8 * n),
         "accumulate, 8 owners": (
             lambda b, **o: odc.accumulate([half], [n // 8], [0], sums, block=b, **o),
             10 * n,
-            True,
         ),
     }
     found = torch.zeros(1, dtype=torch.int32, device=device)
-    for name, (run, moved, few) in runs.items():
+    limits: dict[int, float] = {}
+    for name, tile, warps, programs in _configurations(here, runs, launch):
+        run, moved = runs[name]
         copied = min(int(moved) // 8 * 4, 4 * n)
-        limit = here.seconds(lambda c=copied: target.view(torch.uint8)[:c].copy_(source.view(torch.uint8)[:c]))
-        copy_rate = 2 * copied / limit
-        for tile in TILES if here.on_gpu else TILES[:1]:
-            for warps in WARPS if here.on_gpu else WARPS[:1]:
-                for programs in (PROGRAMS if here.on_gpu else PROGRAMS[:1]) if few else (None,):
-                    launch.OPTIONS["num_warps"] = warps
-                    options = {"programs": programs} if few else {}
-                    took = here.seconds(lambda r=run, b=tile // 4, o=options: r(b, **o))
-                    yield {
-                        "kernel": name,
-                        "tile, bytes": tile,
-                        "warps": warps,
-                        "programs": programs or "",
-                        "GB/s": moved / took / 1e9,
-                        "of a copy": f"{moved / took / copy_rate:.0%}",
-                    }
-    launch.OPTIONS.update(usual)
+        row: Row = {"kernel": name, "tile, bytes": tile, "warps": warps, "programs": programs or ""}
+        try:
+            if copied not in limits:
+                limits[copied] = here.seconds(
+                    lambda c=copied: target.view(torch.uint8)[:c].copy_(source.view(torch.uint8)[:c])
+                )
+            launch.OPTIONS["num_warps"] = warps
+            options = {} if programs is None else {"programs": programs}
+            took = here.seconds(lambda r=run, b=tile // 4, o=options: r(b, **o))
+            rate = moved / took / (2 * copied / limits[copied])
+            yield {**row, "GB/s": moved / took / 1e9, "of a copy": f"{rate:.0%}"}
+        except Exception as error:  # the other kernels are measured all the same
+            yield {**row, "GB/s": "", "of a copy": _failure(error)}
+        finally:
+            launch.OPTIONS.update(usual)
+
+
+def _configurations(here: Here, runs: Collection[str], launch: Any) -> list[tuple[str, int, int, int | None]]:
+    """(kernel, tile, warps, programs): of every kernel what odc uses, then all others, in case time runs out."""
+    usual, sweep = [], []
+    for name in runs:
+        few = PROGRAMS if name.startswith(("gather", "accumulate")) else (None,)
+        used = launch.TILE_BYTES, launch.OPTIONS["num_warps"], launch.BESIDE_COMPUTE if len(few) > 1 else None
+        usual.append((name, *used))
+        sweep += [(name, *one) for one in itertools.product(TILES, WARPS, few) if one != used]
+    return usual + sweep if here.on_gpu else usual
+
+
+def _failure(error: Exception) -> str:
+    return f"{_FAILED} {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _moved_by_hand(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
@@ -177,14 +193,18 @@ def beside(here: Here) -> Iterator[Row]:
     with here.lane(computing):
         alone = here.seconds(multiply)
     for name, gather in ways.items():
-        with here.lane(fetching):
-            each = here.seconds(gather)
-        times = max(1, int(3 * alone / each)) if here.on_gpu else 1  # longer than the products, however they slow down
         slowed = []
-        for turn in range(1 + here.rounds):
-            took = _together(here, computing, fetching, multiply, lambda g=gather, n=times: [g() for _ in range(n)])
-            if turn:
-                slowed.append(took / alone - 1)
+        try:
+            with here.lane(fetching):
+                each = here.seconds(gather)
+            times = max(1, int(3 * alone / each)) if here.on_gpu else 1  # longer than the products, however slow
+            for turn in range(1 + here.rounds):
+                took = _together(here, computing, fetching, multiply, lambda g=gather, n=times: [g() for _ in range(n)])
+                if turn:
+                    slowed.append(took / alone - 1)
+        except Exception as error:  # the other ways are measured all the same
+            yield {"gather by": name, "GB/s alone": "", "GEMMs slowed by": _failure(error), "worst": ""}
+            continue
         yield {
             "gather by": name,
             "GB/s alone": here.nbytes / each / 1e9,
@@ -250,12 +270,13 @@ def main() -> None:
         parser.exit(1, "bench.one_gpu: --rehearse needs TRITON_INTERPRET=1 in the environment\n")
     begun, here = begin(), Here(options.rehearse)
     rows: dict[str, list[Row]] = {}
-    failed = []
+    failed: list[str] = []
     for part in options.only:
         rows[part] = []
         try:
             for row in PARTS[part](here):
                 rows[part].append(row)
+                failed += [f"{part}: {value}" for value in row.values() if str(value).startswith(_FAILED)]
                 print(json.dumps(row), flush=True)
                 save(options.results, "one_gpu" if here.on_gpu else "one_gpu_rehearsal", facts(begun), rows)
         except Exception as error:  # the other parts are measured all the same

@@ -45,8 +45,7 @@ def shard_model(
         options["reshard_after_forward"] = False
     for module in (*blocks, model):
         fully_shard(module, **options)
-    if device == "cpu":  # elsewhere the processor sees only when they are asked for
-        record_collectives(model, replicated=arm.within_node)
+    record_collectives(model, replicated=arm.within_node)
 
 
 def _mesh(arm: Arm, device: str, per_node: int) -> DeviceMesh:

@@ -188,8 +188,7 @@ def _divide(mesh: DeviceMesh, optimizer_sharding: str, settings: Settings) -> tu
         return mesh, 0
     ranks = mesh.mesh.flatten().tolist()
     for wrong, what in (
-        (mesh.device_type != "cpu", f"a {mesh.device_type} mesh"),
-        (settings.kernels == "triton", "Settings(kernels='triton')"),
+        (mesh.device_type == "cpu" and settings.kernels == "triton", "Settings(kernels='triton') on the CPU"),
         (ranks != sorted(ranks), f"a mesh whose ranks do not rise: {ranks}"),
     ):
         if wrong:

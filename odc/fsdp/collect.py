@@ -51,8 +51,8 @@ class Collector:
             self._write_gradients(used)
         else:
             self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
-        if len(protocol.grid.replica_group) > 1:
-            member.layout.heap.lanes.settle()  # this rank's reads of its replicas' accumulators
+        if len(protocol.summed_with()) > 1:
+            member.layout.heap.lanes.settle()  # this rank's reads of others' accumulators, and of what came from them
         protocol.read_all()
         return abandoned
 

@@ -78,8 +78,10 @@ class Fetcher:
             begin = recorder().now_on(lane)
             with lanes.lane("fetch"):
                 lanes.follow(allocated)
-                nbytes = self._shards.fetch(unit, by_shard, lane=lane)
-                copied.append(lanes.mark())
+                try:
+                    nbytes = self._shards.fetch(unit, by_shard, lane=lane)
+                finally:
+                    copied.append(lanes.mark())  # also after an error: what was asked for is still to come
             recorder().add(FETCH, begin, unit=unit.name, nbytes=nbytes, lane=lane)
 
         job = Job(copy)

@@ -27,6 +27,7 @@ from odc.memory.words import Words
 
 _MIB = 1 << 20
 _DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128  # of the words: text, what `_device_text` says of a member's device
+_WORDS = "/words"  # the part of the heap that lies in host memory
 _URGENT = -1  # a stream's priority; compute has 0
 
 
@@ -170,6 +171,12 @@ class CudaHeap(NamedHeap):
 
     def whole(self, member: int) -> torch.Tensor:
         return self._base(member)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {**super().parts(), _WORDS: self._host.whole(self.me)}
+
+    def place(self, name: str) -> tuple[str, int]:
+        return (_WORDS, self._host.layout.offset(name)) if name in self._words else super().place(name)
 
     def address(self, member: int, name: str) -> int:
         if name in self._words:

@@ -76,6 +76,15 @@ class NamedHeap:
             raise OdcError(f"{self._who()}: the heap is not sealed yet")
         return self._layout
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"": self.whole(self.me)}
+
+    def place(self, name: str) -> tuple[str, int]:
+        return "", self.layout.offset(name)
+
+    def whole(self, member: int) -> torch.Tensor:
+        raise NotImplementedError
+
     def _who(self) -> str:
         return f"rank {self.ranks[self.me]}, heap {self.identity}"
 
@@ -126,6 +135,12 @@ class SymmetricHeap(Protocol):
 
     def whole(self, member: int) -> torch.Tensor:
         """uint8: all memory of a member on `device`, where `layout` places the regions. Raises as `tensor` does."""
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """uint8: this rank's memory, on `device` and elsewhere, by a name of each part."""
+
+    def place(self, name: str) -> tuple[str, int]:
+        """The part in which region `name` lies on every member, and the bytes before it there."""
 
     def address(self, member: int, name: str) -> int:
         """Address of region `name` of `member` in this process, valid until `close`. Raises as `tensor` does."""

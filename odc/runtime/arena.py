@@ -240,12 +240,18 @@ class Arena:
         """End the exchange for everybody, naming this rank."""
         self._protocol.abort(reason, self.grid.rank)
 
-    def close(self) -> None:
+    def close(self, needed: bool = True) -> None:
         """Wait until all that was put is read, or its readers are gone, then shut down. Idempotent.
+
+        `needed` is False where the caller knows that no member will read what was put, or attach to this arena, any
+        more: then it waits for nobody on this host, even for a member that never made its arena.
 
         Raises WaitTimeoutError, naming a reader that did not read; this rank has shut down all the same.
         """
-        if not self._end.alive:
+        if not needed:
+            self.forget()
+        end = self._end.detach()
+        if end is None:
             return
         try:
             for number, slot in self._slots.items():
@@ -256,7 +262,7 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            wait = self._end()
+            wait = end[1](needed=needed)
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 

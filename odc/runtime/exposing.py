@@ -31,8 +31,10 @@ class ExposedHeap:
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
-        self._identity, self._network, self._names = identity, network, [identity, *answers]
-        network.engine.expose(identity, layout.heap.whole(layout.grid.me))
+        self._identity, self._network, self._names = identity, network, [*answers]
+        for part, memory in layout.heap.parts().items():
+            self._names.append(identity + part)
+            network.engine.expose(identity + part, memory)
         for name, function in answers.items():
             network.engine.answer(name, function)
         if layout.units and isinstance(layout.heap, ShmHeap):

@@ -164,8 +164,8 @@ class RankGrid:
         return (group.index(owner) - group.index(source)) % len(group)
 
 
-def refuse_unsupported(grid: RankGrid, *, kernels: str, queue_bytes: int = 0) -> None:
-    """Raise `UnsupportedError` for what does not work over several hosts; `queue_bytes` are those of a CUDA heap."""
+def refuse_unsupported(grid: RankGrid, *, kernels: str) -> None:
+    """Raise `UnsupportedError` for what does not work over several hosts."""
     if grid.host_count == 1:
         return
     where = f"rank {grid.rank}: the ranks of this mesh are on {grid.host_count} hosts, and"
@@ -178,7 +178,5 @@ def refuse_unsupported(grid: RankGrid, *, kernels: str, queue_bytes: int = 0) ->
             f"{where} a replica's shards lie on several of them; over hosts shard over all ranks (a 1-D mesh), or keep "
             "each replica on one host"
         )
-    if queue_bytes:
-        raise UnsupportedError(f"{where} on CUDA Settings(queue_bytes=...) works within one host only; set it to 0")
     if kernels == "triton":
         raise UnsupportedError(f"{where} Settings(kernels={kernels!r}) works within one host only")

@@ -38,7 +38,7 @@ def refuse_rounding(layout: HeapLayout, sums_dtype: str) -> None:
         return
     where = f"rank {layout.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
     if not layout.spans_hosts:
-        raise UnsupportedError(f"{where} is for a mesh whose shards lie on several hosts, in CPU memory")
+        raise UnsupportedError(f"{where} is for a mesh whose shards lie on several hosts")
     for unit in layout.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
@@ -72,7 +72,7 @@ class HeapLayout:
         sum_sources: the same of a node's sums for a member of another node.
         shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
-        spans_hosts: whether shards lie on several hosts, each a node, in CPU memory: sums leave as they are complete.
+        spans_hosts: whether shards lie on several hosts, each a node: sums leave as they are complete.
         rounded: the dtype in which sums cross the network, if it is not the accumulators'.
         wire_at: as `sums_at`, of the sums as they cross.
         pushed_board: this rank's board, over hosts only.
@@ -91,13 +91,11 @@ class HeapLayout:
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
         self.sources = grid.shards if settings.accumulate == "per_source" else 1
-        on_cuda = heap.device.type == "cuda"
-        kernels, queue = ("auto", settings.queue_bytes) if on_cuda else (settings.kernels, 0)
-        refuse_unsupported(grid, kernels=kernels, queue_bytes=queue)
+        refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
-        self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts and not self._on_device
+        self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
         refuse_rounding(self, settings.sums_dtype)
         self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
         self.sums_at = starts(self.units, self.sum_sources, self.shares)
@@ -219,12 +217,14 @@ class HeapLayout:
         return sums.view(self.sum_sources, unit.numel)
 
     def round_sums(self, unit: UnitSpec) -> None:
-        """Where sums are rounded: write `node_sums` to where they are read from."""
+        """Where sums are rounded: write `node_sums` to where they are read from. On any thread; they have settled."""
         if (dtype := self.rounded) is None:
             return
-        at = self.wire_at[unit.index] // dtype.itemsize
-        for row, whole in enumerate(self.node_sums(unit)):
-            self.heap.tensor(self.grid.me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
+        at, lanes = self.wire_at[unit.index] // dtype.itemsize, self.heap.lanes
+        with lanes.lane("server"):
+            for row, whole in enumerate(self.node_sums(unit)):
+                self.heap.tensor(self.grid.me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
+            lanes.settle()
 
     def arrived(self, number: int) -> torch.Tensor:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""

@@ -72,6 +72,9 @@ class Endpoint:
         if outcome is Outcome.ABANDONED:
             with lanes.lane("push"):
                 self.pusher.post_all()
+                lanes.settle()  # also what a push had asked for that was cut short: the next begin zeroes the sums
+            with lanes.lane("server"):
+                lanes.settle()
             self.protocol.explain(reason)
         self.protocol.await_links()
         self.protocol.close(outcome)
@@ -159,12 +162,12 @@ class Member(Endpoint):
         """Whether this process is a forked child of the member's (DataLoader worker)."""
         return os.getpid() != self._pid
 
-    def shut_down(self, note: str = "") -> Callable[[], None] | None:
+    def shut_down(self, note: str = "", needed: bool = True) -> Callable[[], None] | None:
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
         Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain. Returns `Departure.wait`; None in a forked child, which only
-        drops its copy.
+        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None
+        in a forked child, which only drops its copy.
         """
         if self.forked:
             return None
@@ -173,6 +176,6 @@ class Member(Endpoint):
             if threads is not None:
                 threads.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts, self._exposed)
+        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed)
         self._daemon.departures.add(departure)
         return departure.wait

@@ -44,7 +44,8 @@ class RemoteHeaps:
         self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n] of the heap of a rank of this host, from byte `offset` of the member's `region`.
+        """Fill `into`, uint8 [n] of the heap of a rank of this host or in CPU memory of this rank's own, from byte
+        `offset` of the member's `region`.
 
         Returns when it has settled. Raises as `Engine.read` does.
         """
@@ -55,7 +56,7 @@ class RemoteHeaps:
             return
         assert engine is not None
         landing = layout.landing if engine.only_into_own else None
-        if landing is None or layout.is_mine(into):
+        if landing is None or into.device != layout.heap.device or layout.is_mine(into):
             self._read(engine, member, region, offset, into, what)
             return
         with self._landing:
@@ -68,9 +69,9 @@ class RemoteHeaps:
 
     def _read(self, engine: Engine, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         layout, check = self._protocol.layout, self._protocol.waiter.check
-        rank, start = layout.grid.ranks[member], layout.heap.layout.offset(region) + offset
+        rank, (part, start) = layout.grid.ranks[member], layout.heap.place(region)
         with self._explained(rank, what):
-            engine.read(rank, self._identity, start, into, what=what, check=check)
+            engine.read(rank, self._identity + part, start + offset, into, what=what, check=check)
 
     def claim(self, home: int) -> int:
         """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""
@@ -163,10 +164,11 @@ class NodeCache:
                     return
                 unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
             try:
-                for owner in self._owners:
-                    peer = self._layout.share(owner)
-                    if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
-                        self._read(peer, unit, epoch)
+                with self._layout.heap.lanes.lane("ahead"):
+                    for owner in self._owners:
+                        peer = self._layout.share(owner)
+                        if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
+                            self._read(peer, unit, epoch)
             except Exception as error:
                 self._failed = error  # ranks of this host wait for what was claimed: the next fill ends the job
 

@@ -109,10 +109,10 @@ class MemberProtocol:
         """Wait until no member uses this rank's newest epoch any more: not its shards, nor its accumulators."""
         if self.epoch:
             self.await_done(self.epoch)
-            readers = [member for member in self._summed_with() if member != self.grid.me]
+            readers = [member for member in self.summed_with() if member != self.grid.me]
             self._await_word(Word.READ, readers, self.epoch, "to read the accumulators of")
 
-    def _summed_with(self) -> tuple[int, ...]:
+    def summed_with(self) -> tuple[int, ...]:
         """Members that read this rank's accumulators or its node's sums, and it theirs; itself included."""
         nodes = self.grid.nodes
         return self.grid.replica_group + (nodes.partners if nodes.shards_span_hosts else ())
@@ -327,7 +327,7 @@ class MemberProtocol:
         Then, with `wait`, wait for those of its replicas and partners; `await_sums` is another way.
         """
         self.board.store(Word.COMPLETE, self.epoch)
-        if wait and len(others := self._summed_with()) > 1:
+        if wait and len(others := self.summed_with()) > 1:
             self._await_word(Word.COMPLETE, others, self.epoch, "to complete the accumulators of")
 
     def end_reducing(self) -> None:

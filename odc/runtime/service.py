@@ -52,10 +52,10 @@ class Service:
     @torch.no_grad()
     def drain(self) -> bool:
         """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
-        if self._drain_device is not None:
-            return self._drain_device()
         if self._sums is not None:
             self._sums.look()
+        if self._drain_device is not None:
+            return self._drain_device()
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)

@@ -30,7 +30,8 @@ class Departure:
     """One root that was shut down.
 
     `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
-    hosts, and `exposed` is what the network sees, if there is either.
+    hosts, and `exposed` is what the network sees, if there is either. Unless it is `needed`, no peer will attach to it
+    any more, and none is waited for.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Departure:
         dismiss: Callable[[Callable[[], None]], object],
         hosts: HostMeeting | None = None,
         exposed: ExposedHeap | None = None,
+        needed: bool = True,
     ) -> None:
         self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
         self._hosts, self._exposed = hosts, exposed
         self._layout = service.layout
-        self._members = [member for member in rendezvous.grid.others() if member in rendezvous.grid.local]
+        self._members = [member for member in rendezvous.grid.others() if needed and member in rendezvous.grid.local]
         self._remaining = list(self._members)  # that it waits for
         self._settled = False
         self._deadline = Deadline(rendezvous.timeout_s)

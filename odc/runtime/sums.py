@@ -148,7 +148,8 @@ class SumsReader:
                 pairs, self._waiting, self._busy = self._waiting, [], True
                 known = {pair: self._told[pair] for pair in pairs}
             try:
-                self._fill(pairs)
+                with self._layout.heap.lanes.lane("sums"):
+                    self._fill(pairs)
                 self._read |= known
             except Exception:
                 pass  # the main thread reads it again when it comes to it, and raises

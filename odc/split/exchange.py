@@ -164,14 +164,15 @@ class PieceExchange:
         self._grads.refuse(reason)
 
     def close(self) -> None:
-        """Wait until peers have read what lies here, then leave. Idempotent."""
-        if self._minibatch is not None and not self._minibatch.open:
-            self._kv.forget()
-            self._grads.forget()
+        """Wait until peers have read what lies here, then leave. Idempotent.
+
+        After a minibatch it waits for nobody: all ranks were done with it when it ended, also one that took no piece.
+        """
+        needed = self._minibatch is None or self._minibatch.open
         try:
-            self._kv.close()
+            self._kv.close(needed)
         finally:
-            self._grads.close()
+            self._grads.close(needed)
 
     def _at(self, number: int, layer: int, again: bool) -> tuple[str, int]:
         """Channel and step of keys and values; `again`: put once more by the recompute of a checkpointed layer."""

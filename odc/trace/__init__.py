@@ -8,6 +8,7 @@ from odc.trace.recorder import CAPACITY, Mark, Recorder, recorder
 from odc.trace.spans import (
     CATEGORIES,
     COLLECTIVE,
+    COLLECTIVE_LANES,
     COMPUTE,
     FETCH,
     IDLE,
@@ -31,6 +32,7 @@ __all__ = [
     "CAPACITY",
     "CATEGORIES",
     "COLLECTIVE",
+    "COLLECTIVE_LANES",
     "COMPUTE",
     "FETCH",
     "IDLE",

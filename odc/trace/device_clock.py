@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol
 
-from odc.trace.spans import MAIN, Span
+from odc.trace.spans import COLLECTIVE_LANES, MAIN, Span
 
 _TRIES: Final = 5
 _NS: Final = 1e6  # nanoseconds of a millisecond, in which devices count
+_LANES: Final = frozenset((MAIN, *COLLECTIVE_LANES.values()))
 
 
 class TimedEvent(Protocol):
@@ -55,24 +56,33 @@ class DeviceClock:
     def __init__(self, make: Callable[[], TimedEvent], stream: object, most: int) -> None:
         self._make, self._stream, self._most = make, stream, most
         self._free: list[TimedEvent] = []
-        self._noted: deque[tuple[int, TimedEvent]] = deque()  # host time before the event was queued
+        # Host time before the event was queued, and whether that was on another stream.
+        self._noted: deque[tuple[int, TimedEvent, bool]] = deque()
         self._moments: dict[int, int] = {}  # host time -> the device's, on the host's clock
         self._before = self._reference()
 
     def now(self) -> int:
         """The host's time, and an event on the compute stream that will say when the device got here."""
+        return self.now_in(self._stream)
+
+    def now_in(self, stream: object) -> int:
+        """`now` of another stream of the device, for the lanes of collectives."""
         moment = time.monotonic_ns()
         event = self._noted.popleft()[1] if len(self._noted) >= self._most else self._event()
-        event.record(self._stream)
-        self._noted.append((moment, event))
+        event.record(stream)
+        self._noted.append((moment, event, stream is not self._stream))
         return moment
 
     def translated(self, spans: Iterable[Span]) -> list[Span]:
-        """`spans` with device times on the main lane; times that did not come from `now` stay. Waits for the device."""
+        """`spans` with device times on the main lane and on those of collectives; times that did not come from `now` or
+        `now_in` stay. Waits for the device.
+        """
         before, after = self._before, self._reference()
         elapsed = before.event.elapsed_time(after.event) * _NS
         rate = (after.host_ns - before.host_ns) / elapsed if elapsed > 0 else 1.0  # the clocks drift apart
-        for moment, event in self._noted:
+        for moment, event, elsewhere in self._noted:
+            if elsewhere:
+                event.synchronize()
             reached = before.host_ns + round(before.event.elapsed_time(event) * _NS * rate)
             self._moments[moment] = max(moment, reached)  # a device is never ahead of its host
             self._free.append(event)
@@ -82,14 +92,14 @@ class DeviceClock:
         found = self._moments.get
         return [
             span._replace(start_ns=found(span.start_ns, span.start_ns), end_ns=found(span.end_ns, span.end_ns))
-            if span.lane == MAIN
+            if span.lane in _LANES
             else span
             for span in spans
         ]
 
     def clear(self) -> None:
         """Forget all moments; the next step is timed from here. Waits for the device."""
-        self._free += [event for _, event in self._noted]
+        self._free += [event for _, event, _ in self._noted]
         self._free.append(self._before.event)
         self._noted.clear()
         self._moments.clear()

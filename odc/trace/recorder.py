@@ -67,6 +67,10 @@ class Recorder:
         """`now` for a thread of any lane: only the main lane is timed by a device."""
         return self.now() if lane == MAIN else _clock()
 
+    def now_in(self, stream: object) -> int:
+        """`now` for a lane of collectives: when the device of `time_by` comes here in `stream`; the host's without."""
+        return _clock() if self._device_clock is None else self._device_clock.now_in(stream)
+
     def add(
         self,
         category: str,

@@ -40,6 +40,9 @@ NO_PEER: Final = -1
 #: `peer` of a span in which all ranks meet (an all-gather, a reduce-scatter): its time holds waiting and transfer.
 COLLECTIVE: Final = -2
 
+#: On a device the lanes of collectives, by what they do: a span begins when the rank's stream comes to the collective.
+COLLECTIVE_LANES: Final = {FETCH: "gathers", PUSH: "reductions"}
+
 _FORMAT = "odc-spans-1"
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from odc.experiments import collectives
 from odc.experiments.collectives import record_collectives, recorded_stalls
-from odc.trace import COLLECTIVE, FETCH, PUSH, WAIT, recorder
+from odc.trace import COLLECTIVE, COLLECTIVE_LANES, FETCH, PUSH, WAIT, recorder
 
 Pools = Callable[[int], Any]
 
@@ -51,22 +53,33 @@ def test_stock_collectives_are_recorded_by_unit_and_change_nothing(ranks: Pools)
 
 
 def test_only_waits_of_the_compute_stream_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lane of the collectives after which the event was recorded."""
     made: list[tuple[str, object]] = []
 
     class Stream(str):
         def wait_event(self, event: object) -> None:
             made.append((str(self), event))
 
+        def record_event(self, event: object = None) -> object:
+            return event or SimpleNamespace(of=str(self))
+
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    plain = Stream.wait_event
+    monkeypatch.setattr(collectives, "_lanes", {"gather": COLLECTIVE_LANES[FETCH]})
+    plain = Stream.wait_event, Stream.record_event
     recorder().clear()
     with recorded_stalls(None):
         Stream("compute").wait_event(0)
     with recorded_stalls(Stream("compute")):  # type: ignore[arg-type]
+        gathered, copied = Stream("gather").record_event(), Stream("copies").record_event()
         Stream("compute").wait_event(1)
         Stream("gather").wait_event(2)
+        Stream("compute").wait_event(gathered)
+        Stream("compute").wait_event(copied)
     Stream("compute").wait_event(3)
-    assert Stream.wait_event is plain
-    assert made == [("compute", 0), ("compute", 1), ("gather", 2), ("compute", 3)]
-    (span,) = recorder().spans()
-    assert (span.category, span.peer) == (WAIT, COLLECTIVE)
+    assert (Stream.wait_event, Stream.record_event) == plain
+    assert [event for _, event in made] == [0, 1, 2, gathered, copied, 3]
+    assert [(span.category, span.peer, span.unit) for span in recorder().spans()] == [
+        (WAIT, COLLECTIVE, ""),
+        (WAIT, COLLECTIVE, COLLECTIVE_LANES[FETCH]),
+        (WAIT, COLLECTIVE, ""),
+    ]

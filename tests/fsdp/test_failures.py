@@ -131,11 +131,9 @@ def compute_then_call(rank: int, world: int, go_on: Path) -> None:
     model, _ = job(rank, world)
     backward(model, rank, 0)
     tell("ready")
-    if rank == 0:
-        die()
+    while rank != 1 and not go_on.exists():
+        time.sleep(0.05)
     if rank == 2:
-        while not go_on.exists():
-            time.sleep(0.05)
         tell(time.monotonic())
     backward(model, rank, 1)
     tell("a call into odc went through")
@@ -143,10 +141,12 @@ def compute_then_call(rank: int, world: int, go_on: Path) -> None:
 
 def test_a_computing_rank_learns_of_it_at_its_next_call(nothing_left: list[int], tmp_path: Path) -> None:
     with spawn_ranks(WORLD, compute_then_call, tmp_path / "go on") as job:
+        job.until_told(1)  # a rank that is still at the end of its minibatch would learn of it there
+        died = job.kill(0)
         until_ended(job, (0, 1))
         (tmp_path / "go on").touch()
         outcomes = end(job, nothing_left)
-    died, called = outcomes[0].told[-1][0], outcomes[2].told[1]
+    called = outcomes[2].told[1]
     assert_all_noticed(outcomes[:2], 0, died)
     assert_all_noticed(outcomes[2:], 0, called)
     assert outcomes[2].told == ["ready", called]

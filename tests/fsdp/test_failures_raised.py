@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.failing import STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
-from support.rank_worker import die, tell
+from support.rank_worker import tell
 from support.ranks import spawn_ranks
 
 import odc
@@ -83,9 +83,8 @@ def every_call_raises(rank: int, world: int) -> None:
     model, _ = job(rank, world)
     backward(model, rank, 0)
     tell("ready")
-    if rank == 1:
-        time.sleep(0.2)
-        die()
+    while rank == 1:
+        time.sleep(600.0)
     caught = 0
     for _ in range(3):
         try:
@@ -102,6 +101,8 @@ def every_call_raises(rank: int, world: int) -> None:
 
 def test_an_aborted_root_stays_aborted(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, every_call_raises) as job:
+        job.until_told(1)  # all are done with the first minibatch
+        job.kill(1)
         outcomes = end(job, nothing_left)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.told == ["ready", 4], outcome.describe()

@@ -6,18 +6,20 @@ Between hosts bytes go by plain TCP, through pinned memory at both ends.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.device import own_device
-from support.exact import Exact, SignStep, batch
+from support.exact import HIDDEN, Exact, SignStep, batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
-from odc.fsdp import live_roots
+from odc.fsdp import live_roots, root_of
 from odc.runtime.engines import staging
 
 HostPools = Callable[[int, int], Any]
@@ -28,8 +30,13 @@ HERE = {
 }
 
 
-def train(shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts, **options: Any) -> list[torch.Tensor]:
-    """This rank's shards of gradients and parameters after every step, and what an evaluation gives between them."""
+def train(
+    shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts, marks: bool = False, **options: Any
+) -> list[torch.Tensor]:
+    """This rank's shards of gradients and parameters after every step, and what an evaluation gives between them.
+
+    With `marks` backwards are marked as a rank's last, of rank 0 in the second minibatch wrongly all.
+    """
     device = torch.device(mesh.device_type)
     model, mine = Exact().to(device), shard is fully_shard
     for layer in model.layers:
@@ -40,6 +47,7 @@ def train(shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts
         if mine:
             with model.minibatch():
                 for i in range(row[rank]):
+                    model.set_is_last_backward(marks and (i == row[rank] - 1 or (rank, step) == (0, 1)))
                     model(batch(rank, step, i).to(device)).sum().backward()
         else:
             most = max(row)
@@ -56,22 +64,33 @@ def train(shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts
     return found
 
 
-def same(rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...]) -> int:
+def same(
+    rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], sharding: str = "mesh"
+) -> int:
+    """Over hosts backwards are marked where shards span them. With `sharding` "world" FSDP2's mesh is 1-D."""
     os.environ.update(HERE)
-    own_device(int(os.environ["LOCAL_RANK"]))
+    own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
     names = ("replicas", "shards")[-len(shape) :]
-    ours = train(fully_shard, rank, init_device_mesh("cuda", shape, mesh_dim_names=names), counts, settings=settings)
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    marks = len(shape) == 1
+    ours = train(fully_shard, rank, mesh, counts, marks, settings=settings, optimizer_sharding=sharding)
     for root in live_roots():
         root.shut_down()
-    theirs = train(torch_fully_shard, rank, init_device_mesh("cpu", shape, mesh_dim_names=names), counts)
+    flat = shape if sharding == "mesh" else (world,)
+    reference = init_device_mesh("cpu", flat, mesh_dim_names=("replicas", "shards")[-len(flat) :])
+    theirs = train(torch_fully_shard, rank, reference, counts)
     assert len(ours) == len(theirs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
     return sum(int(one.count_nonzero()) for one in ours)
 
 
-COUNTS = {2: ((1, 1), (2, 1), (0, 2)), 4: ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1))}
+COUNTS = {
+    2: ((1, 1), (2, 1), (0, 2)),
+    3: ((1, 1, 2), (2, 0, 1)),
+    4: ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)),
+}
 SETTINGS = {
     "server": Settings(timeout_s=120.0),
     "by torch": Settings(timeout_s=120.0, kernels="torch"),
@@ -103,3 +122,123 @@ def test_equal_with_other_settings(pools: HostPools, settings: str) -> None:
 def test_hybrid_sharding_equals_fsdp2(pools: HostPools) -> None:
     """Shards within a host, replicas over hosts."""
     pools(2, 2).run(same, COUNTS[4][:2], SETTINGS["server"], (2, 2), timeout=240)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("settings", ["server", "per source"])
+def test_replicas_add_a_part_each(pools: HostPools, hosts: int, per_host: int, settings: str) -> None:
+    """More than two, also some of them on one host."""
+    world = hosts * per_host
+    pools(hosts, per_host).run(same, COUNTS[world][:2], SETTINGS[settings], (world, 1), timeout=240)
+
+
+def test_an_optimizer_over_all_hosts_equals_fsdp2(pools: HostPools) -> None:
+    pools(2, 2).run(same, COUNTS[4], SETTINGS["server"], (2, 2), "world", timeout=240)
+
+
+@pytest.mark.parametrize(("replicas", "sharding"), [(4, "mesh"), (2, "world"), (4, "world")])
+def test_2d_meshes_on_one_host(ranks: Callable[[int], Any], replicas: int, sharding: str) -> None:
+    """Replicas that add a part each; nodes on one host, with the optimizer over all."""
+    ranks(4).run(same, COUNTS[4], SETTINGS["server"], (replicas, 4 // replicas), sharding, timeout=240)
+
+
+@pytest.mark.parametrize("settings", ["by torch", "direct", "per source"])
+def test_nodes_on_one_host_with_other_settings(ranks: Callable[[int], Any], settings: str) -> None:
+    ranks(4).run(same, COUNTS[4][:2], SETTINGS[settings], (2, 2), "world", timeout=240)
+
+
+def claimed(rank: int, world: int, counts: Counts) -> list[list[int]]:
+    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
+    os.environ.update(HERE)
+    device = own_device(int(os.environ.get("LOCAL_RANK", rank)))
+    settings, numbers = Settings(timeout_s=120.0, queue_bytes=1 << 16), list[list[int]]()
+    ours, theirs = Exact().to(device), Exact()
+    for model, kind in ((ours, "cuda"), (theirs, "cpu")):
+        shard = partial(fully_shard, settings=settings) if model is ours else torch_fully_shard
+        for module in (*model.layers, model):
+            shard(module, mesh=init_device_mesh(kind, (world,)))
+    for step, row in enumerate(counts):
+        with ours.minibatch():
+            claims = ours.claim([{"x": batch(rank, step, i)} for i in range(row[rank])])
+            numbers.append([])
+            for microbatch in claims:
+                numbers[-1].append(claims.number)
+                ours(microbatch["x"].to(device)).sum().backward()
+        loaded = [batch(rank, step, i) for i in range(row[rank])]
+        (theirs(torch.cat(loaded or [torch.zeros(1, HIDDEN)])).sum() * float(bool(loaded))).backward()
+        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local().cpu(), other.grad.to_local()), f"rank {rank} in step {step}"
+        ours.zero_grad()
+        theirs.zero_grad()
+    for root in live_roots():
+        root.shut_down()
+    return numbers
+
+
+def test_a_queue_over_hosts_gives_each_microbatch_once(pools: HostPools) -> None:
+    counts = ((1, 3, 0, 2), (0, 0, 3, 0))
+    found = pools(2, 2).run(claimed, counts, timeout=240)
+    for step, row in enumerate(counts):
+        assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
+
+
+def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
+    """The first layer's backward waits until the last layer's sums have come; then gradients are those of plain torch,
+    where each sum of the other host's ranks is rounded once, if sums are. Returns how many numbers that has changed.
+    """
+    os.environ.update(HERE)
+    device = own_device(int(os.environ["LOCAL_RANK"]))
+    model, settings = Exact().to(device), Settings(timeout_s=120.0, sums_dtype=sums_dtype)
+    mesh = init_device_mesh("cuda", (world,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, settings=settings)
+    fully_shard(model, mesh=mesh, settings=settings)
+    waited = []
+
+    def await_sums(grad: torch.Tensor) -> None:
+        root = root_of(model)
+        reader, epoch = root.member.reader, root.minibatch.epoch
+        assert reader is not None
+        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
+        deadline = time.monotonic() + 100
+        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
+            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
+            time.sleep(0.005)
+        waited.append(epoch)
+
+    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    changed = 0
+    for step in range(2):
+        with model.minibatch():
+            model.set_is_last_backward(True)
+            (model(batch(rank, step, 0).to(device)) * 57.0).sum().backward()
+        changed += compare(model, rank, world, step, rounded=sums_dtype == "bfloat16")
+        model.zero_grad()
+    assert waited == [1, 2]
+    for root in live_roots():
+        root.shut_down()
+    return changed
+
+
+def compare(model: Exact, rank: int, world: int, step: int, *, rounded: bool) -> int:
+    """Gradients against the ranks' own by plain torch; returns how many numbers rounding has changed."""
+    whole = [Exact() for _ in range(world)]
+    for other, one in enumerate(whole):
+        (one(batch(other, step, 0)) * 57.0).sum().backward()
+    changed, half, here = 0, world // 2, rank * 2 // world
+    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
+        by_rank = [one.grad.chunk(world)[rank] for one in theirs]
+        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
+        exact = sum(sums) / world
+        if rounded:
+            sums[1 - here] = sums[1 - here].bfloat16().float()
+        expected = (sums[0] + sums[1]) / world
+        assert torch.equal(mine.grad.to_local().cpu(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
+        changed += int((expected != exact).sum())
+    return changed
+
+
+@pytest.mark.parametrize("sums_dtype", ["accumulator", "bfloat16"])
+def test_sums_cross_while_backward_goes_on(pools: HostPools, sums_dtype: str) -> None:
+    changed = sum(pools(2, 2).run(sums_in_backward, sums_dtype, timeout=240))
+    assert bool(changed) == (sums_dtype == "bfloat16")

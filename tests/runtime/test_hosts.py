@@ -51,17 +51,15 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
 
 
 def test_what_does_not_work_over_hosts_is_refused() -> None:
-    def refuse(grid: RankGrid, kernels: str = "torch", queue_bytes: int = 0) -> None:
-        refuse_unsupported(grid, kernels=kernels, queue_bytes=queue_bytes)
+    def refuse(grid: RankGrid, kernels: str = "torch") -> None:
+        refuse_unsupported(grid, kernels=kernels)
 
-    refuse(RankGrid((0, 1), 2, 0), kernels="triton", queue_bytes=1)
+    refuse(RankGrid((0, 1), 2, 0), kernels="triton")
     spread = RankGrid((0, 1), 2, 0, (0, 1))
     refuse(spread)
     refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 0, 1, 1)))
     with pytest.raises(UnsupportedError, match="triton"):
         refuse(spread, kernels="triton")
-    with pytest.raises(UnsupportedError, match="on CUDA .*queue_bytes.* works within one host only; set it to 0"):
-        refuse(spread, queue_bytes=1)
     with pytest.raises(UnsupportedError, match="keep each replica on one host"):
         refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 1, 0, 1)))
 

@@ -113,6 +113,27 @@ def test_a_full_ring_is_told_before_it_is_waited_for(deferred: list[DeferredLane
         assert set(group.layouts[1].peer(1).accumulator(group.units[0]).tolist()) == {1.0}
 
 
+def test_an_abandoned_epoch_leaves_nothing_to_be_added_in_the_next(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push that is cut short has asked for adds to this rank's own sums, before it would have waited for them."""
+    with HeapGroup([[("w", 4096, F32)]], 2, settings=Settings(timeout_s=60.0)) as group:
+        group.publish_all()
+        pusher, unit, mover = group.members[0].pusher, group.units[0], group.layouts[0].mover
+        with monkeypatch.context() as broken, deferred[0].lane("push"):
+            asked = mover.add_part  # type: ignore[attr-defined]
+            broken.setattr(mover, "add_part", lambda *args: asked(*args) or 1 / 0, raising=False)
+            with pytest.raises(ZeroDivisionError):
+                pusher.push(unit, gradients(unit, 2, 8.0))
+        group.members[0].done(Outcome.ABANDONED, "cut short")
+        group.members[1].done(Outcome.TRAINED)
+        group.publish_all()
+        with deferred[0].lane("push"):
+            pusher.push(unit, gradients(unit, 2, 1.0))
+        group.members[0].done(Outcome.TRAINED)
+        assert set(group.layouts[0].mine.accumulator(unit).tolist()) == {1.0}
+
+
 def test_an_abandoned_epoch_leaves_no_block_for_the_next(
     deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

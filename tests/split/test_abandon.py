@@ -156,6 +156,11 @@ def test_a_rank_that_gives_the_first_minibatch_up_before_it_has_an_arena(ranks: 
         assert [bool(why) for why in told] == [True, False]
 
 
+def test_who_closes_waits_for_no_rank_that_never_had_an_arena(ranks: Any) -> None:
+    for told in ranks(WORLD).run(as_without_them, uuid.uuid4().hex, Job([GANGS], [Fault(1, 0, "never came")])):
+        assert all(told)
+
+
 @st.composite
 def jobs(draw: Any) -> Job:
     gangs = st.permutations(range(WORLD)).flatmap(lambda order: st.integers(2, WORLD).map(lambda n: list(order[:n])))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from odc.trace import COMPUTE, FETCH, MICROBATCH, OPTIMIZER, DeviceClock, Recorder, breakdown
+from odc.trace import COLLECTIVE_LANES, COMPUTE, FETCH, MICROBATCH, OPTIMIZER, DeviceClock, Recorder, breakdown
 
 MS = 1_000_000
 STREAM = "the compute stream"
@@ -16,13 +16,14 @@ STREAM = "the compute stream"
 
 @dataclass
 class Device:
-    """`behind_ns`: how far the work queued now will end after the host's time; its clock starts at `zero` and runs
-    `rate` times as fast as the host's.
+    """`behind_ns`: how far the work queued now will end after the host's time, and `elsewhere_ns` that of other
+    streams; its clock starts at `zero` and runs `rate` times as fast as the host's.
     """
 
     rate: float = 1.0
     zero: float = 5e9
     behind_ns: int = 0
+    elsewhere_ns: int = 0
     events: list[Event] = field(default_factory=list)
     waits: int = 0
     host_ns: int = 10**12
@@ -38,19 +39,22 @@ class Device:
 
 class Event:
     def __init__(self, device: Device) -> None:
-        self.device, self.reached = device, 0.0
+        self.device, self.reached, self.settled = device, 0.0, True
 
     def record(self, stream: object) -> None:
-        assert stream == STREAM
-        host_ns = self.device.host_ns + self.device.behind_ns
+        self.settled = stream == STREAM  # `synchronize` of a later event says so of all of that stream
+        behind_ns = self.device.behind_ns if stream == STREAM else self.device.elsewhere_ns
+        host_ns = self.device.host_ns + behind_ns
         self.reached = self.device.zero + host_ns * self.device.rate
 
     def synchronize(self) -> None:
+        self.settled = True
         self.device.waits += 1
         self.device.host_ns += self.device.behind_ns
         self.device.behind_ns = 0
 
     def elapsed_time(self, end: Any) -> float:
+        assert end.settled, "CUDA refuses to time an event that the device has not come to"
         return float(end.reached - self.reached) / MS
 
 
@@ -191,3 +195,18 @@ def test_without_a_device_the_host_is_asked_directly(device: Device) -> None:
         pass
     assert recorder.now is Recorder().now
     assert len(device.events) == made
+
+
+def test_a_collectives_lane_has_the_times_of_its_own_stream(device: Device) -> None:
+    recorder = timed(device)
+    device.behind_ns, device.elsewhere_ns, start = 30 * MS, 7 * MS, device.host_ns
+    begin = recorder.now_in("a stream")
+    device.elsewhere_ns = 9 * MS
+    recorder.add(FETCH, begin, end_ns=recorder.now_in("a stream"), lane=COLLECTIVE_LANES[FETCH])
+    recorder.add(FETCH, begin, end_ns=begin + 5, lane="fetch")
+    found, threads = recorder.spans()
+    assert found.start_ns == near(start + 7 * MS) and found.end_ns == near(start + 9 * MS)
+    assert (threads.start_ns, threads.end_ns) == (begin, begin + 5)
+    recorder.time_by(None)
+    made = len(device.events)
+    assert recorder.now_in("a stream") and len(device.events) == made
