@@ -67,6 +67,10 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
         (("--link-gbit", "1", "--inter-bandwidth", "1"), "without inter_bandwidth"),
         (("--arms", "fsdp3"), "odc-dynamic"),
         (("--picture", "a.png"), "--sweep"),
+        (("--json", "/does/not/exist.json"), "json: cannot write /does/not/exist.json: No such file"),
+        (("--picture", "/does/not/a.png", "--sweep", "all"), "picture: cannot write /does/not/a.png"),
+        (("--slow", "1:0"), "slow: ranks lie below 2 and factors above 0, unlike rank 1 with 0"),
+        (("--sweep", "hosts"), "there is no sweep along 'hosts'"),
         (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),
     ],
 )
