@@ -25,6 +25,7 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert simulate(*_SMALL, "--arms", "fsdp2,odc", "--slow", "1:2", "--json", str(path)) == 0
     shown = capsys.readouterr()
     assert "simulated" in shown.out and "odc" in shown.out and "bubble" in shown.out
+    assert "mb: microbatches of whole samples a rank" in shown.out
     figures = json.loads(path.read_text())
     assert list(figures["study"]["arms"]) == ["fsdp2", "odc"]
     assert figures["study"]["scenario"]["slow"] == {"1": 2.0}
