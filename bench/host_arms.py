@@ -34,27 +34,32 @@ class Work:
 
 
 class _Touch(torch.autograd.Function):
-    """Passes x on; the weight's gradient is ones."""
+    """Passes x on; the weight's gradient is `gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.shape = weight.shape
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, kept: bool) -> torch.Tensor:
+        ctx.gradient, ctx.kept = gradient, kept
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], torch.ones(ctx.shape)
+        return grads[0], ctx.gradient.detach() if ctx.kept else ctx.gradient.clone(), None, None
 
 
 class Touched(nn.Module):
-    """A unit that is gathered and has a gradient, and computes nothing."""
+    """A unit that is gathered and has a gradient of ones, and computes nothing.
 
-    def __init__(self, side: int) -> None:
+    The gradient is made once, as `gloo`'s is, unless it is not `kept`: FSDP2 adds in place to the gradient that it is
+    given, so it is given a copy each time.
+    """
+
+    def __init__(self, gradient: torch.Tensor, kept: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(side, side))
+        self.weight = nn.Parameter(torch.zeros_like(gradient))
+        self._gradient, self._kept = gradient, kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Touch.apply(x, self.weight)
+        y: torch.Tensor = _Touch.apply(x, self.weight, self._gradient, self._kept)
         return y
 
 
@@ -79,7 +84,7 @@ class Sharded:
 
     def __init__(self, work: Work, arm: str) -> None:
         self._work, self._arm = work, arm
-        self._model, layers = _demo() if work.kind == "demo" else _units(work)
+        self._model, layers = _demo() if work.kind == "demo" else _units(work, self.on_demand)
         world = dist.get_world_size()
         hybrid = "hybrid" in arm
         shape, names = ((world // work.per_host, work.per_host), ("replicate", "shard")) if hybrid else ((world,), None)
@@ -127,8 +132,9 @@ class Sharded:
             assert bool((local == self._work.microbatches).all()), f"{self._arm}: {local.flatten()[:4]}"
 
 
-def _units(work: Work) -> tuple[Any, list[nn.Module]]:
-    model = nn.Sequential(*(Touched(work.side) for _ in range(work.units)))
+def _units(work: Work, kept: bool = False) -> tuple[Any, list[nn.Module]]:
+    gradient = torch.ones(work.side, work.side)
+    model = nn.Sequential(*(Touched(gradient, kept) for _ in range(work.units)))
     return model, list(model)
 
 

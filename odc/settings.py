@@ -24,9 +24,10 @@ class Settings:
     Args:
         reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit
             (about 2^-29 per element); doubles the accumulator's memory.
-        accumulate: who adds a pushed gradient. "server": the owner's daemon, from bounded staging slots; "direct": the
-            pushing rank, under a robust lock in the owner's heap; "per_source": one accumulator for each rank, summed
-            in rank order (W times the memory; for tests and small models).
+        accumulate: who adds a pushed gradient. "server": the owner's daemon, from bounded staging slots, except over
+            hosts in CPU memory, where it is as "direct": the pushing rank, under a robust lock in the owner's heap;
+            "per_source": one accumulator for each rank, summed in rank order (W times the memory; for tests and small
+            models).
         timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward continues).

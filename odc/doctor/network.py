@@ -86,7 +86,7 @@ def _engine() -> Finding:
 
 def _speed(nic: Path) -> str:
     mbit = _read(nic / "speed")
-    return f"{int(mbit) / 1000:g} Gbit/s" if mbit.isdigit() else "speed unknown"
+    return f"{int(mbit) / 1000:g} Gbit/s" if mbit.isdecimal() else "speed unknown"
 
 
 def _names(folder: Path) -> list[str]:

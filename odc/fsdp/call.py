@@ -66,8 +66,7 @@ def fully_shard(
     """Shard `module` over `mesh` as torch's `fully_shard` does, with on-demand communication.
 
     Call it as you call torch's: bottom-up, last on the root, in the same order on every rank of the mesh. Calls no
-    collective beyond what making a default mesh needs. Arguments that are not listed are torch's. Returns `module`, now
-    an `OdcModule` with DTensor parameters.
+    collective but to make a default mesh. Arguments not listed are torch's. Returns `module`, now an `OdcModule`.
 
     Args:
         module: a module, or several to be one unit.

@@ -45,6 +45,7 @@ class Collector:
         abandoned = refusals.abandonment(who, protocol)
         if abandoned is None and any(used):
             refusals.refuse_half_evaluated(protocol)
+            refusals.refuse_uneven_steps(protocol)
         member.complete(self._used_units(used), gather=abandoned is None)
         if abandoned is None:
             self._write_gradients(used)

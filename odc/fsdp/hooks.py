@@ -50,17 +50,20 @@ def guard_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped, changed = {id(p) for p in parameters}, {id(p) for p in parameters if p.grad is not None}
     for root in live_roots():
-        if not root.minibatch.may_step and stepped & root.parameter_ids():
+        if not root.minibatch.may_step and root.holds_any(stepped):
             root.minibatch.before_step()
+        if root.holds_any(changed):
+            root.member.protocol.note_step()
 
 
 def _before_clip(doing: str, parameters: list[torch.Tensor]) -> None:
     unfinished = [root for root in live_roots() if root.minibatch.state is not RootState.CLOSED]
     clipped = {id(parameter) for parameter in parameters} if unfinished else set()
     for root in unfinished:
-        if clipped & root.parameter_ids():
+        if root.holds_any(clipped):
             root.minibatch.refuse_unfinished(doing)
 
 

@@ -102,6 +102,20 @@ def refuse_half_evaluated(protocol: MemberProtocol) -> None:
         )
 
 
+def refuse_uneven_steps(protocol: MemberProtocol) -> None:
+    """After everybody's DONE, where somebody has trained: the shards must be of one optimizer step."""
+    stepped, ranks = protocol.stepped(), protocol.grid.ranks
+    if all(stepped) or not any(stepped):
+        return
+    did, did_not = ranks[stepped.index(True)], ranks[stepped.index(False)]
+    raise OdcError(
+        f"rank {protocol.grid.rank} (epoch {protocol.epoch}): rank {did} has called optimizer.step() since the last "
+        f"minibatch, and rank {did_not} has not, so the weights would fall apart. Put all backwards of one step into "
+        "`with model.minibatch():`, outside of which each is a minibatch; skip a step on every rank or on none",
+        culprit=did_not,
+    )
+
+
 def abandonment(who: str, protocol: MemberProtocol) -> AbandonedMinibatchError | None:
     """The error for every rank if any has given the current epoch up. After everybody's DONE."""
     members = protocol.closed_as(Outcome.ABANDONED)
@@ -148,7 +162,8 @@ def refuse_stale(layout: HeapLayout, epoch: int, shards: Sequence[Sequence[torch
         for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):
             if not _same_bytes(mine.published(unit, i, epoch).cpu(), shard.to(spec.dtype).cpu()):
                 raise StaleParametersError(
-                    f"rank {layout.grid.rank} (epoch {epoch}): {spec.name} changed inside an open minibatch, "
-                    "after it was published; peers would still see the old values. Call model.publish() on every rank "
-                    "after changing weights (EMA swap, manual edit), or change them between minibatches"
+                    f"rank {layout.grid.rank} (epoch {epoch}): {spec.name} changed inside an open minibatch "
+                    "(evaluation opens one too), after it was published; peers would still see the old values. Call "
+                    "model.publish() on every rank after changing weights (EMA swap, manual edit), or change them "
+                    "between minibatches"
                 )

@@ -115,6 +115,10 @@ class Root:
         """`id()` of every sharded parameter, as optimizers hold them."""
         return {id(param.parameter) for group in self.groups for param in group.odc_params}
 
+    def holds_any(self, ids: set[int]) -> bool:
+        """Whether `ids` has the `id()` of a sharded parameter; of most optimizers the first one tells."""
+        return bool(ids) and any(id(param.parameter) in ids for group in self.groups for param in group.odc_params)
+
     def shut_down(self, note: str = "") -> Callable[[], None]:
         """Leave the job in good order; the modules must not be run any more. Waits for nobody. Idempotent.
 

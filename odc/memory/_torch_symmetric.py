@@ -121,29 +121,13 @@ def map_peers(local: torch.Tensor, group: MappingGroup, me: int, *, same_numbers
 
 
 def _view(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
-    """A peer's memory as a tensor that keeps the mapping alive, which torch's own view of it does not."""
-    address = int(handle.buffer_ptrs[peer])
-    if not address:
+    """A peer's memory as a tensor on this rank's device. As long as a view of it lives, so does the mapping."""
+    if not int(handle.buffer_ptrs[peer]):
         raise RuntimeError(f"rank {peer} of the group has no pointer here: it is on another host")
-    # Try one byte first: torch copies what it takes for another device's memory.
-    if torch.as_tensor(_DeviceRange(handle, address, 1), device=local.device).data_ptr() == address:
-        return torch.as_tensor(_DeviceRange(handle, address, local.numel()), device=local.device)
-    # torch's own view copies nothing, but it dies with the handle.
-    _kept.append(handle)
     seen: torch.Tensor = handle.get_buffer(peer, (local.numel(),), torch.uint8)
+    storage: Any = seen.untyped_storage()
+    storage.odc_mapping = handle  # torch's view does not hold it
     return seen
-
-
-_kept: list[Any] = []  # mappings that last as long as the process
-
-
-class _DeviceRange:
-    """Device memory that torch wraps without copying; the tensor holds this object, and this object the mapping."""
-
-    def __init__(self, handle: Any, address: int, nbytes: int) -> None:
-        self._handle = handle
-        said = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
-        self.__cuda_array_interface__ = said
 
 
 def collective(name: str, nbytes: int) -> Callable[..., torch.Tensor]:

@@ -62,7 +62,7 @@ def _upwards(root: Path, path: str) -> list[Path]:
 
 def _group(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> FreeMemory | None:
     limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
-    if not limit.isdigit() or not usage.isdigit() or int(limit) > _V1_UNLIMITED:
+    if not limit.isdecimal() or not usage.isdecimal() or int(limit) > _V1_UNLIMITED:
         return None
     cached = 0
     for line in _read(folder / "memory.stat").splitlines():

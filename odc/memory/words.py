@@ -7,12 +7,43 @@ ordering. A load or store costs one ctypes call; use `as_tensor` for bulk access
 from __future__ import annotations
 
 import ctypes
+import errno
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from odc.memory.atomics import Atomics, default_atomics
 
 _TOP = 1 << 63
+_LOW, _EVERYBODY = (1 << 32) - 1, (1 << 31) - 1
+_FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_POLL_S = 1e-3  # where there is no futex
+_Limit = ctypes.c_long * 2  # a timespec
+
+
+@cache
+def _futex() -> tuple[Callable[[int, int, float], None], Callable[[int], None]] | None:
+    """(sleep while the low half of the word at an address is a value, for some seconds at most; wake those who do)."""
+    number = _FUTEX.get(platform.machine())
+    if number is None or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    sleeping, quick = ctypes.CDLL(None, use_errno=True).syscall, ctypes.PyDLL(None).syscall
+    for call, last in ((sleeping, ctypes.POINTER(_Limit)), (quick, ctypes.c_void_p)):
+        call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, last]
+        call.restype = ctypes.c_long
+
+    def wait(address: int, seen: int, timeout_s: float) -> None:
+        limit = _Limit(int(timeout_s), int(timeout_s % 1 * 1e9))
+        failed = sleeping(number, address, _FUTEX_WAIT, seen & _LOW, ctypes.byref(limit))
+        if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):  # a host that forbids it
+            time.sleep(min(_POLL_S, timeout_s))
+
+    return wait, lambda address: quick(number, address, _FUTEX_WAKE, _EVERYBODY, None)
 
 
 class Words:
@@ -46,6 +77,21 @@ class Words:
     def store(self, i: int, value: int) -> None:
         """Set word `i`; releases: what this thread wrote before is visible to whoever loads the new value."""
         self._atomics.store(self._at(i), _fits(value))
+
+    def wake(self, i: int) -> None:
+        """Wake every thread, of any process, that is in `nap_below` of word `i`. Waits for nobody."""
+        if (futex := _futex()) is not None:
+            futex[1](self._at(i))
+
+    def nap_below(self, i: int, value: int, timeout_s: float) -> None:
+        """Sleep while word `i` is below `value`, until somebody calls `wake`, for `timeout_s` at most, or less."""
+        seen = self.load(i)
+        if seen >= value:
+            return
+        if (futex := _futex()) is not None:
+            futex[0](self._at(i), seen, timeout_s)
+        else:
+            time.sleep(min(_POLL_S, timeout_s))
 
     def fence(self) -> None:
         """Order every access of this thread before it, to words or bulk memory, before every access after it."""

@@ -75,6 +75,7 @@ class HeapLayout:
         spans_hosts: whether shards lie on several hosts, each a node: sums leave as they are complete.
         rounded: the dtype in which sums cross the network, if it is not the accumulators'.
         wire_at: as `sums_at`, of the sums as they cross.
+        stages: whether pushes to other ranks of the shard group go through staging slots.
         pushed_board: this rank's board, over hosts only.
     """
 
@@ -96,6 +97,8 @@ class HeapLayout:
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
+        # The sums of a host are added to by every rank there, so its own owners' can be; a device has its server do it.
+        self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
         refuse_rounding(self, settings.sums_dtype)
         self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
         self.sums_at = starts(self.units, self.sum_sources, self.shares)
@@ -144,7 +147,7 @@ class HeapLayout:
         for unit in self.units:
             requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
             requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
-        if self.settings.accumulate == "server":
+        if self.stages:
             for distance in range(1, len(self.grid.nodes.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))

@@ -222,6 +222,7 @@ class Links:
         peer = self._layout.remote(member)
         if frame.kind is FrameKind.WORD:
             peer.board.store(frame.index, frame.value)  # release: everything that came before it is in the mirror
+            peer.board.wake(frame.index)
             if frame.index == Word.ABORT and frame.value:
                 self._abort(peer.reason, frame.value - 1)
         elif frame.kind is FrameKind.REASON:

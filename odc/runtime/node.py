@@ -26,10 +26,9 @@ from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
-from odc.runtime.wait import Backoff, Deadline
+from odc.runtime.wait import NAP_S, Backoff, Deadline
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
-NAP_S = 0.1  # between two looks at ABORT while a thread of this rank reads
 _LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
@@ -220,7 +219,9 @@ class NodeCache:
         place = peer.published_bytes(unit)[: unit.published_bytes]
         offset = self._layout.buffer_offset(unit, epoch)
         self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
-        peer.cached(unit).store(0, epoch)  # release: the shard is there
+        cached = peer.cached(unit)
+        cached.store(0, epoch)  # release: the shard is there
+        cached.wake(0)
         with self._changed:
             self._changed.notify_all()
 
@@ -228,9 +229,7 @@ class NodeCache:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
         what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
-        there = functools.partial(_holds, cached, epoch)
-        nap = functools.partial(nap_until, self._changed, there) if claimer == self._layout.grid.me else None
-        self._protocol.waiter.until(there, claimer, what, lane=lane, nap=nap)
+        self._protocol.waiter.until_word(cached, 0, epoch, claimer, what, lane=lane)
 
 
 def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
@@ -238,10 +237,6 @@ def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
     with changed:
         if not ready():
             changed.wait(NAP_S)
-
-
-def _holds(cached: Words, epoch: int) -> bool:
-    return cached.load(0) >= epoch
 
 
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:

@@ -29,13 +29,14 @@ from odc.errors import OdcError
 from odc.memory import Words
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.local import LocalPeer
-from odc.runtime.wait import Waiter
+from odc.runtime.wait import NAP_S, Waiter
 from odc.runtime.words import (
     ClaimWord,
     Outcome,
     RootState,
     Word,
     decode_outcome,
+    decode_stepped,
     encode_outcome,
     outcome_word,
 )
@@ -94,6 +95,7 @@ class MemberProtocol:
         self.epoch = 0  # this rank's newest
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
         self._counting = threading.Lock()
+        self._stepped = self._stepped_before = False  # since the epoch was published, and between it and the last
         self.links: OtherHosts = NoOtherHosts()
 
     def touch(self, doing: str) -> None:
@@ -122,8 +124,13 @@ class MemberProtocol:
         self.board.fence()  # a reader outside the job that sees any byte of this version sees the word above
         return epoch
 
+    def note_step(self) -> None:
+        """An optimizer changes this rank's shards."""
+        self._stepped = True
+
     def end_publishing(self) -> None:
         self.epoch += 1
+        self._stepped_before, self._stepped = self._stepped, False
         self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
 
     # fetch and push ----------------------------------------------------------------------------------------------
@@ -137,13 +144,13 @@ class MemberProtocol:
                 continue
             board = self.layout.peer(member).board
             what = f"rank {self.grid.ranks[member]} to publish epoch {epoch}"
-            self.waiter.until(functools.partial(_reached, board, Word.PUBLISHED, epoch), member, what, lane=lane)
+            self.waiter.until_word(board, Word.PUBLISHED, epoch, member, what, lane=lane)
             # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
             known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
 
     def has_published(self, member: int, epoch: int) -> bool:
         """Whether `await_published` would not wait, in `epoch`."""
-        return _reached(self.layout.peer(member).board, Word.PUBLISHED, epoch)
+        return self.layout.peer(member).board.load(Word.PUBLISHED) >= epoch
 
     def await_credit(self, owner: int, credit: Callable[[], int]) -> None:
         """Wait until the ring to `owner` has a free slot; `credit()` counts them. On the sender's thread."""
@@ -193,9 +200,7 @@ class MemberProtocol:
         self.layout.mine.claims.store(ClaimWord.TOTAL, 1 + total)
 
     def claim_at_home(self) -> int:
-        """CLAIMED: the number of the next microbatch, which may be over the queue's end; home is on this host. On any
-        thread.
-        """
+        """CLAIMED: number of the next microbatch, perhaps over the queue's end; home is on this host. On any thread."""
         return self.layout.local(HOME).claims.add(ClaimWord.CLAIMED, 1)
 
     def claims_at_home(self) -> int:
@@ -227,9 +232,7 @@ class MemberProtocol:
         return any(all(words.load(2 * unit + 1) == epoch for words in others) for unit in counts)
 
     def summed(self, unit: int) -> int | None:
-        """How often this host's ranks have pushed `unit`, if all have said LAST of it in this rank's epoch. On the
-        daemon's thread, attached to all of them.
-        """
+        """How often this host's ranks have pushed `unit`, if all have said LAST of it. On the daemon's thread."""
         epoch, count = self.board.load(Word.PUBLISHED), 0
         for member in self.grid.local:
             lasts = self.layout.local(member).lasts
@@ -242,12 +245,11 @@ class MemberProtocol:
         """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what)
+        nap = functools.partial(board.nap_below, Word.COMPLETE, epoch, NAP_S)  # which comes right after the last SUMMED
+        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
-        """Wait until a thread of this rank has read what it reads, perhaps of `member`; `what` is said of it, and the
-        thread ends a `nap`.
-        """
+        """Wait until a thread of this rank, which ends a `nap`, has read `what` it reads, perhaps of `member`."""
         self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}", nap=nap)
 
     # done --------------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class MemberProtocol:
 
     def close(self, outcome: Outcome) -> None:
         """OUTCOME, then DONE: this rank neither fetches nor pushes in this epoch any more, and all is posted."""
-        self.board.store(outcome_word(self.epoch), encode_outcome(self.epoch, outcome))
+        self.board.store(outcome_word(self.epoch), encode_outcome(self.epoch, outcome, self._stepped_before))
         self.board.store(Word.DONE, self.epoch)  # release: every push and count is visible before it
 
     # collect -----------------------------------------------------------------------------------------------------
@@ -315,6 +317,11 @@ class MemberProtocol:
         word, epoch = outcome_word(self.epoch), self.epoch
         boards = [self.layout.peer(member).board for member in self.grid.members]
         return [member for member, board in enumerate(boards) if decode_outcome(board.load(word), epoch) is outcome]
+
+    def stepped(self) -> list[bool]:
+        """For each member whether its optimizer had stepped between this epoch and the last. After `await_done`."""
+        word = outcome_word(self.epoch)
+        return [decode_stepped(self.layout.peer(member).board.load(word)) for member in self.grid.members]
 
     def abandonment(self, member: int) -> str:
         return self.layout.peer(member).abandonment(self.epoch)
@@ -342,8 +349,8 @@ class MemberProtocol:
 
     def _await_word(self, word: Word, members: Sequence[int], epoch: int, what: str) -> None:
         for member in members:
-            reached = functools.partial(_reached, self.layout.peer(member).board, word, epoch)
-            self.waiter.until(reached, member, f"rank {self.grid.ranks[member]} {what} epoch {epoch}")
+            board = self.layout.peer(member).board
+            self.waiter.until_word(board, word, epoch, member, f"rank {self.grid.ranks[member]} {what} epoch {epoch}")
 
     # status, and the end -----------------------------------------------------------------------------------------
 
@@ -378,13 +385,8 @@ def _note_wait(board: Words, rank: int | None) -> None:
     board.store(Word.WAITING, 0 if rank is None else 1 + rank)
 
 
-def _reached(board: Words, word: Word, epoch: int) -> bool:
-    return board.load(word) >= epoch
-
-
 def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
-    """ABORT, with `reason`, on this rank's board and on those of the members it is attached to; `culprit` is a global
-    rank.
+    """ABORT, with `reason`, on this rank's board and those of members it is attached to; `culprit` is a global rank.
 
     The first reason on a board stays. Never raises, never waits, never attaches. May be called from any thread.
     """

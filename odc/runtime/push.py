@@ -233,7 +233,7 @@ class Pusher:
         # This node's sum for an owner on another node lies in its column's heap.
         self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
         pieces = pieces_for(unit, gradients, owner % grid.shards)
-        if owner == grid.me or remote or self._layout.settings.accumulate != "server":
+        if owner == grid.me or remote or not self._layout.stages:
             added = list(pieces)
             self._adder.add(owner, unit, added)
             return sum(piece.values.nbytes for piece in added) if owner != grid.me else 0

@@ -41,7 +41,7 @@ class Service:
         self.rank = layout.grid.rank
         self._board = layout.mine.board
         self._inboxes: list[Inbox] = []
-        if layout.settings.accumulate == "server":
+        if layout.stages:
             grid = layout.grid
             self._inboxes = [Inbox(layout, source) for source in grid.nodes.local_shard_group if source != grid.me]
         self._adder = Adder(layout)

@@ -1,15 +1,18 @@
 """Every wait of odc: how a thread polls, when its deadline passes, and which rank is to blame.
 
-A waiting thread first yields, then sleeps, from 50 us growing to 1 ms: a few percent of a core. A deadline belongs to
-one peer and starts anew whenever that peer calls into odc. Deaths arrive through the ABORT word.
+A waiting thread first yields, then sleeps, from 50 us growing to 1 ms: a few percent of a core. Over hosts, where waits
+are long, it sleeps until the word is stored. A deadline belongs to one peer and starts anew whenever that peer calls
+into odc. Deaths arrive through the ABORT word.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
 from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import Words
 from odc.runtime.layout import HeapLayout
 from odc.runtime.words import Word
 from odc.trace import WAIT, recorder
@@ -17,6 +20,7 @@ from odc.trace import WAIT, recorder
 _YIELDS = 39
 _FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
+NAP_S = 0.1  # between two looks at ABORT and the deadline where somebody ends the sleep
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 _SAME_NUMBER = (
     "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
@@ -126,6 +130,12 @@ class Waiter:
             if end - begin > _SPAN_NS:
                 recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
 
+    def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
+        """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
+        ready = functools.partial(_reached, words, index, least)
+        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, NAP_S)
+        self.until(ready, member, what, lane=lane, nap=nap)
+
     def _poll(self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
@@ -188,3 +198,7 @@ class Waiter:
         peer = self._layout.peer(member)
         rank = peer.board.load(Word.WAITING) - 1 if peer.attached else -1
         return self._grid.ranks.index(rank) if rank in self._grid.ranks else None
+
+
+def _reached(words: Words, index: int, least: int) -> bool:
+    return words.load(index) >= least

@@ -59,14 +59,18 @@ class RootState(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a rank closed an epoch: the low bits of OUTCOME_EVEN or OUTCOME_ODD, above which stands the epoch."""
+    """How a rank closed an epoch: the low bits of OUTCOME_EVEN or OUTCOME_ODD.
+
+    Above them stands whether its optimizer had stepped since the epoch before, above that the epoch.
+    """
 
     TRAINED = 0
     EVALUATED = 1
     ABANDONED = 2
 
 
-_OUTCOME_BITS = 2
+_STEPPED = 1 << 2
+_OUTCOME_BITS = 3
 
 
 def outcome_word(epoch: int) -> Word:
@@ -74,11 +78,16 @@ def outcome_word(epoch: int) -> Word:
     return Word.OUTCOME_ODD if epoch % 2 else Word.OUTCOME_EVEN
 
 
-def encode_outcome(epoch: int, outcome: Outcome) -> int:
+def encode_outcome(epoch: int, outcome: Outcome, stepped: bool = False) -> int:
     """Value of `outcome_word(epoch)`."""
-    return epoch << _OUTCOME_BITS | outcome
+    return epoch << _OUTCOME_BITS | (_STEPPED if stepped else 0) | outcome
 
 
 def decode_outcome(word: int, epoch: int) -> Outcome | None:
     """The outcome of `epoch` in the value of `outcome_word(epoch)`; None if the rank has not closed the epoch."""
-    return Outcome(word & (1 << _OUTCOME_BITS) - 1) if word >> _OUTCOME_BITS == epoch else None
+    return Outcome(word & _STEPPED - 1) if word >> _OUTCOME_BITS == epoch else None
+
+
+def decode_stepped(word: int) -> bool:
+    """Whether an optimizer had changed the shards since the epoch before, in the value of an outcome's word."""
+    return bool(word & _STEPPED)

@@ -3,6 +3,7 @@
 // Attributes that are not listed are 0, which torch reads as "cannot". Nothing here has a speed.
 #include "device.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -14,7 +15,8 @@ namespace {
 constexpr int CUDA_VERSION_TOLD = 13000;
 constexpr const char* NAME = "emulated device (host memory)";
 const CUcontext THE_CONTEXT = reinterpret_cast<CUcontext>(0x1000);  // compared by callers, never followed
-std::atomic<bool> runtime_entered{false};
+constexpr int MOST = 64;  // devices
+std::atomic<bool> entered[MOST];  // devices on which this process has a context
 
 bool is_device(int device) { return device >= 0 && device < device_count(); }
 }  // namespace
@@ -25,7 +27,7 @@ int number_from_environment(const char* name, int otherwise) {
 }
 
 int device_count() {
-    static const int count = number_from_environment("EMULATED_DEVICES", 1);
+    static const int count = std::min(number_from_environment("EMULATED_DEVICES", 1), MOST);
     return count;
 }
 
@@ -41,7 +43,7 @@ HostThread& host_thread() {
 
 void enter_runtime() {
     host_thread().has_context = true;
-    runtime_entered = true;
+    entered[host_thread().device] = true;
 }
 
 cudaError_t noted(cudaError_t error) {
@@ -212,9 +214,10 @@ CUDA_API CUresult cuCtxSetCurrent(CUcontext context) {
     return CUDA_SUCCESS;
 }
 
-CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
     *flags = 0;
-    *active = runtime_entered;
+    *active = entered[device];
     return CUDA_SUCCESS;
 }
 

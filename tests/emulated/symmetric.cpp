@@ -6,8 +6,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "device.h"
 #include "memory.h"
@@ -40,6 +42,15 @@ void give_up(Allocation* allocation) {  // one reference, by holders of the lock
     delete allocation;
 }
 
+int device_of(int file) {  // as its maker has named it
+    char path[64] = {};
+    const std::string link = "/proc/self/fd/" + std::to_string(file);
+    const ssize_t length = readlink(link.c_str(), path, sizeof path - 1);
+    const std::string named(path, length > 0 ? size_t(length) : 0);
+    const size_t dot = named.find("emulated.");
+    return dot == std::string::npos ? host_thread().device : atoi(named.c_str() + dot + 9);
+}
+
 bool reserve_at(void* where, size_t bytes) {  // addresses that nobody may touch, in place of what is mapped there
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
     return mmap(where, bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED;
@@ -57,7 +68,7 @@ CUDA_API CUresult cuMemCreate(Handle* handle, size_t bytes, const CUmemAllocatio
     if (asked->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_PERMITTED;
     const int device = asked->location.id;
     if (!take_bytes(device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-    const int file = memfd_create("emulated", MFD_CLOEXEC);
+    const int file = memfd_create(("emulated." + std::to_string(device)).c_str(), MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, off_t(bytes))) {
         if (file >= 0) close(file);
         return_bytes(device, bytes);
@@ -154,6 +165,6 @@ CUDA_API CUresult cuMemImportFromShareableHandle(Handle* handle, void* file, CUm
         close(copy);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), host_thread().device, false});
+    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), device_of(copy), false});
     return CUDA_SUCCESS;
 }

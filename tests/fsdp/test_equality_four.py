@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compare import Oracle, assert_close, assert_same, differences
+from support.compare import Oracle, assert_same, assert_trained_alike, differences
 from support.models import (
     Case,
     Run,
@@ -62,19 +62,10 @@ def _reference(case: Case, rank: int, hybrid: bool) -> Run:
     return train(torch_fully_shard, case, rank, 4, mesh=mesh, pad=case.idiom != "each")
 
 
-def _of_largest(values: torch.Tensor, share: float) -> torch.Tensor:
-    """What a tensor's largest element allows each of them: a sum's rounding scales with what is added."""
-    largest = values.abs().max() if values.numel() else values.new_zeros(())
-    return (share * largest + 1e-9).expand_as(values)
-
-
 def close(rank: int, world: int, case: Case, hybrid: bool, settings: Settings | None) -> None:
     mesh = grid() if hybrid else flat()
     run = train(fully_shard, case, rank, world, mesh=mesh, settings=settings)
-    reference = _reference(case, rank, hybrid)
-    step_one = differences(run.gradients[0], reference.gradients[0], lambda b: _of_largest(b, 2e-6))
-    assert not step_one, "\n".join(step_one)
-    assert_close(run, reference, relative=2e-4, absolute=2e-5)
+    assert_trained_alike(run, _reference(case, rank, hybrid), low_precision=case.low_precision)
 
 
 def near_oracle_hybrid(rank: int, world: int, case: Case, settings: Settings) -> None:

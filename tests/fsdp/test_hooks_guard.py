@@ -4,6 +4,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,9 +46,17 @@ class Root:
 
     minibatch: Minibatch
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
+    steps: int = 0
 
-    def parameter_ids(self) -> set[int]:
-        return {id(parameter) for parameter in self.parameters}
+    @property
+    def member(self) -> Any:
+        return SimpleNamespace(protocol=self)
+
+    def note_step(self) -> None:
+        self.steps += 1
+
+    def holds_any(self, ids: set[int]) -> bool:
+        return any(id(parameter) in ids for parameter in self.parameters)
 
 
 @pytest.fixture
@@ -97,6 +106,22 @@ def test_other_optimizers_and_other_roots_are_left_alone(roots: list[Root]) -> N
     assert [root.minibatch.stepped for root in roots] == [0, 0]
     torch.optim.AdamW([unsharded, other]).step()
     assert [root.minibatch.stepped for root in roots] == [0, 1]
+    assert [root.steps for root in roots] == [0, 1]
+
+
+def test_a_step_is_noted_where_it_changes_something(roots: list[Root]) -> None:
+    """After an abandoned minibatch no parameter has a gradient, on the rank that abandoned it as well."""
+    weight = parameter()
+    roots.append(Root(Minibatch(RootState.OPEN, refuses=True), [weight]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    with pytest.raises(UnfinishedMinibatchError):
+        optimizer.step()
+    roots[0].minibatch.state = RootState.CLOSED
+    optimizer.step()
+    assert roots[0].steps == 1
+    optimizer.zero_grad()
+    optimizer.step()
+    assert roots[0].steps == 1
 
 
 def test_every_parameter_group_and_kind_of_optimizer_is_seen(roots: list[Root]) -> None:

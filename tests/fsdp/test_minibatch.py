@@ -300,6 +300,41 @@ def test_publish_shows_new_values_to_everybody(two: list[Rank]) -> None:
     assert states(two) == [RootState.OPEN] * 2
 
 
+def test_ranks_of_which_some_have_stepped_are_told_before_gradients_are_written(two: list[Rank]) -> None:
+    """As where `with model.minibatch():` was forgotten, and one rank has two microbatches in a step."""
+    for stepped in ((), (0, 1)):
+        for member in stepped:
+            two[member].machine._protocol.note_step()
+        for rank in two:
+            rank.machine.begin()
+        two[0].push(0, 1.0)
+        finish(two)
+        assert all(rank.grads()[0] == [0.5] * 4 for rank in two)
+    two[0].machine._protocol.note_step()
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    for rank in two:
+        rank.machine.done()
+    for rank in two:
+        with pytest.raises(OdcError, match=r"rank 10 has called optimizer\.step\(\) .* rank 13 has not, .*minibatch"):
+            rank.machine.collect()
+        assert rank.grads()[0] is None
+
+
+def test_a_step_before_an_evaluation_is_not_held_against_the_next_minibatch(two: list[Rank]) -> None:
+    two[0].machine._protocol.note_step()
+    for rank in two:
+        rank.machine.begin()
+    for rank in two:
+        rank.machine.close_evaluation("optimizer.step()")
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    finish(two)
+    assert two[1].grads()[0] == [0.5] * 4
+
+
 def test_a_step_inside_the_block_is_refused_even_before_a_push(two: list[Rank]) -> None:
     two[0].machine.begin()
     two[0].machine.explicit = True

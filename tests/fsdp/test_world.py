@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.compare import assert_close, assert_same
+from support.compare import assert_same, assert_trained_alike
 from support.models import Case, Run, adamw, build, own_parameters, train, train_step
 from support.ranks import RankPool
 from torch import nn
@@ -41,7 +41,7 @@ def equal(rank: int, world: int, count: int, case: Case, settings: Settings, exa
     if exact:
         assert_same(run, reference)
     else:
-        assert_close(run, reference, relative=2e-4, absolute=2e-5)
+        assert_trained_alike(run, reference, low_precision=case.low_precision)
 
 
 def test_two_nodes_of_one_rank_to_the_bit(ranks: Pools) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.trainers import as_torchrun, model, padded, samples
 
+from odc import Settings
+
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,
     reason="needs transformers and accelerate: make test-integrations",
@@ -82,7 +84,8 @@ def apart(ours: Steps, theirs: Steps) -> float:
         (WRAPPED, {}),
         (WRAPPED | {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}, {}),
         ({}, {}),
-        (WRAPPED, {"mixed_precision": "bf16"}),
+        # With sums in any order a weight might be rounded to another bf16 when steps are repeated.
+        (WRAPPED | {"settings": Settings(reproducible=True)}, {"mixed_precision": "bf16"}),
         (WRAPPED, {"compiled": "eager"}),
     ],
     ids=["blocks", "whole states, recomputed", "root only", "bf16", "compiled"],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from odc.memory import free_memory
@@ -91,6 +91,8 @@ def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
     assert free_memory(tmp_path / "proc", tmp_path / "cgroup").limited_by == "nothing that could be read"
 
 
+@example("", "²", "0")
+@example("", "0", "²")
 @given(st.text(max_size=60), st.text(max_size=30), st.text(max_size=30))
 def test_nonsense_is_no_error(tmp_path_factory, cgroup: str, limit: str, usage: str) -> None:
     root = tmp_path_factory.mktemp("nonsense")

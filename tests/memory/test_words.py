@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 import weakref
 
 import pytest
@@ -90,3 +91,33 @@ def test_no_words() -> None:
     words = words_of(Memory(), count=0)
     assert len(words) == 0
     assert words.as_tensor().shape == (0,)
+
+
+@pytest.mark.parametrize("machine", ["this", "one without futexes"])
+def test_a_sleeper_is_woken_by_whoever_stores_what_it_waits_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if machine != "this":
+        monkeypatch.setattr("odc.memory.words._futex", lambda: None)
+    words = words_of(Memory())
+    asleep, woken = threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        while words.load(2) < 5:
+            asleep.set()
+            words.nap_below(2, 5, 60.0)
+        woken.set()
+
+    sleeper = threading.Thread(target=sleep, daemon=True)
+    sleeper.start()
+    asleep.wait(60.0)
+    for value in (4, 5):
+        words.store(2, value)
+        words.wake(2)
+    assert woken.wait(30.0)  # before the nap ends by itself
+    sleeper.join()
+
+
+def test_a_nap_ends_by_itself_and_none_begins_where_the_word_is_there() -> None:
+    words = words_of(Memory())
+    words.nap_below(0, 1, 0.01)
+    words.store(0, 7)
+    words.nap_below(0, 7, 3600.0)

@@ -160,7 +160,7 @@ def test_the_ledger_says_what_hosts_cost() -> None:
         assert (quadruple["cache"], quadruple["sums"]) == (3 * published, 6 * sums)
         shorter = sum(-(-unit.numel * 2 // 64) * 64 for unit in one.units)
         assert (half["cache"], half["sums"]) == (published, sums + 2 * shorter), "whole, rounded, and those that arrive"
-        assert double["staging"] < single["staging"], "no ring for a source on another host"
+        assert double["staging"] == 0 < single["staging"], "over hosts every rank adds to accumulators too"
         assert sum(double.values()) == sum(
             nbytes for name, nbytes in two.layouts[0].heap.bytes_by_name().items() if name != "heap/layout"
         )

@@ -61,6 +61,26 @@ def assert_close(run: Run, reference: Run, *, relative: float, absolute: float) 
     compare(run, reference, lambda b: absolute + relative * b.abs())
 
 
+def assert_trained_alike(run: Run, reference: Run, *, low_precision: bool) -> None:
+    """That sums were rounded differently, and nothing else, tells two runs of several steps apart.
+
+    So the first step's gradients are as near as that. Later steps train on the difference, which in bf16 can grow: the
+    last bit of a sum may decide how a weight is rounded to bf16.
+    """
+    step_one = differences(run.gradients[0], reference.gradients[0], _of_largest)
+    assert not step_one, "\n".join(step_one)
+    assert_close(run, reference, **LATER[low_precision])
+
+
+LATER = {False: {"relative": 2e-4, "absolute": 2e-5}, True: {"relative": 2e-2, "absolute": 2e-3}}
+
+
+def _of_largest(values: torch.Tensor) -> torch.Tensor:
+    """What a tensor's largest element allows each of them: a sum's rounding scales with what is added."""
+    largest = values.abs().max() if values.numel() else values.new_zeros(())
+    return (2e-6 * largest + 1e-9).expand_as(values)
+
+
 def own_chunk(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """What `Shard(0)` gives to `rank`; empty where there is nothing left."""
     chunks = torch.chunk(whole, ranks, dim=0)

@@ -13,7 +13,7 @@ from odc.runtime.units import UnitSpec
 
 
 class PushedWords(Words):
-    """This rank's board in a job over several hosts: what is stored is told to the other hosts.
+    """This rank's board in a job over several hosts: what is stored is told to the other hosts, and wakes who waits.
 
     `told` gets the index and the value of every word after it was stored; `refresh` is called now and then by a thread
     that waits, for what need not be told at once.
@@ -28,6 +28,7 @@ class PushedWords(Words):
 
     def store(self, i: int, value: int) -> None:
         super().store(i, value)
+        self.wake(i)
         self.told(int(i), value)
 
 

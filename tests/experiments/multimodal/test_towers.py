@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from odc.experiments.multimodal.model import build_towers
 
-TOWERS = build_towers(CONFIG, seed=0)
+TOWERS = {name: tower.double() for name, tower in build_towers(CONFIG, seed=0).items()}
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -18,7 +18,7 @@ NEAR = {"rtol": 1e-4, "atol": 1e-6}
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_clips_do_not_see_their_batch_mates(frames: list[int]) -> None:
     draw = torch.Generator().manual_seed(sum(frames))
-    clips = [torch.randn(count, 8, generator=draw) for count in frames]
+    clips = [torch.randn(count, 8, generator=draw, dtype=torch.float64) for count in frames]
     together = TOWERS["audio"](pad_sequence(clips, batch_first=True), frames)
     alone = [TOWERS["audio"](clip[None], [len(clip)]) for clip in clips]
     assert [len(one) for one in alone] == [
@@ -28,7 +28,7 @@ def test_clips_do_not_see_their_batch_mates(frames: list[int]) -> None:
 
 
 def test_padding_gives_no_gradient() -> None:
-    clips = torch.randn(2, 20, 8, requires_grad=True)
+    clips = torch.randn(2, 20, 8, dtype=torch.float64, requires_grad=True)
     real = torch.ones(2, 20, 1)
     real[1, 7:] = 0
     TOWERS["audio"](clips * real, [20, 7]).sum().backward()
@@ -40,7 +40,7 @@ def test_padding_gives_no_gradient() -> None:
 def test_images_of_any_size_do_not_see_each_other(blocks: list[tuple[int, int]]) -> None:
     draw = torch.Generator().manual_seed(len(blocks))
     grids = torch.tensor([[2 * rows, 2 * columns] for rows, columns in blocks])
-    images = [torch.randn(int(grid.prod()), 48, generator=draw) for grid in grids]
+    images = [torch.randn(int(grid.prod()), 48, generator=draw, dtype=torch.float64) for grid in grids]
     together = TOWERS["image"](torch.cat(images), grids)
     alone = [TOWERS["image"](image, grid[None]) for image, grid in zip(images, grids, strict=True)]
     assert [len(one) for one in alone] == [rows * columns for rows, columns in blocks]
@@ -48,7 +48,7 @@ def test_images_of_any_size_do_not_see_each_other(blocks: list[tuple[int, int]])
 
 
 def test_sequences_do_not_see_each_other() -> None:
-    ids, features = torch.randint(256, (9,)), torch.randn(4, 16)
+    ids, features = torch.randint(256, (9,)), torch.randn(4, 16, dtype=torch.float64)
     order = torch.tensor([0, 9, 10, 1, 2, 3, 11, 12, 4, 5, 6, 7, 8])  # two of text and features, one of text alone
     labels = torch.randint(256, (13,))
     lengths = [5, 4, 4]
@@ -69,9 +69,9 @@ def test_same_seed_same_bits_and_the_global_state_is_left_alone() -> None:
     assert torch.equal(after, torch.rand(1))
     for name, tower in TOWERS.items():
         for one, another in zip(tower.parameters(), again[name].parameters(), strict=True):
-            assert torch.equal(one, another)
+            assert torch.equal(one, another.double())
 
 
 def test_other_seed_other_weights() -> None:
     other = dict(build_towers(CONFIG, seed=1)["llm"].named_parameters())
-    assert any(not torch.equal(p, other[name]) for name, p in TOWERS["llm"].named_parameters())
+    assert any(not torch.equal(p, other[name].double()) for name, p in TOWERS["llm"].named_parameters())
