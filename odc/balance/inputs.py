@@ -211,7 +211,9 @@ def read_elements(path: str | Path) -> list[Any]:
 def _length(element: Any, field: str, where: str) -> int:
     if isinstance(element, dict):
         if field not in element:
-            raise DataError(f"{where} has no field {field!r}")
+            raise DataError(
+                f"{where} has no field {field!r}; name its field of lengths: {', '.join(element) or 'none'}"
+            )
         element = element[field]
     if isinstance(element, list):
         return len(element)

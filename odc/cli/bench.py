@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from odc.bench.parts import PARTS, QUICK, THOROUGH
+from odc.cli.files import writing
 from odc.errors import ConfigError
 
 _HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
@@ -54,7 +55,9 @@ def bench(
     if on == "cuda" and not only:
         result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
     print(tables.show(result))
-    _write(json, jsonlib.dumps(result, indent=1) + "\n")
+    with writing("json", json):
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"\nfigures  {json}")
     if result["failed"]:
         raise SystemExit(1)
@@ -90,11 +93,3 @@ def _bytes(word: str) -> int:
     if size < 4096 or size % 4096:
         raise ConfigError(f"sizes: multiples of 4096 bytes, not {word.strip()}")
     return size
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"json: cannot write {path}: {error.strerror}") from error

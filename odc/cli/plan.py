@@ -10,6 +10,7 @@ from typer import Option
 
 from odc.balance import Cost, Plan, cost_from_config, linear_cost, policy_named, quadratic
 from odc.balance.inputs import read_elements, read_lengths
+from odc.cli.files import writing
 from odc.errors import ConfigError
 
 
@@ -65,12 +66,14 @@ def plan(
     )
     print(made)
     if json is not None:
-        _write(json, made.to_json() + "\n")
+        with writing("json", json):
+            json.write_text(made.to_json() + "\n", encoding="utf-8")
         print(f"plan     {json}")
     if picture is not None:
         from odc.balance.picture import draw_plan
 
-        draw_plan(made, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
+        with writing("picture", picture):
+            draw_plan(made, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
         print(f"picture  {picture}")
 
 
@@ -104,10 +107,3 @@ def _names(path: Path, field: str) -> list[str]:
     if missing:
         raise ConfigError(f"group-field: element {missing[0]} of {path} has no field {field!r}")
     return [json_module.dumps(element[field]) for element in elements]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"json: cannot write {path}: {error.strerror}") from error

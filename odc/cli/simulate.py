@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from odc.cli.files import require_writable, writing
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 
@@ -48,6 +49,9 @@ def simulate(
         from odc.experiments.config import factors_by_rank
 
         given["slow"] = factors_by_rank(slow)
+    for name, where in (("picture", picture), ("json", json), ("reproduce", reproduce)):
+        if where:
+            require_writable(name, Path(where))
     if reproduce:
         _reproduce(given, file, reproduce, json)
     else:
@@ -65,16 +69,18 @@ def _simulate(
 
     scenario = Scenario(**((scenario_from_yaml(file) if file else {}) | given))
     began = time.monotonic()
+    axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
+    values = {axis: usual_values(scenario, axis) for axis in axes}
     done = study(scenario)
     Console().print(study_table(done))
-    axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
-    swept = {axis: sweep(scenario, axis, usual_values(scenario, axis), _say) for axis in axes}
+    swept = {axis: sweep(scenario, axis, values[axis], _say) for axis in axes}
     if swept:
         from odc.simulate.report import draw_sweeps
 
         path = Path(picture or "simulated.png")
         title = f"{scenario.model} on {scenario.machine}, lengths like {scenario.lengths}: simulated"
-        draw_sweeps(path, swept, title)
+        with writing("picture", path):
+            draw_sweeps(path, swept, title)
         print(f"picture  {path}")
     elif picture:
         raise ConfigError("picture: say what to draw it along (--sweep all)")
@@ -85,7 +91,8 @@ def _simulate(
             "study": done.to_dict(),
             "sweeps": {axis: [one.to_dict() for one in studies] for axis, studies in swept.items()},
         }
-        Path(json).write_text(jsonlib.dumps(figures, indent=1) + "\n")
+        with writing("json", Path(json)):
+            Path(json).write_text(jsonlib.dumps(figures, indent=1) + "\n")
         print(f"figures  {json}")
     _say(f"done in {time.monotonic() - began:.1f} s")
 
@@ -97,10 +104,12 @@ def _reproduce(given: dict[str, Any], file: str | None, path: str, json: str | N
 
     minibatches, seed = given.get("minibatches", 20), given.get("seed", 0)
     rows = reproduce(minibatches, seed, _say)
-    Path(path).write_text(page(rows, minibatches, seed), encoding="utf-8")
+    with writing("reproduce", Path(path)):
+        Path(path).write_text(page(rows, minibatches, seed), encoding="utf-8")
     print(f"page     {path}")
     if json:
-        Path(json).write_text(jsonlib.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        with writing("json", Path(json)):
+            Path(json).write_text(jsonlib.dumps([asdict(row) for row in rows], indent=1) + "\n")
         print(f"figures  {json}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -12,10 +13,10 @@ from odc.fsdp._torch_compat import ACCUMULATES_APART, HAS_GRADIENT_DTYPE, FSDPPa
 
 
 class ShardedParam:
-    """One sharded parameter."""
+    """One sharded parameter of a group."""
 
-    def __init__(self, param: FSDPParam) -> None:
-        self._param = param
+    def __init__(self, param: FSDPParam, group: FSDPParamGroup) -> None:
+        self._param, self._group = param, group
         self.shard_dim: int = param.fsdp_placement.dim
 
     @property
@@ -47,12 +48,22 @@ class ShardedParam:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the sharded `.grad`."""
+        kept = self._kept_in(self.own_dtype)
+        if kept is None:
+            # An explicit None leaves `.grad` in the dtype of the reduction, which a group's parameters share.
+            trained = [one for one in params_of(self._group) if one.parameter.requires_grad]
+            return functools.reduce(torch.promote_types, [one._summed_in() for one in trained])
+        return kept
+
+    def _kept_in(self, unset: torch.dtype) -> torch.dtype | None:
+        """The parameter's `grad_dtype`: `unset` where nobody has set it, None where any dtype is accepted."""
         param: Any = self._param  # the installed torch may lack these names
-        if HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override:
-            # An explicit None leaves `.grad` in the dtype of the reduction.
-            dtype: torch.dtype = param.sharded_grad_dtype or param.reduce_dtype or self.compute_dtype
-            return dtype
-        return self.own_dtype
+        overridden = HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override
+        return param.sharded_grad_dtype if overridden else unset
+
+    def _summed_in(self) -> torch.dtype:
+        """What torch brings this parameter's gradient to before it is reduced with the group's others."""
+        return self.reduce_dtype or self._kept_in(self._param.orig_dtype) or self.compute_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -131,4 +142,4 @@ class ShardedParam:
 
 def params_of(group: FSDPParamGroup) -> Iterator[ShardedParam]:
     """The parameters of a group, in torch's order."""
-    return (ShardedParam(param) for param in group.fsdp_params)
+    return (ShardedParam(param, group) for param in group.fsdp_params)

@@ -97,7 +97,7 @@ class HeapLayout:
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
-        # The sums of a host are added to by every rank there, so its own owners' can be; a device has its server do it.
+        # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
         refuse_rounding(self, settings.sums_dtype)
         self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None

@@ -65,9 +65,9 @@ class Cluster:
         if self.node_cache and self.owner_skew > 1:
             raise ConfigError("owner_skew must be 1 with the node cache: its shards are even")
         for rank, factor in self.slow.items():
-            if not (0 <= rank < self.ranks and 0 <= factor < math.inf):
+            if not (0 <= rank < self.ranks and 0 < factor < math.inf):
                 raise ConfigError(
-                    f"slow: rank {rank!r} with factor {factor!r} is not a rank of {self.ranks}, or no time"
+                    f"slow: ranks lie below {self.ranks} and factors above 0, unlike rank {rank!r} with {factor!r}"
                 )
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def study_table(study: Study) -> Table:
-    """A rich Table with a row an arm; `counts` are microbatches a rank, `GB out` leave a node in a step.
+    """A rich Table with a row an arm; `mb` are microbatches of whole samples a rank, `GB out` leave a node a step.
 
     Raises OdcError without rich.
     """
@@ -27,11 +27,12 @@ def study_table(study: Study) -> Table:
         title=f"simulated: {scenario.model} on {scenario.ranks} x {scenario.machine},\n"
         f"{scenario.samples_per_rank} samples a rank, lengths like {scenario.lengths}",
         caption=f"means of {scenario.minibatches} minibatches, speed-ups over {study.arms[0].arm}; whole samples\n"
-        f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers",
+        f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers;\n"
+        "mb: microbatches of whole samples a rank",
     )
     table.add_column("arm", no_wrap=True)
     crosses = scenario.cluster().nodes > 1
-    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "counts", *["GB out"] * crosses):
+    for head in ("step, s", "speed-up", "bubble", "waiting", "transfer", "mb", *["GB out"] * crosses):
         table.add_column(head, justify="right", no_wrap=True)
     for row in study.arms:
         shares = (f"{share:.1%}" for share in (row.bubble, row.waiting, row.transfer))

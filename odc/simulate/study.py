@@ -154,8 +154,7 @@ def sweep(
     scenario: Scenario, axis: str, values: Sequence[float], said: Callable[[str], None] | None = None
 ) -> list[Study]:
     """One study for each value of the field `axis` (one of AXES); everything else stays as in `scenario`."""
-    if axis not in AXES:
-        raise ConfigError(f"there is no sweep along {axis!r}; there are {', '.join(AXES)}")
+    _require_axis(axis)
     studies = []
     for value in values:
         if said is not None:
@@ -166,6 +165,7 @@ def sweep(
 
 def usual_values(scenario: Scenario, axis: str) -> list[float]:
     """Values of a sweep around a scenario, as the paper's figure 10 has them."""
+    _require_axis(axis)
     if axis == "samples_per_rank":
         return [1, 2, 4, 8, 16]
     if axis == "packing_ratio":
@@ -174,3 +174,8 @@ def usual_values(scenario: Scenario, axis: str) -> list[float]:
         return [2, 4, 8, 16, 32]
     longest = scenario.max_length or 65_536
     return [longest // 8, longest // 4, longest // 2, longest]
+
+
+def _require_axis(axis: str) -> None:
+    if axis not in AXES:
+        raise ConfigError(f"there is no sweep along {axis!r}; there are {', '.join(AXES)}")

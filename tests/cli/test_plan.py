@@ -77,7 +77,7 @@ def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys
     [
         (["--max-tokens", "50"], "odc: sample 0 has 60 tokens, more than the cap of 50 per microbatch"),
         (["--policy", "lb_max"], "odc: there is no policy 'lb_max'"),
-        (["--field", "tokens"], "element 0 has no field 'tokens'"),
+        (["--field", "tokens"], "has no field 'tokens'; name its field of lengths: length, uid"),
         (["--group-field", "prompt"], "has no field 'prompt'"),
         (["--speeds", "1,fast"], "odc: speeds must be numbers"),
         (["--floor", "9"], "odc: floor, node and contiguous are options of lb-split, not of lb-mini"),
@@ -86,6 +86,7 @@ def test_pieces_are_printed_saved_and_drawn(lengths: str, tmp_path: Path, capsys
         (["--quadratic", "1,1", "--model", "x"], "odc: quadratic and model are two costs"),
         (["--model", "nowhere.json"], "odc: model: nowhere.json cannot be read"),
         (["--json", "/does/not/exist.json"], "odc: json: cannot write"),
+        (["--picture", "/does/not/exist.png"], "odc: picture: cannot write /does/not/exist.png: No such file"),
     ],
 )
 def test_bad_input_is_one_line(lengths: str, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

@@ -25,6 +25,7 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert simulate(*_SMALL, "--arms", "fsdp2,odc", "--slow", "1:2", "--json", str(path)) == 0
     shown = capsys.readouterr()
     assert "simulated" in shown.out and "odc" in shown.out and "bubble" in shown.out
+    assert "mb: microbatches of whole samples a rank" in shown.out
     figures = json.loads(path.read_text())
     assert list(figures["study"]["arms"]) == ["fsdp2", "odc"]
     assert figures["study"]["scenario"]["slow"] == {"1": 2.0}
@@ -67,6 +68,10 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
         (("--link-gbit", "1", "--inter-bandwidth", "1"), "without inter_bandwidth"),
         (("--arms", "fsdp3"), "odc-dynamic"),
         (("--picture", "a.png"), "--sweep"),
+        (("--json", "/does/not/exist.json"), "json: cannot write /does/not/exist.json: No such file"),
+        (("--picture", "/does/not/a.png", "--sweep", "all"), "picture: cannot write /does/not/a.png"),
+        (("--slow", "1:0"), "slow: ranks lie below 2 and factors above 0, unlike rank 1 with 0"),
+        (("--sweep", "hosts"), "there is no sweep along 'hosts'"),
         (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),
     ],
 )

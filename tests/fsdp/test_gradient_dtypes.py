@@ -24,12 +24,18 @@ programs = Programs()
 
 
 def one_step(
-    make: Make, rank: int, dtype: torch.dtype, kept: torch.dtype | None, policy: MixedPrecisionPolicy
+    make: Make,
+    rank: int,
+    dtype: torch.dtype,
+    kept: torch.dtype | None,
+    policy: MixedPrecisionPolicy,
+    only: str = "",
 ) -> Result:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).to(dtype)
-    for parameter in model.parameters():
-        parameter.grad_dtype = kept
+    for name, parameter in model.named_parameters():
+        if only in name:
+            parameter.grad_dtype = kept
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         make(layer, mesh=mesh, mp_policy=policy)
@@ -58,6 +64,27 @@ def fp32_parameters_with_gradients_of_any_dtype(make: Make, rank: int, world: in
 def bf16_computation_without_a_reduce_dtype(make: Make, rank: int, world: int) -> Result:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return one_step(make, rank, torch.float32, torch.float32, policy)
+
+
+@programs.add
+def a_gradient_of_any_dtype_beside_fp32_ones(make: Make, rank: int, world: int) -> Result:
+    """A group is reduced in one dtype, which the gradient then keeps, though it was computed in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = one_step(make, rank, torch.float32, None, policy, only="weight")
+    assert {grad.dtype for name, grad in found.items() if "gradient" in name and grad is not None} == {torch.float32}
+    return found
+
+
+@programs.add
+def biases_that_are_computed_with_in_fp32(make: Make, rank: int, world: int) -> Result:
+    """A policy may leave single parameters in their own dtype: a unit is then gathered in two dtypes."""
+
+    def override(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter.ndim == 1 else None
+
+    options: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "param_dtype_override_fn": override}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return one_step(make, rank, torch.float32, torch.float32, MixedPrecisionPolicy(**options))
 
 
 def _same(rank: int, world: int, name: str) -> None:

@@ -106,7 +106,7 @@ def test_every_name_that_is_used_is_checked() -> None:
     body = text[text.index("def state_of(") :] + "\n" + of_param[of_param.index("class ShardedParam") :]
     used = {node.attr for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
-    ours = {"_param", "_root"}  # of ShardedParam and Iteration
+    ours = {"_param", "_group", "_kept_in", "_summed_in", "_root"}  # of ShardedParam and Iteration
     public_of_dtensor = {"_local_tensor", "_post_accumulate_grad_hooks"}  # long-lived names of torch's own tensors
     assert private - checked - ours - public_of_dtensor == set()
     of_params = set(re.findall(r"(?:self\._param|\bparam)\.(\w+)", of_param))

@@ -68,7 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "neftune": {"neftune_noise_alpha": 5.0},
     "sgd": {"optim": "sgd", "learning_rate": 0.5},
     "adagrad": {"optim": "adagrad"},
-    "rmsprop": {"optim": "rmsprop"},
+    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},  # its first step is ten times that
     "schedule": {"lr_scheduler_type": "cosine", "warmup_steps": 1},
     "decay": {"weight_decay": 0.9, "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-3},
     "clipping": {"max_grad_norm": 0.1, "optim": "sgd", "learning_rate": 0.5},
@@ -126,7 +126,7 @@ def test_bf16_computes_in_bf16_and_returns_fp32(ranks, tmp_path) -> None:
     ours = ranks(2).run(precision, True, tmp_path, {"bf16": True}, timeout=500)[0]
     assert ours[1] == {"block torch.bfloat16", "logits torch.float32"}
     loss, norm = differences(ours[0], theirs[0])
-    assert loss < 1e-3 and norm < 1e-2, (ours, theirs)
+    assert loss < 1e-3 and norm < 2e-2, (ours, theirs)  # five roundings to bf16
     without = ranks(2).run(precision, True, tmp_path, {}, timeout=500)[0]
     assert without[1] == {"block torch.float32", "logits torch.float32"}
 

@@ -89,8 +89,8 @@ def test_dpo_is_that_of_the_stock_trainer(ranks, tmp_path, changes: dict[str, An
     theirs, _ = ranks(2).run(prefer, False, tmp_path, changes, lora, timeout=500)[0]
     ours, sharded = ranks(2).run(prefer, True, tmp_path, changes, lora, timeout=500)[0]
     assert sharded
-    assert apart(ours, theirs, DPO[:1]) < 1e-3, (ours, theirs)
-    assert apart(ours, theirs, DPO) < (1e-3 if changes == FP32 else 3e-2), (ours, theirs)
+    assert apart(ours, theirs, DPO[:1]) < (1e-3 if changes == FP32 else 1e-2), (ours, theirs)
+    assert apart(ours, theirs, DPO) < (1e-3 if changes == FP32 else 6e-2), (ours, theirs)
 
 
 def given_completions(prompts: list[str], trainer: Any) -> dict[str, Any]:

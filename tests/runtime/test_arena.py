@@ -96,6 +96,7 @@ def leaves_with_open_arenas(rank: int, world: int) -> None:
     assert len(kept) == 1
 
 
+@pytest.mark.thorough
 def test_a_rank_that_shuts_down_leaves_the_arenas_that_nobody_closed() -> None:
     with spawn_ranks(2, leaves_with_open_arenas) as job:
         outcomes = job.wait()

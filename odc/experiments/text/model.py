@@ -20,7 +20,7 @@ def shipped_config(name: str) -> Path:
     path = folder / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.json")))
-        raise ConfigError(f"model: there is no shipped config {name!r}; known: {known}")
+        raise ConfigError(f"model: {name} is no file or folder, and no shipped config: {known}")
     return path
 
 

@@ -310,7 +310,7 @@ def test_empty_data_and_bad_folders_are_refused_before_ranks_start(tmp_path: Pat
         run(good.with_(output=str(tmp_path / "data.jsonl")))
     with pytest.raises(ConfigError, match="model: there is no file"):
         run(good.with_(model=str(tmp_path / "none.json")))
-    with pytest.raises(ConfigError, match="no shipped config"):
+    with pytest.raises(ConfigError, match="is no file or folder, and no shipped config: qwen2-demo"):
         run(good.with_(model="qwen2-unknown"))
     with pytest.raises(ConfigError, match="resume: no checkpoint"):
         run(good.with_(resume=str(tmp_path)))

@@ -1,0 +1,25 @@
+"""Files that a command writes: one error, which names the option, wherever one cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from odc.errors import ConfigError
+
+
+@contextlib.contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Around writing `path`, which the option `name` gave: an OSError becomes a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot write {path}: {error.strerror or error}") from error
+
+
+def require_writable(name: str, path: Path) -> None:
+    """Before long work: a file can be written in the folder of `path`."""
+    with writing(name, path), tempfile.TemporaryFile(dir=path.parent):
+        pass
