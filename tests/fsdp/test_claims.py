@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from odc import OdcError, Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
+from odc.fsdp import default_store
 from odc.memory import atomics, plain_x86_64
 
 Pools = Callable[[int], RankPool]
@@ -147,16 +148,19 @@ def test_any_counts_under_any_naps(ranks: Pools, counts: tuple[tuple[int, int], 
 
 
 def slow_first_rank(rank: int, world: int) -> tuple[int, list[int]]:
-    """Rank 0 comes late to its first claim; the others have emptied the queue by then."""
-    model = sharded(world)
+    """Rank 0 comes to its first claim when the other has emptied the queue."""
+    model, store, emptied = sharded(world), default_store(), "slow_first_rank"
     with model.minibatch():
         claims = model.claim(loaded(rank, 0, 3))
         if rank == 0:
-            time.sleep(1.0)
+            store.wait([emptied])
+            store.delete_key(emptied)
         numbers = []
         for one in claims:
             backward(model, one["x"])
             numbers.append(claims.number)
+        if rank == 1:
+            store.set(emptied, "1")
     return sum(gradient is not None for gradient in own_gradients(model).values()), numbers
 
 
