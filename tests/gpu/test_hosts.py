@@ -6,7 +6,6 @@ Between hosts bytes go by plain TCP, through pinned memory at both ends.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support.device import own_device
-from support.exact import HIDDEN, Exact, SignStep, batch
+from support.exact import HIDDEN, Exact, SignStep, await_sums_in_backward, batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
-from odc.fsdp import live_roots, root_of
+from odc.fsdp import live_roots
 from odc.runtime.engines import staging
 
 HostPools = Callable[[int, int], Any]
@@ -193,20 +192,7 @@ def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, settings=settings)
     fully_shard(model, mesh=mesh, settings=settings)
-    waited = []
-
-    def await_sums(grad: torch.Tensor) -> None:
-        root = root_of(model)
-        reader, epoch = root.member.reader, root.minibatch.epoch
-        assert reader is not None
-        (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
-        deadline = time.monotonic() + 100
-        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
-            assert time.monotonic() < deadline, f"rank {rank}: the sums do not come"
-            time.sleep(0.005)
-        waited.append(epoch)
-
-    model.layers[0].register_forward_hook(lambda *call: call[2].register_hook(await_sums) and None)
+    waited = await_sums_in_backward(model)
     changed = 0
     for step in range(2):
         with model.minibatch():

@@ -63,7 +63,7 @@ def await_sums_in_backward(model: Any) -> list[int]:
         reader, epoch = root.member.reader, root.minibatch.epoch
         assert reader is not None
         (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
             assert time.monotonic() < deadline, f"rank {root.rank}: the sums do not come"
             time.sleep(0.002)
