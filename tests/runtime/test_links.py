@@ -91,6 +91,29 @@ def test_every_rank_of_a_host_sees_what_one_of_the_other_stores(linked: Linked) 
         assert seen(linked, 3, 1, word) == seen(linked, 0, 2, word) == 0, "and of this one member"
 
 
+def test_a_word_wakes_who_sleeps_until_it_is_stored(linked: Linked) -> None:
+    """A rank of its own host, and one of the other."""
+    linked.join()
+    asleep, woken = ({by: threading.Event() for by in (1, 3)} for _ in range(2))
+
+    def sleep(by: int) -> None:
+        board = linked.group.layouts[by].peer(0).board
+        while board.load(Word.DONE) < 1:
+            asleep[by].set()
+            board.nap_below(Word.DONE, 1, 60.0)
+        woken[by].set()
+
+    sleepers = [threading.Thread(target=sleep, args=(by,), daemon=True) for by in (1, 3)]
+    for by, sleeper in zip((1, 3), sleepers, strict=True):
+        sleeper.start()
+        assert asleep[by].wait(60.0)
+    linked.group.members[0].protocol.board.store(Word.DONE, 1)
+    linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
+    assert all(one.wait(30.0) for one in woken.values())  # before their naps end by themselves
+    for sleeper in sleepers:
+        sleeper.join()
+
+
 def test_a_link_begins_with_how_the_rank_fares(linked: Linked) -> None:
     mine = linked.group.layouts[0].mine
     mine.board.store(Word.PUBLISHED, 5)
