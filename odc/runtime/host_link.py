@@ -18,7 +18,7 @@ from odc.runtime.frames import Frame
 #: Bytes of the other end's buffer that are left to words: more than those of the two epochs that ranks may be apart.
 RESERVED = 1 << 14
 _KEEPALIVE_S, _KEEPALIVES = 1, 1
-_UNACKNOWLEDGED_MS = 1500
+_UNACKNOWLEDGED_MS = 2300  # between the second and the third probe: one that is lost on a busy network ends nothing
 _SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
 _WINDOW = struct.Struct("228xI")  # tcpi_snd_wnd in Linux's struct tcp_info, from 5.4 on
 _CLOSED = b"\7"  # TCP_CLOSE, its tcpi_state

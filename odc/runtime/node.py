@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from odc.errors import PeerLostError
+from odc.errors import OdcError, PeerLostError
 from odc.memory import Words
 from odc.runtime.engines import Engine
 from odc.runtime.grid import RankGrid
@@ -138,7 +138,6 @@ class NodeCache:
         self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
         self._changed = threading.Condition()
         self._reading = self._closed = False  # whether the thread is in a read
-        self._failed: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
@@ -157,8 +156,6 @@ class NodeCache:
         if not self._layout.spans_hosts:
             return
         with self._changed:
-            if self._failed is not None:
-                raise self._failed
             if epoch != self._epoch:
                 self._epoch, self._used, self._ahead = epoch, [], deque(self._used)
             if unit not in self._used:
@@ -185,7 +182,14 @@ class NodeCache:
                         if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
                             self._read(peer, unit, epoch)
             except Exception as error:
-                self._failed = error  # ranks of this host wait for what was claimed: the next fill ends the job
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the job: the ranks of this host, and this one too, may be waiting for what the thread has claimed."""
+        if not self._closed:
+            culprit = error.culprit if isinstance(error, OdcError) else None
+            reason = f"{type(error).__name__} in epoch {self._epoch}: {error}"
+            self._protocol.abort(reason, self._layout.grid.rank if culprit is None else culprit)
 
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""

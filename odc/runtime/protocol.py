@@ -249,8 +249,8 @@ class MemberProtocol:
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
-        """Wait until a thread of this rank, which ends a `nap`, has read `what` it reads, perhaps of `member`."""
-        self.waiter.until(idle, member, f"this rank's thread to read {what} of epoch {self.epoch}", nap=nap)
+        """Wait until a thread of this rank, which ends a `nap`, has read `what`, of a `member` that may have LEFT."""
+        self.waiter.until(idle, member, f"its thread to read {what} of epoch {self.epoch}", nap=nap, may_leave=True)
 
     # done --------------------------------------------------------------------------------------------------------
 

@@ -109,13 +109,14 @@ class Waiter:
         *,
         lane: str = "main",
         nap: Callable[[], object] | None = None,
+        may_leave: bool = False,
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
         `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
         thread's in the trace; `nap` sleeps between two looks, a tenth of a second at most, where another thread of this
         rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
-        made no progress for `timeout_s`.
+        made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
         """
         self.check(f"waiting for {what}")
         if ready():
@@ -123,7 +124,7 @@ class Waiter:
         begin = recorder().now_on(lane)
         self._note(self._grid.ranks[member])
         try:
-            self._poll(ready, member, what, nap)
+            self._poll(ready, member, what, nap, may_leave)
         finally:
             self._note(None)
             end = recorder().now_on(lane)
@@ -136,7 +137,9 @@ class Waiter:
         nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, NAP_S)
         self.until(ready, member, what, lane=lane, nap=nap)
 
-    def _poll(self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None) -> None:
+    def _poll(
+        self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None, may_leave: bool
+    ) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
         longest = _LONGEST_SLEEP_S if self._pushed is None else _LONGEST_OVER_HOSTS_S
@@ -155,7 +158,7 @@ class Waiter:
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
             # LEFT is written after the member's last other word, so a second look decides.
-            if peer.load(Word.LEFT) and not ready():
+            if not may_leave and peer.load(Word.LEFT) and not ready():
                 self._raise_left(member, what)
             if deadline.passed(peer.load(Word.PROGRESS)):
                 self._raise_timeout(member, what, peer.load(Word.PUBLISHED), peer.load(Word.DONE))

@@ -14,7 +14,7 @@ from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES
-from odc.runtime import Gradient, Word, parts
+from odc.runtime import Gradient, Word, node, parts
 from odc.runtime import layout as layouts
 from odc.runtime.node import gather_sums
 from odc.settings import Accumulate, Settings
@@ -200,18 +200,22 @@ def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread
     assert {rank for rank, _ in spread.engines[0].reads} == {16}
 
 
-def test_a_read_ahead_that_fails_is_told_by_the_next_fetch(spread: Spread) -> None:
+def test_a_read_ahead_that_fails_ends_the_job_for_who_waits_for_it(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank itself too: it may come to the unit when the thread has claimed it already."""
     spread.publish(5.0)
     for unit in (0, 1):
         spread.fetch(0, unit)
     spread.caches[0].settle()
     spread.publish(5.0)
-    board = spread.group.layouts[0].mine.board
-    board.store(Word.ABORT, 1 + 16)  # so that nobody waits for the link to explain it
+    monkeypatch.setattr(node, "_LINK_S", 0.0)  # no link will explain it
     spread.engines[0].fails = True
     spread.caches[0]._look_ahead(0, 2)
-    while spread.caches[0]._failed is None:
+    claims = spread.group.layouts[0].share(2).claims(spread.group.units[1])
+    while claims.load(0) < 2:
         time.sleep(0.001)
-    board.store(Word.ABORT, 0)
-    with pytest.raises(PeerLostError, match=r"connection reset|aborted by rank 16"):
-        spread.fetch(0, 0)
+    for me in (1, 0):
+        with pytest.raises(PeerLostError, match="PeerLostError in epoch 2: rank 16: connection reset") as caught:
+            spread.fetch(me, 1)
+        assert caught.value.culprit == 16

@@ -176,7 +176,8 @@ def test_an_abandoned_minibatch_leaves_no_read_behind(spread: Spread) -> None:
     spread.engines[0].read = slow  # type: ignore[method-assign]
     bring(spread)
     assert going.wait(60)
-    threading.Timer(0.05, goes_on.set).start()
+    spread.group.layouts[0].peer(2).board.store(Word.LEFT, 1)  # it waits for this rank's READ with all it has
+    threading.Timer(0.3, goes_on.set).start()
     spread.readers[0].drop()
     assert len(spread.engines[0].reads) == 1, "it has returned while the thread was reading"
 

@@ -21,7 +21,8 @@ Check = Callable[[str], None]
 
 MOST_ANSWERED = 1 << 16
 LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
-_TOLD_DEAD_AFTER = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": 1500}
+_KEPT_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}  # a busy network loses some probes
+_UNACKNOWLEDGED_MS = 10_000
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -93,26 +94,30 @@ class Engine(Protocol):
 
 
 def set_for_reader(connection: socket.socket) -> None:
-    """Have a connection that waits for an answer fail within about two seconds of the other host's death.
+    """Have a receive wait for `LOOK_S` at most, and fail when the other host has been gone for ten seconds.
 
-    A receive waits `LOOK_S` at most. Never for the end that sends bulk: the kernel's user timeout also ends connections
-    to a reader that is merely stopped.
+    Not sooner: the links tell of it by ABORT within three, and a read that fails because the network is busy ends the
+    job.
     """
-    connection.setblocking(True)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _TOLD_DEAD_AFTER.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    _keep_alive(connection)
     limit = _TIMEVAL.pack(int(LOOK_S), int(LOOK_S % 1 * 1e6))
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def set_for_server(connection: socket.socket) -> None:
-    """Have a connection that answers reads end with the reader's host, but not because the reader takes its time."""
+    """Have no call wait, and the connection end with the reader's host, but not because the reader takes its time: the
+    kernel's user timeout also ends one that carries bulk to a reader that is merely stopped.
+    """
+    _keep_alive(connection)
     connection.setblocking(False)
+
+
+def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in {**_TOLD_DEAD_AFTER, "TCP_USER_TIMEOUT": 0}.items():
+    for option, value in _KEPT_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 

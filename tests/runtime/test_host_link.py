@@ -1,0 +1,92 @@
+"""Twin of odc/runtime/host_link.py, and of how an engine's connections are set: over a network that loses packets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from support.hosts import Hosts, need_hosts
+
+from odc.runtime import Word
+from odc.runtime.engines.engine import set_for_reader, set_for_server
+from odc.runtime.frames import Frame, FrameKind
+from odc.runtime.host_link import HostLink
+
+CUT_S, NEXT_PROBE_S = 1.4, 1.9  # each end probes the other after a second of silence, and a second later again
+QUIET_S = 2.5  # in which a connection that is taken for dead ends
+TRIES = 20
+
+
+def joined(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection from host 1 to host 0."""
+    listener = hosts[0].within(lambda: socket.create_server((hosts[0].address, 0)))
+    with listener:
+        client = hosts[1].within(lambda: socket.create_connection(listener.getsockname(), 60.0))
+        accepted, _ = listener.accept()
+    client.settimeout(None)
+    return client, accepted
+
+
+def cut(hosts: Hosts) -> bool:
+    """Lose all packets for so long that a first probe is lost; whether they were back before the second."""
+    begin = time.monotonic()
+    hosts.drop(1)
+    time.sleep(CUT_S)
+    hosts.undrop(1)
+    return time.monotonic() - begin < NEXT_PROBE_S
+
+
+def link(*ends: socket.socket) -> Callable[[], bool]:
+    """A link; returns whether either end carries words to the other."""
+    links = [HostLink(member, end) for member, end in enumerate(ends)]
+
+    def carries() -> bool:
+        assert [one.receive() for one in links] == [None, None]
+        for one, other in (links, links[::-1]):
+            one.send(Frame(FrameKind.WORD, Word.DONE, 7))
+            while (said := other.receive()) is None:
+                time.sleep(0.01)
+            if not said:
+                return False
+        return True
+
+    assert carries()
+    return carries
+
+
+def engine(reader: socket.socket, server: socket.socket) -> Callable[[], bool]:
+    """An engine's connection; returns whether an answer comes."""
+    set_for_reader(reader)
+    set_for_server(server)
+
+    def carries() -> bool:
+        reader.send(b"request")
+        said = b""
+        while len(said) < 7:
+            try:
+                said += server.recv(7)
+            except BlockingIOError:
+                time.sleep(0.01)
+        server.send(b"answer")
+        return reader.recv(6, socket.MSG_WAITALL) == b"answer"
+
+    assert carries()
+    return carries
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("connect", [link, engine])
+def test_a_probe_that_is_lost_on_a_busy_network_is_no_death(connect: Callable[..., Callable[[], bool]]) -> None:
+    need_hosts()
+    with Hosts(2) as hosts:
+        for _ in range(TRIES):
+            client, accepted = joined(hosts)
+            with client, accepted:
+                carries = connect(client, accepted)
+                if cut(hosts):
+                    time.sleep(QUIET_S)
+                    assert carries()
+                    return
+    pytest.skip("this machine is too busy to lose one probe only")
