@@ -76,7 +76,7 @@ def test_nodes_of_one_host_fill_their_caches_by_copies() -> None:
             assert spread.fetch(me, 0) == [value, value + 1, value + 2, value + 3]
         assert kept[0] == value + 2, "the shard of member 2 lies in the heap of member 0"
     assert not any(engine.reads for engine in spread.engines)
-    spread.group.close()
+    spread.close()
 
 
 @pytest.mark.parametrize("nodes", [False, True], ids=["hosts", "nodes of a host"])
@@ -100,7 +100,7 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate,
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
     assert len(sums) == (0 if nodes else 2 * 4), "units that follow each other are read together"
-    group.close()
+    spread.close()
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -134,7 +134,7 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
             for unit in group.units[:2]:
                 expected = [11.0, 1100.0] if accumulate != "per_source" else [1.0, 10.0, 100.0, 1000.0]
                 assert [set(part.tolist()) for part in parts(group.layouts[me], unit)] == [{one} for one in expected]
-    group.close()
+    spread.close()
 
 
 def test_units_that_nobody_used_do_not_cross(spread: Spread) -> None:

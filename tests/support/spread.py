@@ -112,6 +112,8 @@ class Spread:
         for cache, reader in zip(self.caches, self.readers, strict=True):
             cache.close()
             reader.close()
+            for thread in filter(None, (cache._thread, reader._thread)):
+                thread.join()  # it holds the heaps
         self.group.close()
 
 
