@@ -51,20 +51,28 @@ def plan(
         options["speeds"] = _numbers("speeds", speeds, float)
     if group_field is not None:
         options["groups"] = _names(lengths, group_field)
-    if equal_samples:
-        if policy.replace("-", "_") != "lb_micro":
-            raise ConfigError(f"equal-samples is an option of lb-micro, not of {policy}")
-        options["equal_samples"] = True
-    given = {"floor": floor, "node": node, "one_slice": contiguous or None}
-    limits = {name: value for name, value in given.items() if value is not None}
-    if limits and policy.replace("-", "_") != "lb_split":
-        raise ConfigError(f"floor, node and contiguous are options of lb-split, not of {policy}")
-    options |= limits
+    options |= _of_one_policy(
+        policy, "lb-micro", "equal-samples is an option", {"equal_samples": equal_samples or None}
+    )
+    pieces = {"floor": floor, "node": node, "one_slice": contiguous or None}
+    options |= _of_one_policy(policy, "lb-split", "floor, node and contiguous are options", pieces)
     caps = _numbers("max-tokens", max_tokens, int) if max_tokens is not None else [max(sizes)]
     made: Plan = policy_named(policy.replace("-", "_"))(
         sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options
     )
     print(made)
+    _store(made, json, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
+
+
+def _of_one_policy(policy: str, only: str, what: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of `options` that were given; if there are any, ConfigError unless `policy` is the only one with them."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and policy.replace("_", "-") != only:
+        raise ConfigError(f"{what} of {only}, not of {policy}")
+    return given
+
+
+def _store(made: Plan, json: Path | None, picture: Path | None, title: str) -> None:
     if json is not None:
         with writing("json", json):
             json.write_text(made.to_json() + "\n", encoding="utf-8")
@@ -73,7 +81,7 @@ def plan(
         from odc.balance.picture import draw_plan
 
         with writing("picture", picture):
-            draw_plan(made, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
+            draw_plan(made, picture, title)
         print(f"picture  {picture}")
 
 
