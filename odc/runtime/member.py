@@ -173,16 +173,16 @@ class Member(Endpoint):
         """Whether this process is a forked child of the member's (DataLoader worker)."""
         return os.getpid() != self._pid
 
-    def shut_down(self, note: str = "", needed: bool = True) -> Callable[[], None] | None:
+    def shut_down(self, note: str = "", needed: bool = True, culprit: int | None = None) -> Callable[[], None] | None:
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
         Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None
-        in a forked child, which only drops its copy.
+        peer is told that waits for this rank in vain, and `culprit` whom it is to blame, if not this rank; `needed` is
+        that of `Departure`. Returns `Departure.wait`; None in a forked child, which only drops its copy.
         """
         if self.forked:
             return None
-        self.protocol.leave(note)
+        self.protocol.leave(note, culprit)
         for threads in (self._cache, self.reader):
             if threads is not None:
                 threads.close()
