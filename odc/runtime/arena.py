@@ -114,6 +114,7 @@ class Arena:
         self._words = ArenaWords(member.protocol, len(channels), member.links)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
+        member.unread_by(functools.partial(_unread_by, self._slots, self._words))
         self._end = weakref.finalize(self, _leave, member)  # holds the member, which must not hold this object
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
         _arenas.add(self)
@@ -264,7 +265,7 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            wait = end[1](*end[2], needed)
+            wait = _leave(end[2][0], needed)
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
@@ -279,6 +280,12 @@ class Arena:
 
     def _who(self) -> str:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
+
+
+def _unread_by(slots: dict[int, _Slot], words: ArenaWords) -> list[int]:
+    """Members of other hosts that have still to read what lies in `slots`. Waits for nobody."""
+    entries = [(number, slot.step, reader) for number, slot in list(slots.items()) for reader in slot.readers]
+    return sorted({entry[2] for entry in entries if words.awaits(*entry)})
 
 
 def _leave(member: Member, needed: bool = True) -> Callable[[], None] | None:

@@ -159,6 +159,11 @@ class Member(Endpoint):
         """Those to other hosts, if there are any."""
         return None if self._hosts is None else self._hosts.links
 
+    def unread_by(self, readers: Callable[[], list[int]]) -> None:
+        """Have the heap stay for `readers()`, members of other hosts, when this rank shuts down; on any thread."""
+        if self._hosts is not None:
+            self._hosts.unread = readers
+
     def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
         """Let peers attach from now on; arguments as in `Rendezvous.announce`."""
         layout = self.layout
