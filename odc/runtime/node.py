@@ -28,6 +28,7 @@ from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import NAP_S, Backoff, Deadline
+from odc.runtime.words import Word
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
 _CLAIM, _CLAIMS = "/claim", "/claims"  # what the home of a queue is asked for, after the root's identity
@@ -225,7 +226,17 @@ class NodeCache:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
         what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
-        self._protocol.waiter.until_word(cached, 0, epoch, claimer, what, lane=lane)
+        board = self._layout.local(claimer).board
+
+        def settled() -> bool:
+            return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
+
+        nap = functools.partial(cached.nap_below, 0, epoch, NAP_S) if self._layout.spans_hosts else None
+        self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap)
+        if cached.load(0) < epoch:
+            # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
+            # no epoch follows one that a rank has left.
+            self._read(peer, unit, epoch)
 
 
 def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
