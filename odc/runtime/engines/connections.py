@@ -15,6 +15,7 @@ from odc.runtime.engines.server import ASK, LENGTH, REFUSED, request
 from odc.runtime.wait import Deadline
 
 _MOST_CONNECTIONS = 4  # to one rank
+_LEAST_PER_WAKE, _MOST_PER_WAKE = 1 << 16, 1 << 19  # bytes that come before a thread that reads is woken
 
 
 class Answers:
@@ -49,7 +50,7 @@ class Answers:
         views = [view for view in views if len(view)]
         while views:
             try:
-                count = self.connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+                count = self.connection.recvmsg_into(self._next(views), 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:  # nothing came for `LOOK_S`
                 count = -1
             received += max(count, 0)
@@ -65,6 +66,17 @@ class Answers:
                 self._check(f"reading {self._what} of rank {self._rank}")
                 if deadline.passed(received):
                     raise late(self._me, self._rank, self._what, self._timeout_s)
+
+    def _next(self, views: list[memoryview]) -> list[memoryview]:
+        """What to receive in one call, of all that is awaited: the thread is woken when much has come, not by each
+        packet. At least as much is left to later calls: with less to come than wakes it, it would sleep on.
+        """
+        last = views[-1]
+        wake = min(len(last) // 4, _MOST_PER_WAKE)
+        if wake < _LEAST_PER_WAKE:
+            wake = 0
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wake))
+        return [*views[:-1], last[: len(last) - wake]]
 
 
 class Connections:
