@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from odc.errors import culprit_of
 from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
@@ -172,9 +173,7 @@ def last_error() -> str:
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    culprit = getattr(error, "culprit", None)
-    text = f"{type(error).__name__}: {error}"
-    return text, culprit if isinstance(culprit, int) else _rank
+    return f"{type(error).__name__}: {error}", culprit_of(error, _rank)
 
 
 def _progress() -> int:

@@ -21,15 +21,7 @@ from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
 from odc.runtime.links import Links
-from odc.runtime.node import (
-    NodeCache,
-    RemoteHeaps,
-    answer_claim,
-    answer_claims,
-    claim_name,
-    claims_name,
-    gather_sums,
-)
+from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
 from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
@@ -137,11 +129,8 @@ class Member(Endpoint):
         self._exposed: ExposedHeap | None = None
         self._hosts: HostMeeting | None = None
         if network is not None:
-            claims = {
-                claim_name(identity): functools.partial(answer_claim, self.protocol),
-                claims_name(identity): functools.partial(answer_claims, self.protocol),
-            }
-            answers = claims if settings.queue_bytes and grid.me == HOME else {}
+            at_home = settings.queue_bytes > 0 and grid.me == HOME
+            answers = queue_answers(identity, self.protocol) if at_home else {}
             self._exposed = ExposedHeap(identity, layout, network, answers)
         if network is not None and grid.remote:
             attend = functools.partial(server.attend, service)
