@@ -112,6 +112,8 @@ class Arena:
         self._rendezvous = member.rendezvous
         self._heap, self._protocol, self._remote = member.layout.heap, member.protocol, member.heaps
         self._words = ArenaWords(member.protocol, len(channels), member.links)
+        self._reached = threading.local()  # by the thread that waits, as several may
+        self._rendezvous.check = functools.partial(_refuse_absent, self._rendezvous.check, self._reached, self._words)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         member.unread_by(functools.partial(_unread_by, self._slots, self._words))
@@ -204,18 +206,11 @@ class Arena:
 
     def _reach(self, owner: int) -> None:
         """Attach to a member; waits until it has come up, or is absent."""
-        check = self._rendezvous.check
-
-        def present(doing: str) -> None:
-            check(doing)
-            if self._words.absent(owner):
-                raise AbsentMember
-
-        self._rendezvous.check = present
+        self._reached.owner = owner
         try:
             self._protocol.layout.peer(owner).attach()
         finally:
-            self._rendezvous.check = check
+            self._reached.owner = None
 
     def absent_if(self, absent: Callable[[int], bool]) -> None:
         """Wait no more for members of which `absent` holds: they neither put nor read. `get` raises AbsentMember then.
@@ -280,6 +275,14 @@ class Arena:
 
     def _who(self) -> str:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
+
+
+def _refuse_absent(check: Callable[[str], None], reached: threading.local, words: ArenaWords, doing: str) -> None:
+    """What ends the wait of a thread that attaches to a member: AbsentMember if it is, beside what `check` raises."""
+    check(doing)
+    owner = getattr(reached, "owner", None)
+    if owner is not None and words.absent(owner):
+        raise AbsentMember
 
 
 def _unread_by(slots: dict[int, _Slot], words: ArenaWords) -> list[int]:

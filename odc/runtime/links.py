@@ -202,12 +202,13 @@ class Links:
         def read() -> bool:
             nonlocal heard
             try:
-                while (data := link.receive()) is not None:
-                    if not data:
-                        raise ConnectionResetError("end of the stream")
-                    heard = True
-                    for frame in frames.feed(data):
-                        self._take(link.member, frame)
+                # Once: the daemon calls again if there is more, and sees to everybody else before.
+                data = link.receive()
+                if data == b"":
+                    raise ConnectionResetError("end of the stream")
+                heard = heard or data is not None
+                for frame in frames.feed(data or b""):
+                    self._take(link.member, frame)
             except (OSError, MalformedFrameError) as error:
                 if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
                     self.missed(link.member)

@@ -27,12 +27,11 @@ from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
-from odc.runtime.wait import NAP_S, Backoff, Deadline
+from odc.runtime.wait import NAP_S
 from odc.runtime.words import Word
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
 _CLAIM, _CLAIMS = "/claim", "/claims"  # what the home of a queue is asked for, after the root's identity
-_LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
 class RemoteHeaps:
@@ -92,14 +91,10 @@ class RemoteHeaps:
 
     @contextlib.contextmanager
     def _explained(self, rank: int, what: str) -> Iterator[None]:
-        """Let the links say why a read failed: they know who died, or which host has vanished."""
         try:
             yield
         except PeerLostError:
-            deadline, backoff = Deadline(_LINK_S), Backoff(0.005, 0.05)
-            while not deadline.passed():
-                self._protocol.waiter.check(f"reading {what} of rank {rank}")
-                backoff.sleep()
+            self._protocol.waiter.await_reason(f"reading {what} of rank {rank}")
             raise
 
 
@@ -205,12 +200,16 @@ class NodeCache:
         claims = peer.claims(unit)
         if claims.load(_EPOCH) >= epoch:
             return False
-        with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
-            if claims.load(_EPOCH) >= epoch:
-                return False
-            claims.store(_CLAIMER, self._layout.grid.me)
-            claims.store(_EPOCH, epoch)
-            return True
+        try:
+            with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
+                if claims.load(_EPOCH) >= epoch:
+                    return False
+                claims.store(_CLAIMER, self._layout.grid.me)
+                claims.store(_EPOCH, epoch)
+                return True
+        except PeerLostError:
+            self._protocol.waiter.await_reason(f"claiming the shard of unit {unit.name!r} of rank {peer.rank}")
+            raise
 
     def _read(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         place = peer.published_bytes(unit)[: unit.published_bytes]

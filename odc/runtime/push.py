@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.errors import UnsupportedError
+from odc.errors import PeerLostError, UnsupportedError
 from odc.runtime.accumulate import Adder
 from odc.runtime.layout import HEADER_WORDS, WIRE_DTYPES, HeapLayout
 from odc.runtime.protocol import MemberProtocol, RingWords
@@ -235,7 +235,11 @@ class Pusher:
         pieces = pieces_for(unit, gradients, owner % grid.shards)
         if owner == grid.me or remote or not self._layout.stages:
             added = list(pieces)
-            self._adder.add(owner, unit, added)
+            try:
+                self._adder.add(owner, unit, added)
+            except PeerLostError:  # some rank died while it held the lock
+                self._protocol.waiter.await_reason(f"pushing unit {unit.name!r}")
+                raise
             return sum(piece.values.nbytes for piece in added) if owner != grid.me else 0
         return self._stage(unit, owner, pieces)
 

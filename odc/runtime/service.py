@@ -72,16 +72,25 @@ class Service:
         return found
 
     def peer_died(self, member: int) -> None:
-        """Spread ABORT, with the member's own reason if it gave one; nothing if it had left in good order."""
+        """Spread ABORT, with the member's own reason if it gave one; if it had left, say so in its mirrors."""
         peer = self.layout.peer(member)
         rank, board = peer.rank, peer.board
         if board.load(Word.ABORT):
             self.abort(peer.reason, board.load(Word.ABORT) - 1)
             return
         if board.load(Word.LEFT):
+            self._deafen(member)
             return
         epoch = board.load(Word.PUBLISHED)
         self.abort(f"rank {rank} died in epoch {epoch} (done with {board.load(Word.DONE)})", rank)
+
+    def _deafen(self, column: int) -> None:
+        """A member that an error ended may have had no time to say that its mirrors stay as they are; see `Links`."""
+        grid, left = self.layout.grid, self.layout.peer(column).board.load(Word.LEFT)
+        for member in grid.remote if column in grid.local else ():
+            peer = self.layout.remote(member)
+            if peer.column == column and not (peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT)):
+                peer.board.store(Word.LEFT, left)
 
     def abort(self, reason: str, culprit: int) -> None:
         """Set ABORT here and on every attached peer; may be called from any thread, never raises."""

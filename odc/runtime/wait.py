@@ -21,6 +21,7 @@ _YIELDS = 39
 _FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
 NAP_S = 0.1  # between two looks at ABORT and the deadline where somebody ends the sleep
+_REASON_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 _SAME_NUMBER = (
     "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
@@ -100,6 +101,15 @@ class Waiter:
         """Raise `PeerLostError` if a rank aborted the job."""
         if self._board.load(Word.ABORT):
             self._raise_abort(self._grid.me, doing)
+
+    def await_reason(self, doing: str) -> None:
+        """Have the daemon say why a peer was lost, as its links and handles know who died or which host has vanished:
+        raise PeerLostError as `check` does, or return if it says nothing for five seconds. Never on its own thread.
+        """
+        deadline, backoff = Deadline(_REASON_S), Backoff(0.005, 0.05)
+        while not deadline.passed():
+            self.check(doing)
+            backoff.sleep()
 
     def until(
         self,

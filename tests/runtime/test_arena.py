@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.ranks import spawn_ranks
 
 import odc
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.runtime import Arena
+from odc.runtime.arena_protocol import AbsentMember
 
 CHANNELS = ["rows", "more"]
 _made = 0
@@ -122,3 +126,28 @@ def test_who_waits_for_a_rank_that_an_error_has_ended_blames_whose_it_was(ranks:
     assert (first, second) == (2, 2), said
     assert "rank 0 (epoch 0), waiting for rank 1 to put rows" in said
     assert "rank 2 has left the job" in said and "ValueError: no such page" in said
+
+
+def test_threads_that_wait_for_members_to_come_up_learn_each_that_its_own_is_absent() -> None:
+    """Channels may be used from several threads."""
+    arena = Arena(dist.HashStore(), range(3), 0, 1 << 12, CHANNELS, 60.0, "absent")
+    asked, absent, ended = set[int](), set[int](), dict[int, BaseException]()
+    arena.absent_if(lambda member: asked.add(member) or member in absent)  # type: ignore[func-returns-value]
+
+    def get(owner: int) -> None:
+        try:
+            arena.get(CHANNELS[owner - 1], 1, owner)
+        except BaseException as error:
+            ended[owner] = error
+
+    threads = {owner: threading.Thread(target=get, args=(owner,)) for owner in (1, 2)}
+    for owner, thread in threads.items():
+        thread.start()
+        while owner not in asked and owner not in ended:
+            time.sleep(0.001)
+    for owner, thread in threads.items():
+        absent.add(owner)
+        thread.join()
+        assert isinstance(ended[owner], AbsentMember), ended
+        assert len(ended) == owner, "the other thread waits on"
+    arena.close(needed=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import select
 import socket
 import struct
@@ -320,6 +321,17 @@ def test_a_host_that_cannot_be_reached_is_named_by_its_ranks(linked: Linked) -> 
     ((reason, culprit),) = linked.aborts[2]
     assert reason.startswith("the host of ranks 10, 13 cannot be reached any more in epoch 0")
     assert culprit == 10
+
+
+def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: Linked) -> None:
+    """A daemon that takes long over a word may be told words faster than it takes them."""
+    linked.join()
+    link, told = linked.links[2]._links[0], Frame(FrameKind.WORD, Word.PROGRESS, 7).encode()
+    endless = itertools.chain(itertools.repeat(told, 1000), [b""])
+    link.receive = lambda: next(endless)  # type: ignore[method-assign]
+    assert linked.readers[2]()
+    assert seen(linked, 3, 0, Word.PROGRESS) == 7
+    assert not linked.aborts[2], "it reads until nothing more comes"
 
 
 def test_a_rank_that_speaks_nonsense_ends_the_job(linked: Linked) -> None:

@@ -14,8 +14,8 @@ from support.members import F32, HeapGroup
 from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
-from odc.memory import MUTEX_BYTES
-from odc.runtime import Gradient, Word, node, parts
+from odc.memory import MUTEX_BYTES, RobustMutex
+from odc.runtime import Gradient, Word, parts, wait
 from odc.runtime import layout as layouts
 from odc.runtime.node import gather_sums
 from odc.settings import Accumulate, Settings
@@ -93,6 +93,27 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
     spread.engines[0].read = told_meanwhile  # type: ignore[method-assign]
     with pytest.raises(PeerLostError, match="aborted by rank 16: rank 16 died in epoch 1"):
         spread.fetch(0, 0)
+
+
+def test_a_rank_that_died_with_a_lock_is_named(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that finds the lock so, before its daemon has told it who died."""
+    mine = spread.group.layouts[0].mine
+
+    def held(*unused: Any) -> None:
+        raise PeerLostError("a process died while it held it")
+
+    def told_meanwhile(*unused: Any) -> None:
+        mine.set_reason("rank 13 died in epoch 1")
+        mine.board.store(Word.ABORT, 1 + 13)
+
+    spread.publish()
+    monkeypatch.setattr(RobustMutex, "held", held)
+    monkeypatch.setattr(wait.Backoff, "sleep", told_meanwhile)
+    for does in (lambda: spread.fetch(0, 0), lambda: spread.push(0, 0, 1.0)):
+        mine.board.store(Word.ABORT, 0)
+        with pytest.raises(PeerLostError, match="aborted by rank 13: rank 13 died in epoch 1") as caught:
+            does()
+        assert caught.value.culprit == 13
 
 
 def test_nodes_of_one_host_fill_their_caches_by_copies() -> None:
@@ -237,7 +258,7 @@ def test_a_read_ahead_that_fails_ends_the_job_for_who_waits_for_it(
         spread.fetch(0, unit)
     spread.caches[0].settle()
     spread.publish(5.0)
-    monkeypatch.setattr(node, "_LINK_S", 0.0)  # no link will explain it
+    monkeypatch.setattr(wait, "_REASON_S", 0.0)  # no link will explain it
     spread.engines[0].fails = True
     spread.caches[0]._look_ahead(0, 2)
     claims = spread.group.layouts[0].share(2).claims(spread.group.units[1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.members import F32, HeapGroup
 
+from odc.errors import PeerLostError
 from odc.runtime import Gradient, RootState, Word
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
@@ -121,3 +122,19 @@ def test_status_says_where_the_rank_is(group: HeapGroup) -> None:
 def test_a_state_that_this_version_does_not_know_is_no_error(group: HeapGroup) -> None:
     group.members[0].protocol.board.store(Word.STATE, 99)
     assert group.services[0].status()["state"] == "unknown"
+
+
+def test_who_waits_for_another_host_by_the_mirror_of_a_rank_that_has_left_and_ended_is_told() -> None:
+    """An error may end a rank before its daemon has hung up, and nobody writes its mirrors any more."""
+    with HeapGroup([[("w", 8, F32)]], 4, settings=Settings(timeout_s=60.0), hosts=(0, 0, 1, 1), by_hand=True) as group:
+        group.attach_local()
+        group.members[1].protocol.leave("ValueError: no such page", 19)
+        group.services[0].peer_died(1)
+        layout, waiter = group.layouts[0], group.members[0].protocol.waiter
+        assert [layout.remote(member).board.load(Word.LEFT) != 0 for member in (2, 3)] == [False, True]
+        assert not layout.mine.board.load(Word.ABORT), "it has left, and did its part for all that is known"
+        with pytest.raises(
+            PeerLostError, match="rank 13 has left the job .*; the last error there was ValueError"
+        ) as it:
+            waiter.until(lambda: False, 3, "rank 19 to put rows")
+        assert it.value.culprit == 19
