@@ -117,7 +117,8 @@ class Arena:
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         member.unread_by(functools.partial(_unread_by, self._slots, self._words))
-        self._end = weakref.finalize(self, _leave, member)  # holds the member, which must not hold this object
+        self._member = member  # which must not hold this object
+        self._end = weakref.finalize(self, member.shut_down)
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
         _arenas.add(self)
 
@@ -248,8 +249,7 @@ class Arena:
         """
         if not needed:
             self.forget()
-        end = self._end.detach()
-        if end is None:
+        if self._end.detach() is None:
             return
         try:
             for number, slot in self._slots.items():
@@ -260,13 +260,14 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            wait = _leave(end[2][0], needed)
+            wait = _leave(self._member, needed)
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
     def leave(self) -> None:
         """Shut down without waiting for who reads what was put; the daemon's departures do. Idempotent."""
-        self._end()
+        if self._end.detach() is not None:
+            _leave(self._member)
 
     def _number(self, channel: str) -> int:
         if channel not in self.channels:

@@ -111,7 +111,8 @@ def leaves_what_is_unread(rank: int, world: int) -> None:
         arena.leave()
         return
     arena._words._protocol.layout.attach_all()
-    meeting = arena._end.peek()[2][0]._hosts  # type: ignore[index]
+    meeting = arena._member._hosts
+    assert meeting is not None
     arena.leave()
     while meeting.links.unheard():
         time.sleep(0.001)
