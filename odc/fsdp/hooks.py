@@ -30,7 +30,7 @@ from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
-from odc.runtime import JobStore, RootState, Word, announce_failure
+from odc.runtime import JobStore, RootState, Word, announce_failure, tell_hosts
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
@@ -147,6 +147,7 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
             root.member.protocol.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
+            tell_hosts(reason, culprit)
             announce_failure(JobStore(store, _TELL_S), reason, culprit)
 
 
