@@ -4,8 +4,9 @@ From its first sharded module on, a rank keeps a connection to the rank with its
 host after its own, as torchrun numbers them: a ring of each index. One that ends without a good-bye is a death, which
 goes around the ring, and into the job's store for ranks that wait there. Once a root has a link, that tells of it.
 
-Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. A
-neighbour that cannot be reached is not watched: with `Settings(address=...)` on the root alone it may be well.
+Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. Who ends
+before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken for dead:
+with `Settings(address=...)` on the root alone it may be well.
 """
 
 from __future__ import annotations
