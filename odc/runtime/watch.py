@@ -1,8 +1,9 @@
 """Notices that a rank on another host ends before any root is linked to it.
 
 From its first sharded module on, a rank keeps a connection to the rank with its index on the host before and on the
-host after its own, as torchrun numbers them: a ring of each index. One that ends without a good-bye is a death, which
-goes around the ring, and into the job's store for ranks that wait there. Once a root has a link, that tells of it.
+host after its own, as torchrun numbers them: a ring of each index. Each end says that it watches, and good-bye as it
+shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that wait
+there. Once a root has a link, that tells of it.
 
 Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. Who ends
 before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken for dead:
@@ -51,11 +52,20 @@ def neighbours(rank: int) -> list[int]:
     return sorted({(rank + here) % world, (rank - here) % world})
 
 
+class _Neighbour:
+    """One connection, and what its other end has said."""
+
+    def __init__(self, link: HostLink) -> None:
+        self.link, self.frames = link, FrameReader(_LIMITS, BOARD_WORDS)
+        self.watches = self.left = False
+
+
 class HostWatch:
     """This rank's watch over its `neighbours`. Whoever drives it calls `answer` whenever `fileno()` is readable, and
     its `reception` likewise.
 
-    `ended` is called on that thread, once for every rank of the ring that ends without a good-bye. `store` is torch's.
+    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that learns it. `store`
+    is torch's.
     Raises UnsupportedError where this host cannot be listened at, and as a JobStore does.
     """
 
@@ -64,8 +74,7 @@ class HostWatch:
         self._store = JobStore(store, max(5.0, settings.timeout_s), rank)
         self._secret = job_secret(self._store, settings.secret_file)
         self._lock = threading.Lock()
-        self._links: dict[int, tuple[HostLink, FrameReader]] = {}  # by descriptor
-        self._left: set[int] = set()  # descriptors whose other end has said good-bye
+        self._connected: dict[int, _Neighbour] = {}  # by descriptor
         self._closed = False
         self.dead: dict[int, tuple[str, int]] = {}  # why, and whom to blame
         try:
@@ -79,6 +88,10 @@ class HostWatch:
 
     def fileno(self) -> int:
         return self._epoll.fileno()
+
+    def watched(self) -> set[int]:
+        """The neighbours whose death would be noticed now."""
+        return {neighbour.link.member for neighbour in list(self._connected.values()) if neighbour.watches}
 
     # connections -------------------------------------------------------------------------------------------------
 
@@ -103,9 +116,10 @@ class HostWatch:
             if self._closed:
                 link.close()
                 return
-            self._links[link.fileno()] = link, FrameReader(_LIMITS, BOARD_WORDS)
-            known = list(self.dead.items())
+            self._connected[link.fileno()] = _Neighbour(link)
             self._epoll.register(link.fileno(), select.EPOLLIN)
+            _send(link, Frame(FrameKind.WORD, Word.LEFT, 0))
+            known = list(self.dead.items())
         for dead, (reason, culprit) in known:
             _send(link, _frame(dead, reason, culprit))
 
@@ -114,37 +128,37 @@ class HostWatch:
     def answer(self) -> None:
         """Take what has come from the neighbours. Never raises for one that ends."""
         for fd, _ in [] if self._closed else self._epoll.poll(0):
-            link, frames = self._links[fd]
+            neighbour = self._connected[fd]
             try:
-                while (data := link.receive()) is not None:
+                while (data := neighbour.link.receive()) is not None:
                     if not data:
                         raise ConnectionResetError("end of the stream")
-                    for frame in frames.feed(data):
-                        self._take(fd, frame)
+                    for frame in neighbour.frames.feed(data):
+                        self._take(neighbour, frame)
             except (OSError, MalformedFrameError) as error:
                 self._drop(fd, error)
 
-    def _take(self, fd: int, frame: Frame) -> None:
+    def _take(self, neighbour: _Neighbour, frame: Frame) -> None:
         if frame.kind is FrameKind.REASON:
             self.tell(frame.index, frame.body.decode("utf-8", "replace"), frame.value)
         elif frame.index == Word.LEFT:
-            self._left.add(fd)
+            neighbour.watches, neighbour.left = True, bool(frame.value)
 
     def _drop(self, fd: int, error: Exception) -> None:
         with self._lock:
-            link, _ = self._links.pop(fd)
+            neighbour = self._connected.pop(fd)
             self._epoll.unregister(fd)
-            link.close()
-        if fd in self._left:
-            self._left.discard(fd)
+            neighbour.link.close()
+        if neighbour.left or not neighbour.watches:
             return
         ended = isinstance(error, ConnectionResetError | BrokenPipeError)
         how = "died" if ended else "cannot be reached any more"
         why = "has ended" if ended else f"is broken ({error})"
-        reason = f"rank {link.member} {how}: its connection to rank {self._rank}, which watches it, {why}"
-        self.tell(link.member, reason, link.member)
+        rank = neighbour.link.member
+        reason = f"rank {rank} {how}: its connection to rank {self._rank}, which watches it, {why}"
+        self.tell(rank, reason, rank)
         # The daemon, on whose thread this is, must not wait for the store.
-        arguments = (self._store.within(_TELL_S), reason, link.member)
+        arguments = (self._store.within(_TELL_S), reason, rank)
         threading.Thread(target=announce_failure, args=arguments, name="odc-watch", daemon=True).start()
 
     def tell(self, rank: int, reason: str, culprit: int) -> None:
@@ -153,7 +167,7 @@ class HostWatch:
             if self._closed or rank in self.dead:
                 return
             self.dead[rank] = reason, culprit
-            links = [link for link, _ in self._links.values()]
+            links = [neighbour.link for neighbour in self._connected.values()]
         for link in links:
             _send(link, _frame(rank, reason, culprit))
         self._ended(rank, reason, culprit)
@@ -163,17 +177,18 @@ class HostWatch:
     def leave(self) -> None:
         """Say good-bye to the neighbours and hang up; idempotent."""
         with self._lock:
-            for link, _ in self._links.values():
-                _send(link, Frame(FrameKind.WORD, Word.LEFT, 1))
-                link.hang_up()
+            self._closed = True
+            for neighbour in self._connected.values():
+                _send(neighbour.link, Frame(FrameKind.WORD, Word.LEFT, 1))
+                neighbour.link.hang_up()
         self.close()
 
     def close(self) -> None:
         """Close everything, and nothing else: a forked child runs this too."""
         self._closed = True
         self.reception.close()
-        for link, _ in self._links.values():
-            link.close()
+        for neighbour in self._connected.values():
+            neighbour.link.close()
         self._epoll.close()
 
 

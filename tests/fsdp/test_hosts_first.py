@@ -39,7 +39,7 @@ def until_watched(world: int) -> None:
     """Wait until this rank's neighbours are connected: a death before is noticed only by whoever connects later."""
     watch = daemon(int(os.environ["RANK"]))._watch_over_hosts
     assert watch is not None
-    while len({link.member for link, _ in list(watch._links.values())}) < min(2, world - 1):
+    while len(watch.watched()) < min(2, world - 1):
         time.sleep(0.01)
 
 

@@ -20,6 +20,7 @@ from odc.runtime.frames import Frame, FrameKind
 from odc.runtime.store import failure
 from odc.runtime.wait import Deadline
 from odc.runtime.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.runtime.words import Word
 from odc.settings import Settings
 
 WORLD = 4
@@ -55,9 +56,9 @@ class Rank:
                 self.watch.answer()
 
     def watches(self, *ranks: int) -> None:
-        """Wait until it has connections to these neighbours, and no others."""
+        """Wait until it watches these neighbours, and no others."""
         deadline = Deadline(PATIENCE_S)
-        while (found := {link.member for link, _ in list(self.watch._links.values())}) != set(ranks):
+        while (found := self.watch.watched()) != set(ranks):
             assert not deadline.passed(), f"it has connections to {found}, not to {ranks}"
             time.sleep(0.01)
 
@@ -147,6 +148,7 @@ def test_a_neighbour_that_cannot_be_reached_is_not_taken_for_dead(make: Make, st
         nowhere = unused.getsockname()
     JobStore(store, PATIENCE_S).set(_key(1), json.dumps(nowhere))
     one, other = make(0), make(3)
+    one.watches(3)
     other.end(good_bye=False)
     assert [rank for rank, *_ in one.until_ended(3)] == [3]
 
@@ -160,9 +162,23 @@ def test_only_neighbours_with_the_secret_are_heard(make: Make) -> None:
             assert connection.recv(1) == b""
     with socket.create_connection(where) as connection:
         admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
+        connection.sendall(Frame(FrameKind.WORD, Word.LEFT, 0).encode())
+        one.watches(1)
         connection.sendall(Frame(FrameKind.COUNTS, body=b"12345678").encode())
         (ended,) = one.until_ended(1)
         assert "is broken (a frame of kind 4" in ended[1]
+
+
+def test_a_connection_that_ends_before_a_word_is_no_death(make: Make) -> None:
+    """As of a rank that shuts down while it connects."""
+    one, other = make(0), make(3)
+    one.watches(3)
+    where = one.watch.reception.address, one.watch.reception.port
+    with socket.create_connection(where) as connection:
+        admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
+        assert connection.recv(64), "it has been taken"
+    other.end(good_bye=False)
+    assert [rank for rank, *_ in one.until_ended(3)] == [3]
 
 
 def test_a_forked_child_keeps_no_connection(make: Make) -> None:
