@@ -64,9 +64,8 @@ class HostWatch:
     """This rank's watch over its `neighbours`. Whoever drives it calls `answer` whenever `fileno()` is readable, and
     its `reception` likewise.
 
-    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that learns it. `store`
-    is torch's.
-    Raises UnsupportedError where this host cannot be listened at, and as a JobStore does.
+    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that learns it.
+    `store` is torch's. Raises UnsupportedError where this host cannot be listened at, and as a JobStore does.
     """
 
     def __init__(self, store: Any, rank: int, neighbours: Sequence[int], settings: Settings, ended: Ended) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +157,31 @@ def test_an_error_before_the_first_minibatch_is_told_with_its_reason(three: Host
     for outcome in outcomes[:2]:
         assert outcome.error == "PeerLostError", outcome.describe()
         assert "aborted by rank 2: ValueError: no such file" in outcome.message
+
+
+LOOP = """
+import os, signal, time, torch, torch.distributed as dist
+from odc import fully_shard
+from odc.runtime import daemon
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+if dist.get_rank() == 1:
+    while not daemon(1)._watch_over_hosts.watched():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+with model.minibatch():
+    model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.thorough
+def test_the_last_message_of_torchrun_names_a_rank_that_was_killed_before_its_first_minibatch(tmp_path: Path) -> None:
+    need_hosts()
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    with Hosts(2) as two:
+        said = [process.communicate(timeout=400)[0] for process in two.torchrun(1, str(program))]
+    last = [one.partition("FAILED")[2] for one in said]
+    assert re.search(r"PeerLostError: rank 0 .*aborted by rank 1: rank 1 died", last[0]), said[0]
+    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", last[1]), said[1]
