@@ -20,6 +20,12 @@ class OdcError(RuntimeError):
         self.culprit = culprit
 
 
+def culprit_of(error: BaseException, otherwise: int) -> int:
+    """The global rank that `error` blames; `otherwise` where it blames none."""
+    blamed = error.culprit if isinstance(error, OdcError) else None
+    return otherwise if blamed is None else blamed
+
+
 class PeerLostError(OdcError):
     """A peer process died, exited early, or aborted the minibatch. Restart from the last checkpoint."""
 

@@ -26,11 +26,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from odc.errors import culprit_of
 from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
-from odc.runtime import JobStore, RootState, Word, announce_failure, tell_hosts
+from odc.runtime import JobStore, RootState, Word, abort_arenas, announce_failure, tell_hosts
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
@@ -145,6 +146,8 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
         roots = [root for root in live_roots() if thread in (None, root.thread)]
         for root in roots:
             root.member.protocol.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
+        if thread is None:
+            abort_arenas(reason, culprit)
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
             tell_hosts(reason, culprit)
@@ -171,9 +174,7 @@ def last_error() -> str:
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    culprit = getattr(error, "culprit", None)
-    text = f"{type(error).__name__}: {error}"
-    return text, culprit if isinstance(culprit, int) else _rank
+    return f"{type(error).__name__}: {error}", culprit_of(error, _rank)
 
 
 def _progress() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odc.errors import AbandonedMinibatchError, OdcError
+from odc.errors import AbandonedMinibatchError, OdcError, culprit_of
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import refusals
 from odc.fsdp.collect import Collector
@@ -297,9 +297,8 @@ class Minibatch:
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""
-        culprit = error.culprit if isinstance(error, OdcError) else None
         reason = f"{type(error).__name__} in epoch {self.epoch}: {error}"
-        self._protocol.abort(reason, self._rank if culprit is None else culprit)
+        self._protocol.abort(reason, culprit_of(error, self._rank))
 
     def _who(self) -> str:
         return f"rank {self._rank} (epoch {self.epoch})"

@@ -132,6 +132,7 @@ def live(birth: Birth) -> None:
     try:
         _work(channel, hello)
     except BaseException as error:
+        sys.last_value = error
         with contextlib.redirect_stderr(io.StringIO()) if hello.quiet else contextlib.nullcontext():
             sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter does
         code = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc.runtime.accumulate import Adder, accumulator_dtype
-from odc.runtime.arena import Arena, leave_arenas
+from odc.runtime.arena import Arena, abort_arenas, leave_arenas
 from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon, tell_hosts
@@ -56,6 +56,7 @@ __all__ = [
     "Waiter",
     "WeightEngine",
     "Word",
+    "abort_arenas",
     "accumulator_dtype",
     "announce_failure",
     "announce_process",

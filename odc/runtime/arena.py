@@ -114,7 +114,8 @@ class Arena:
         self._words = ArenaWords(member.protocol, len(channels), member.links)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
-        self._end = weakref.finalize(self, member.shut_down)  # holds the member, which must not hold this object
+        member.unread_by(functools.partial(_unread_by, self._slots, self._words))
+        self._end = weakref.finalize(self, _leave, member)  # holds the member, which must not hold this object
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
         _arenas.add(self)
 
@@ -238,9 +239,9 @@ class Arena:
         with self._lock:
             self._protocol.touch(doing)
 
-    def refuse(self, reason: str) -> None:
-        """End the exchange for everybody, naming this rank."""
-        self._protocol.abort(reason, self.grid.rank)
+    def refuse(self, reason: str, culprit: int | None = None) -> None:
+        """End the exchange for everybody, naming this rank or `culprit`, a global one."""
+        self._protocol.abort(reason, self.grid.rank if culprit is None else culprit)
 
     def close(self, needed: bool = True) -> None:
         """Wait until all that was put is read, or its readers are gone, then shut down. Idempotent.
@@ -264,7 +265,7 @@ class Arena:
         except PeerLostError:  # nobody will read it any more
             pass
         finally:
-            wait = end[1](needed=needed)
+            wait = _leave(end[2][0], needed)
             if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
                 wait()
 
@@ -279,6 +280,27 @@ class Arena:
 
     def _who(self) -> str:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
+
+
+def _unread_by(slots: dict[int, _Slot], words: ArenaWords) -> list[int]:
+    """Members of other hosts that have still to read what lies in `slots`. Waits for nobody."""
+    entries = [(number, slot.step, reader) for number, slot in list(slots.items()) for reader in slot.readers]
+    return sorted({entry[2] for entry in entries if words.awaits(*entry)})
+
+
+def _leave(member: Member, needed: bool = True) -> Callable[[], None] | None:
+    """Shut an arena down. A peer that waits for it in vain is told of the error that is being handled or has ended the
+    program, and blames whoever that error does.
+    """
+    error = sys.exception() or getattr(sys, "last_value", None)
+    note = "" if error is None else f"{type(error).__name__}: {error}"
+    return member.shut_down(note, needed, error.culprit if isinstance(error, OdcError) else None)
+
+
+def abort_arenas(reason: str, culprit: int) -> None:
+    """End all exchanges of this process for everybody who takes part, because of an error that ends it."""
+    for arena in list(_arenas):
+        arena.refuse(reason, culprit)
 
 
 def leave_arenas() -> None:

@@ -71,6 +71,14 @@ class ArenaWords:
             return peer.attached and peer.mirrored("taken").load(channel * members + self._grid.me) >= step
         return self._heap.words(self._grid.me, self.COPIED).load(channel * members + reader) >= step
 
+    def awaits(self, channel: int, step: int, reader: int) -> bool:
+        """Whether a reader on another host has yet to copy this rank's entry, as far as is known. Does not wait."""
+        if not self._grid.is_remote(reader) or self.absent(reader):
+            return False
+        peer = self._protocol.layout.remote(reader)
+        ended = not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT)
+        return not ended and not self.copied(channel, step, reader)
+
     def show(self, channel: int, step: int, offset: int, nbytes: int, signature: int, readers: Sequence[int]) -> None:
         """STEP: the entry, which lies at `offset` of this rank's arena, is written."""
         words, base = self._heap.words(self._grid.me, self.TABLE), len(EntryWord) * channel

@@ -51,7 +51,7 @@ class Daemon:
         self._receptions: list[Reception] = []
         self._ended: dict[str, Ended] = {}  # by service: told of ranks that ended on other hosts
         self._making = threading.Lock()
-        self._stopping = False
+        self._stopping = self._over = False  # asked to end; has run all that it will
         self.departures = Departures()
         self._selector.register(self.doorbell, selectors.EVENT_READ, self._on_doorbell)
         self._selector.register(self._listener.fileno(), selectors.EVENT_READ, self._listener.answer)
@@ -174,7 +174,18 @@ class Daemon:
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
-        self.notify()
+        if self._over:
+            self._run_tasks()  # here, as the loop will not; it has given back all that tasks use
+        else:
+            self.notify()
+
+    def _run_tasks(self) -> None:
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            task()
 
     def _run(self) -> None:
         try:
@@ -193,10 +204,12 @@ class Daemon:
             self.tell_hosts(reason, self.rank)
             raise
         finally:
-            while self._tasks:  # heaps that were handed over while the loop ended
-                self._tasks.popleft()()
-            for unwatch in [one for some in self._unwatch.values() for one in some]:
-                unwatch()
+            self._run_tasks()
+            self._services.clear()
+            self._ended.clear()
+            while self._unwatch:
+                for unwatch in self._unwatch.popitem()[1]:
+                    unwatch()
             self._selector.close()
             self._listener.close()
             if self._network is not None:
@@ -206,20 +219,20 @@ class Daemon:
             # A late notification must not write to a recycled file descriptor.
             doorbell, self.doorbell = self.doorbell, -1
             os.close(doorbell)
+            self._over = True
+            self._run_tasks()  # heaps that were handed over while the loop ended
 
     def _on_doorbell(self) -> None:
         # Reset before looking: a post after the look notifies again, so no block is left behind.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.doorbell)
-        while self._tasks:
-            self._tasks.popleft()()
-        busy = True
-        while busy and not self._stopping:
-            busy = False
-            for service in list(self._services.values()):
-                busy |= service.drain()
-            while self._tasks:
-                self._tasks.popleft()()
+        self._run_tasks()
+        busy = False
+        for service in list(self._services.values()):
+            busy |= service.drain()
+        self._run_tasks()
+        if busy:
+            self.notify()  # look again, but not before a death, a link or a connection has been looked at
 
     def _attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
         fileno = link.fileno()

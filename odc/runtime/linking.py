@@ -36,6 +36,7 @@ class HostMeeting:
         self._layout, self._grid = layout, layout.grid
         self._network, self._abort, self._attend = network, abort, attend
         self.links = Links(layout, abort)
+        self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
         self._purpose = f"link {identity}"
         self._closed = False
         network.expect(self._purpose, self._visited)
@@ -100,13 +101,13 @@ class HostMeeting:
         return found
 
     def _needed_by_arena(self) -> list[int]:
-        """Its entries have been read. Other hosts must have heard that it shuts down, and ranks of this host look into
-        the mirrors that its daemon writes until they shut down too.
+        """Other hosts must have read its entries and heard that it shuts down, and ranks of this host look into the
+        mirrors that its daemon writes until they shut down too.
         """
         there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
         here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
         unheard = [partner for partner in there if not self.links.up(partner)]
-        return unheard + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
+        return self.unread() + unheard + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
 
     def close(self) -> None:
         """Hang up; on the daemon's thread, or when there is none."""

@@ -21,15 +21,7 @@ from odc.runtime.grid import RankGrid
 from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
 from odc.runtime.links import Links
-from odc.runtime.node import (
-    NodeCache,
-    RemoteHeaps,
-    answer_claim,
-    answer_claims,
-    claim_name,
-    claims_name,
-    gather_sums,
-)
+from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
 from odc.runtime.protocol import HOME, MemberProtocol
 from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
@@ -137,11 +129,8 @@ class Member(Endpoint):
         self._exposed: ExposedHeap | None = None
         self._hosts: HostMeeting | None = None
         if network is not None:
-            claims = {
-                claim_name(identity): functools.partial(answer_claim, self.protocol),
-                claims_name(identity): functools.partial(answer_claims, self.protocol),
-            }
-            answers = claims if settings.queue_bytes and grid.me == HOME else {}
+            at_home = settings.queue_bytes > 0 and grid.me == HOME
+            answers = queue_answers(identity, self.protocol) if at_home else {}
             self._exposed = ExposedHeap(identity, layout, network, answers)
         if network is not None and grid.remote:
             attend = functools.partial(server.attend, service)
@@ -159,6 +148,11 @@ class Member(Endpoint):
         """Those to other hosts, if there are any."""
         return None if self._hosts is None else self._hosts.links
 
+    def unread_by(self, readers: Callable[[], list[int]]) -> None:
+        """Have the heap stay for `readers()`, members of other hosts, when this rank shuts down; on any thread."""
+        if self._hosts is not None:
+            self._hosts.unread = readers
+
     def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
         """Let peers attach from now on; arguments as in `Rendezvous.announce`."""
         layout = self.layout
@@ -173,16 +167,16 @@ class Member(Endpoint):
         """Whether this process is a forked child of the member's (DataLoader worker)."""
         return os.getpid() != self._pid
 
-    def shut_down(self, note: str = "", needed: bool = True) -> Callable[[], None] | None:
+    def shut_down(self, note: str = "", needed: bool = True, culprit: int | None = None) -> Callable[[], None] | None:
         """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
 
         Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain; `needed` is that of `Departure`. Returns `Departure.wait`; None
-        in a forked child, which only drops its copy.
+        peer is told that waits for this rank in vain, and `culprit` whom it is to blame, if not this rank; `needed` is
+        that of `Departure`. Returns `Departure.wait`; None in a forked child, which only drops its copy.
         """
         if self.forked:
             return None
-        self.protocol.leave(note)
+        self.protocol.leave(note, culprit)
         for threads in (self._cache, self.reader):
             if threads is not None:
                 threads.close()

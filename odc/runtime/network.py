@@ -6,6 +6,7 @@ in the job's store (`odc/network/R`, with the global rank).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -82,10 +83,19 @@ class HostNetwork:
         Waits for the rank to listen; `check`, given what this rank is doing, may raise to end that. Raises
         WaitTimeoutError if it does not come up, PeerLostError if it is gone or does not belong to this job.
         """
-        return connect(self.address(rank, check), self._secret, self.rank, rank, purpose, check)
+        address, deadline = self.address(rank, check), Deadline(self._store.timeout_s)
+        while True:
+            try:
+                return connect(address, self._secret, self.rank, rank, purpose, check)
+            except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
+                check(f"connecting to rank {rank}")
+                if deadline.passed():
+                    late = f"rank {self.rank}, {error}, and has not for {self._store.timeout_s:g} s"
+                    raise WaitTimeoutError(late, culprit=rank) from error
 
     def _dial_engine(self, rank: int) -> socket.socket:
-        return self.dial(rank, PURPOSE)
+        """As `dial`, but asks once, as an engine asks again by itself: TimeoutError if the rank does not answer."""
+        return connect(self.address(rank), self._secret, self.rank, rank, PURPOSE)
 
     def export_secret(self, identity: str) -> bytes:
         """What a process outside the job must know to read the weights of a root."""
@@ -118,7 +128,9 @@ def connect(
     purpose: str,
     check: Callable[[str], None] = lambda doing: None,
 ) -> socket.socket:
-    """An admitted connection of `me` to `rank`, which listens at `address`; blocking. Raises PeerLostError, and as
+    """An admitted connection of `me` to `rank`, which listens at `address`; blocking.
+
+    Raises PeerLostError, TimeoutError where the rank's host takes the connection and the rank does not answer, and what
     `check` does between two tries.
     """
     who = "reader" if me == READER else f"rank {me}"
@@ -139,6 +151,8 @@ def connect(
             if tries == _TRIES:
                 raise PeerLostError(f"{where}: {error}", culprit=rank) from error
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that is the kernel's
+                raise TimeoutError(f"{where}: it does not answer") from error
             raise PeerLostError(f"{where}: {error}", culprit=rank) from error
         check(f"connecting to rank {rank}")
         backoff.sleep()  # it may be overrun by visitors, or this process was stopped for longer than it waits

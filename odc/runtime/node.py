@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from odc.errors import OdcError, PeerLostError
+from odc.errors import PeerLostError, culprit_of
 from odc.memory import Words
 from odc.runtime.engines import Engine
 from odc.runtime.grid import RankGrid
@@ -27,8 +28,10 @@ from odc.runtime.peers.remote import NodeShare
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.units import UnitSpec
 from odc.runtime.wait import NAP_S, Backoff, Deadline
+from odc.runtime.words import Word
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
+_CLAIM, _CLAIMS = "/claim", "/claims"  # what the home of a queue is asked for, after the root's identity
 _LINK_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 
 
@@ -43,10 +46,10 @@ class RemoteHeaps:
         self._landing = threading.Lock()
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into`, uint8 [n] of the heap of a rank of this host or in CPU memory of this rank's own, from byte
-        `offset` of the member's `region`.
+        """Fill `into` with what lies from byte `offset` on in the member's `region`.
 
-        Returns when it has settled. Raises as `Engine.read` does.
+        `into` is uint8 [n], in the heap of a rank of this host or in CPU memory of this rank. Returns when it has
+        settled. Raises as `Engine.read` does.
         """
         layout, engine = self._protocol.layout, self._engine
         if not layout.grid.is_remote(member):
@@ -74,17 +77,18 @@ class RemoteHeaps:
 
     def claim(self, home: int) -> int:
         """Add to CLAIMED in the heap of `home`, exactly once; returns its value before. Raises as `Engine.ask` does."""
-        return self._ask(home, claim_name(self._identity), "the next number of the queue")
+        return self._ask(home, _CLAIM, "the next number of the queue")
 
     def claims(self, home: int) -> int:
         """CLAIMED in the heap of `home`. Raises as `Engine.ask` does."""
-        return self._ask(home, claims_name(self._identity), "how much of the queue is claimed")
+        return self._ask(home, _CLAIMS, "how much of the queue is claimed")
 
     def _ask(self, home: int, name: str, what: str) -> int:
         assert self._engine is not None
         rank = self._protocol.grid.ranks[home]
         with self._explained(rank, what):
-            return int.from_bytes(self._engine.ask(rank, name, what=what, check=self._protocol.waiter.check), "big")
+            said = self._engine.ask(rank, self._identity + name, what=what, check=self._protocol.waiter.check)
+        return int.from_bytes(said, "big")
 
     @contextlib.contextmanager
     def _explained(self, rank: int, what: str) -> Iterator[None]:
@@ -99,24 +103,14 @@ class RemoteHeaps:
             raise
 
 
-def claim_name(identity: str) -> str:
-    """Under which the home of a root's queue answers claims of other hosts."""
-    return f"{identity}/claim"
+def queue_answers(identity: str, protocol: MemberProtocol) -> dict[str, Callable[[], bytes]]:
+    """What the home of a root's queue answers other hosts with, by name; on any thread."""
 
+    def answer(number: Callable[[], int]) -> bytes:
+        return number().to_bytes(8, "big")
 
-def answer_claim(protocol: MemberProtocol) -> bytes:
-    """What it answers, on any thread: one claim."""
-    return protocol.claim_at_home().to_bytes(8, "big")
-
-
-def claims_name(identity: str) -> str:
-    """Under which it answers how many there were."""
-    return f"{identity}/claims"
-
-
-def answer_claims(protocol: MemberProtocol) -> bytes:
-    """What it answers to that, on any thread."""
-    return protocol.claims_at_home().to_bytes(8, "big")
+    counts = {_CLAIM: protocol.claim_at_home, _CLAIMS: protocol.claims_at_home}
+    return {identity + name: functools.partial(answer, number) for name, number in counts.items()}
 
 
 class NodeCache:
@@ -187,9 +181,8 @@ class NodeCache:
     def _fail(self, error: Exception) -> None:
         """End the job: the ranks of this host, and this one too, may be waiting for what the thread has claimed."""
         if not self._closed:
-            culprit = error.culprit if isinstance(error, OdcError) else None
             reason = f"{type(error).__name__} in epoch {self._epoch}: {error}"
-            self._protocol.abort(reason, self._layout.grid.rank if culprit is None else culprit)
+            self._protocol.abort(reason, culprit_of(error, self._layout.grid.rank))
 
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""
@@ -233,7 +226,17 @@ class NodeCache:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
         what = f"rank {rank} to read unit {unit.name!r} of epoch {epoch} from rank {peer.rank}, for this node"
-        self._protocol.waiter.until_word(cached, 0, epoch, claimer, what, lane=lane)
+        board = self._layout.local(claimer).board
+
+        def settled() -> bool:
+            return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
+
+        nap = functools.partial(cached.nap_below, 0, epoch, NAP_S) if self._layout.spans_hosts else None
+        self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap)
+        if cached.load(0) < epoch:
+            # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
+            # no epoch follows one that a rank has left.
+            self._read(peer, unit, epoch)
 
 
 def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
@@ -248,21 +251,21 @@ def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) ->
     grid, nodes = layout.grid, layout.grid.nodes
     for number, member in sorted(enumerate(layout.contributors), key=lambda one: grid.steps_to(one[1])):
         into, region = layout.arrived(number), f"sums/{_row_in(nodes, member)}"
-        for first, end in _runs(used):
+        for first, end in runs(itertools.compress(itertools.count(), used)):
             start, stop = layout.sums_at[first], layout.sums_at[end]
             if stop > start:
                 heaps.read(member, region, start, into[start:stop], "its host's sums of gradients")
 
 
-def _runs(used: Sequence[bool]) -> list[tuple[int, int]]:
-    """(first, end) of each run of units that are used: one read each."""
-    runs: list[tuple[int, int]] = []
-    for index in (index for index, one in enumerate(used) if one):
-        if runs and runs[-1][1] == index:
-            runs[-1] = runs[-1][0], index + 1
+def runs(units: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, end) of each run of units that follow each other: one read each."""
+    found: list[tuple[int, int]] = []
+    for unit in sorted(units):
+        if found and found[-1][1] == unit:
+            found[-1] = found[-1][0], unit + 1
         else:
-            runs.append((index, index + 1))
-    return runs
+            found.append((unit, unit + 1))
+    return found
 
 
 def node_parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:

@@ -371,11 +371,11 @@ class MemberProtocol:
     def abort(self, reason: str, culprit: int) -> None:
         abort(self.layout, reason, culprit)
 
-    def leave(self, note: str) -> None:
-        """LEFT: this rank shuts down. `note` is told to a peer that waits for it in vain; empty if it did its part."""
+    def leave(self, note: str, culprit: int | None = None) -> None:
+        """LEFT: this rank shuts down. Who waits for it in vain is told `note`, and blames `culprit` if it is given."""
         if note and not self.board.load(Word.ABORT):
             self.layout.mine.set_reason(note)
-        self.board.store(Word.LEFT, 1)
+        self.board.store(Word.LEFT, 1 if culprit is None else 2 + culprit)
 
 
 def _note_wait(board: Words, rank: int | None) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from odc.runtime.node import RemoteHeaps, nap_until
+from odc.runtime.node import RemoteHeaps, nap_until, runs
 from odc.runtime.protocol import MemberProtocol
 from odc.runtime.words import Word
 
@@ -163,7 +163,7 @@ class SumsReader:
         for partner, units in by_partner.items():
             region = f"{name}/{grid.row(grid.here, seen_from=grid.host(partner))}"
             into = layout.arrived(self._partners[partner])
-            for first, end in _runs(units):
+            for first, end in runs(units):
                 start, stop = layout.wire_at[first], layout.wire_at[end]
                 self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
 
@@ -177,16 +177,3 @@ class SumsReader:
 
 def _holds(told: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:
     return all(told.get(pair) == known for pair, known in wanted.items())
-
-
-def _runs(units: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of each run of units that follow each other: one read each."""
-    first = end = -1
-    for unit in sorted(units):
-        if unit != end:
-            if end > first:
-                yield first, end
-            first = unit
-        end = unit + 1
-    if end > first:
-        yield first, end

@@ -179,10 +179,11 @@ class Waiter:
         column = self._grid.column(member)
         if member != column and self._layout.local(column).board.load(Word.LEFT):
             member = column  # by which this host was told of the other one
-        rank, note = self._grid.ranks[member], self._layout.peer(member).reason
+        peer, rank = self._layout.peer(member), self._grid.ranks[member]
+        note, blamed = peer.reason, peer.board.load(Word.LEFT) - 2
         said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
-        raise PeerLostError(f"{said}{why}; {_SAME_NUMBER}", culprit=rank)
+        raise PeerLostError(f"{said}{why}; {_SAME_NUMBER}", culprit=blamed if blamed >= 0 else rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
         rank = self._grid.ranks[member]

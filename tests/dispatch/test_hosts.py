@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from odc.dispatch.exchange.rows import instances_of_host
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
 from odc.errors import UnsupportedError
-from odc.runtime import RankGrid
+from odc.fsdp import default_store
+from odc.runtime import Arena, RankGrid, await_departures
+from odc.settings import Settings
 
 HostPools = Callable[[int, int], Any]
 ROWS, WIDTH = 64, 1024
@@ -89,6 +92,36 @@ def plans_by_host(rank: int, world: int, kind: str, per_host: int) -> None:
 def test_nodes_are_hosts(host_ranks: HostPools, ranks: Callable[[int], Any], kind: str) -> None:
     host_ranks(2, 2).run(plans_by_host, kind, 2)
     ranks(2).run(plans_by_host, kind, 2)
+
+
+def leaves_what_is_unread(rank: int, world: int) -> None:
+    """Rank 0 drops its arena, as a program's end does, before the others have read what lies there."""
+    arena, store = (
+        Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "left", Settings()),
+        default_store(),
+    )
+    room = arena.put("rows", 1, 64, [other for other in range(world) if other != rank])
+    room.fill_(rank)
+    arena.show("rows")
+    dist.barrier()
+    if rank:
+        store.wait(["rank 0 has left"])
+        assert arena.get("rows", 1, 0).raw.tolist() == [0] * 64
+        arena.done("rows", 1, 0)
+        arena.leave()
+        return
+    arena._words._protocol.layout.attach_all()
+    meeting = arena._end.peek()[2][0]._hosts  # type: ignore[index]
+    arena.leave()
+    while meeting.links.unheard():
+        time.sleep(0.001)
+    assert meeting.unread() == meeting.needed_by()[: len(meeting.unread())] == [2, 3]
+    store.set("rank 0 has left", "")
+    await_departures()
+
+
+def test_what_is_left_for_another_host_can_be_read_there(host_ranks: HostPools) -> None:
+    host_ranks(2, 2).run(leaves_what_is_unread)
 
 
 def moves_on(rank: int, world: int) -> None:

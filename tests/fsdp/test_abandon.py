@@ -189,7 +189,13 @@ BAD = Planned((2, 1, 0, 3), (((3, 1), Fault("backward", 0)), ((0, 1), Fault("tol
 GOOD = Planned((1, 2, 3, 1))
 
 
-@pytest.mark.parametrize("how", [{"hybrid": True}, {"checkpointing": "function"}], ids=["hybrid", "checkpointing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"hybrid": True}, id="hybrid"),
+        pytest.param({"checkpointing": "function"}, id="checkpointing", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_same_with_replicas_and_with_recomputation(ranks: Pools, how: dict[str, Any]) -> None:
     assert_as_if_never(ranks(4), [GOOD, BAD, BAD, GOOD, BAD, GOOD], **how)
 

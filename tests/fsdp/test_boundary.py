@@ -130,7 +130,9 @@ def nobody_any(rank: int, world: int) -> None:
     assert all(grad is not None for grad in own_gradients(model).values()), "no gradients after empty minibatches"
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize(
+    "accumulate", ["server", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("direct", "per_source"))]
+)
 def test_a_rank_that_never_has_a_microbatch(ranks: Pools, accumulate: str) -> None:
     ranks(2).run(never_any, Settings(accumulate=accumulate))  # type: ignore[arg-type]
 

@@ -107,14 +107,21 @@ def oracle_sees_one_rounding_too_many(rank: int, world: int, case: Case) -> tupl
     )
 
 
+# Many microbatches run the other variants too.
+ONE_BACKWARD = [
+    pytest.param(name, marks=() if name in ("plain", "compiled") else pytest.mark.thorough)
+    for name in reversed(VARIANTS)
+]
+
+
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ONE_BACKWARD)
 def test_one_backward_a_rank_unchanged_loop(ranks: Pools, variant: str, low_precision: bool) -> None:
     case = Case(counts=ONE, low_precision=low_precision, **VARIANTS[variant])  # type: ignore[arg-type]
     ranks(2).run(same_unchanged, case, None)
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", pytest.param("direct", marks=pytest.mark.thorough), "per_source"])
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 def test_several_backwards_unchanged_loop_reduces_each(ranks: Pools, accumulate: str, low_precision: bool) -> None:
     case = Case(counts=((3, 3),), low_precision=low_precision)
@@ -122,7 +129,9 @@ def test_several_backwards_unchanged_loop_reduces_each(ranks: Pools, accumulate:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "prefetch"), [(False, 0), (False, 2), (True, 0), (True, 3)], ids=lambda value: str(value)
+    ("overlap", "prefetch"),
+    [(False, 0), *(pytest.param(*some, marks=pytest.mark.thorough) for some in ((False, 2), (True, 0))), (True, 3)],
+    ids=str,
 )
 def test_overlap_and_prefetch_change_nothing(ranks: Pools, overlap: bool, prefetch: int) -> None:
     settings = Settings(push_overlap=overlap, prefetch=prefetch)
@@ -162,9 +171,9 @@ def test_ranks_without_microbatches(ranks: Pools, idiom: str, low_precision: boo
     [
         Settings(),
         Settings(accumulate="direct"),
-        Settings(accumulate="per_source"),
+        pytest.param(Settings(accumulate="per_source"), marks=pytest.mark.thorough),  # to the bit above
         Settings(reproducible=True),
-        Settings(reproducible=True, accumulate="direct"),
+        pytest.param(Settings(reproducible=True, accumulate="direct"), marks=pytest.mark.thorough),
         Settings(staging_block_bytes=4096),
     ],
     ids=["server", "direct", "per_source", "reproducible", "reproducible_direct", "small_blocks"],
@@ -174,6 +183,7 @@ def test_accumulators_are_within_rounding_of_the_oracle(ranks: Pools, settings: 
     assert ranks(2).run(near_oracle, case, settings) == [16, 16]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 def test_the_oracle_agrees_with_fsdp2_and_sees_a_rounding_too_many(ranks: Pools, low_precision: bool) -> None:
     case = Case(counts=((3, 3),), idiom="gradient_sync", low_precision=low_precision)

@@ -30,7 +30,7 @@ def values_of(rank: int, device: torch.device) -> torch.Tensor:
 
 def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: int) -> None:
     from odc import kernels
-    from odc.memory import nvshmem
+    from odc.memory import SymmetricHeap, nvshmem
     from odc.memory.cuda import CudaLanes
 
     device = own_device(rank)
@@ -42,8 +42,10 @@ def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: i
         torch.cuda.synchronize(device)
         dist.barrier()
 
-    with shm_group(identity, tuple(range(world)), rank, 60.0) as host:
+    outer: list[SymmetricHeap] = []
+    with shm_group(identity, tuple(range(world)), rank, 60.0, outer) as host:
         heap = nvshmem.NvshmemHeap(host, device, CudaLanes(device), dist.group.WORLD, dist.barrier)
+        outer.append(heap)
         heap.allocate("region", REGION)
         heap.seal()
         own = heap.tensor(rank, "region", torch.uint8)

@@ -22,7 +22,7 @@ from support.conformance import DEADLINE_S, HeapConformance, sealed
 from support.groups import shm_group
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
-from odc.memory import HostLanes, cuda
+from odc.memory import HostLanes, SymmetricHeap, cuda
 from odc.memory import _torch_symmetric as symmetric
 from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaHeap, CudaLanes
@@ -67,8 +67,10 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
     patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     patch.setattr(cuda, "_device_text", lambda device: f"0 GPU-{me}")  # as where a process sees one device alone
     try:
-        with shm_group(identity, ranks, me, deadline_s) as host:
+        outer: list[SymmetricHeap] = []
+        with shm_group(identity, ranks, me, deadline_s, outer) as host:
             heap = CudaHeap(host, torch.device("meta"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
+            outer.append(heap)
             yield heap
             heap.close()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from support.ranks import spawn_ranks
 
 import odc
-from odc.errors import HeapMemoryError, OdcError, WaitTimeoutError
+from odc.errors import HeapMemoryError, OdcError, PeerLostError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.runtime import Arena
 
@@ -101,3 +102,23 @@ def test_a_rank_that_shuts_down_leaves_the_arenas_that_nobody_closed() -> None:
     with spawn_ranks(2, leaves_with_open_arenas) as job:
         outcomes = job.wait()
     assert not any(one.error for one in outcomes), "\n".join(one.describe() for one in outcomes)
+
+
+def waits_in_a_row(rank: int, world: int) -> tuple[int | None, str]:
+    """Each waits for the next one, and the last has an error."""
+    arena = arena_of(rank, world, 1 << 12)
+    if rank == world - 1:
+        with pytest.raises(ValueError, match="page"), contextlib.closing(arena):
+            raise ValueError("no such page")
+        return rank, ""
+    with pytest.raises(PeerLostError) as caught, contextlib.closing(arena):
+        arena.get("rows", 1, rank + 1)
+    return caught.value.culprit, str(caught.value)
+
+
+def test_who_waits_for_a_rank_that_an_error_has_ended_blames_whose_it_was(ranks: Any) -> None:
+    """Not the one in between, which has left because of it."""
+    (first, said), (second, _), _ = ranks(3).run(waits_in_a_row)
+    assert (first, second) == (2, 2), said
+    assert "rank 0 (epoch 0), waiting for rank 1 to put rows" in said
+    assert "rank 2 has left the job" in said and "ValueError: no such page" in said

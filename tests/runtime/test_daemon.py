@@ -92,6 +92,22 @@ def test_a_killed_peer_aborts_the_job_within_two_seconds(
     assert group.layouts[2].peer(2).reason.startswith("rank 13 died in epoch 1")
 
 
+def test_a_death_is_noticed_while_others_push_without_end(
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
+) -> None:
+    service, pushing, over = group.services[0], threading.Event(), threading.Event()
+    server.serve(service)
+    server.watch(service, 1, victim.pid)
+    settle(server)
+    service.drain = lambda: (pushing.set(), not over.is_set())[1]  # type: ignore[method-assign, func-returns-value]
+    server.notify()
+    assert pushing.wait(60.0)
+    victim.kill()
+    noticed = within(60.0, lambda: all(aborts(group)))
+    over.set()
+    assert noticed
+
+
 def test_a_peer_that_ended_by_itself_without_leaving_counts_as_dead(
     group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:

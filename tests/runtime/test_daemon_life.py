@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -177,6 +178,36 @@ def test_a_root_may_end_where_the_loop_waits_for_a_lock(group: HeapGroup, server
         assert not closed.wait(0.2), "closed while the loop was adding"
     wait()
     assert closed.is_set()
+
+
+def test_a_root_may_end_while_the_loop_ends(group: HeapGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shuts the root down waits until its heap is closed."""
+    server, ending, go_on, closed = Daemon(10), threading.Event(), threading.Event(), threading.Event()
+    server.serve(group.services[0])
+    settle(server)
+    close = server._listener.close
+    monkeypatch.setattr(server._listener, "close", lambda: (ending.set(), go_on.wait(60.0), close()))
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    assert ending.wait(60.0)
+    server.dismiss(group.services[0], closed.set)
+    go_on.set()
+    assert closed.wait(60.0)
+    closing.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_root_may_end_after_the_loop_has_failed(group: HeapGroup) -> None:
+    server, closed = Daemon(10), threading.Event()
+    here, there = socket.socketpair()
+    with here, there:
+        server.serve(group.services[0])
+        server.attend(group.services[0], here, lambda: True)  # type: ignore[arg-type]
+        settle(server)
+        server._do(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        server._thread.join()
+        server.dismiss(group.services[0], closed.set)()
+        assert closed.is_set()
 
 
 def test_a_root_may_end_while_the_daemon_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime import JobStore
+from odc.runtime import JobStore, network
 from odc.runtime.admission import admit
+from odc.runtime.engines.server import LENGTH
 from odc.runtime.network import HostNetwork, _key
 from odc.settings import Settings
 
@@ -131,6 +133,43 @@ def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
         server.start()
         with one.network.dial(1, "link 0.a") as connection:
             assert connection.recv(4) == b"well"
+        server.join()
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_rank_that_is_stopped_for_longer_than_an_admission_takes_is_asked_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    """Its host takes the connection all the same."""
+    monkeypatch.setattr(network, "_CONNECT_S", 0.1)
+    store = dist.HashStore()
+    one = make(store, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        JobStore(store, 60.0).set(_key(1), json.dumps(list(listener.getsockname())))
+        purpose = "read" if engine else "link 0.a"
+
+        def serve() -> None:
+            for _ in range(2):
+                with listener.accept()[0] as connection:
+                    while connection.recv(1 << 12):  # until it is given up
+                        pass
+            monkeypatch.setattr(network, "_CONNECT_S", 60.0)
+            while True:
+                with listener.accept()[0] as connection, contextlib.suppress(OSError):  # of one that is given up
+                    assert admit(connection, "server", one.network._secret, 1, purpose=purpose, timeout_s=60.0) == 0
+                    if engine:
+                        connection.recv(1 << 12)
+                        connection.sendall(LENGTH.pack(4))
+                    connection.sendall(b"well")
+                    return
+
+        server = threading.Thread(target=serve)
+        server.start()
+        if engine:
+            assert bytes(read(one, 1)) == b"well"
+        else:
+            with one.network.dial(1, purpose) as connection:
+                assert connection.recv(4) == b"well"
         server.join()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -45,10 +46,37 @@ def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     peer, unit = spread.group.layouts[0].share(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
     peer.claims(unit).store(0, 1)  # member 1 has claimed the shard of member 2, and has not read it
-    spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
+    spread.group.layouts[1].mine.board.store(Word.ABORT, 1 + 13)
     with pytest.raises(PeerLostError, match="waiting for rank 13 to read unit 'u0' of epoch 1 from rank 16"):
         spread.fetch(0, 0)
     assert [rank for rank, _ in spread.engines[0].reads] == [19], "it has read what was not claimed"
+
+
+def test_who_waits_for_a_rank_that_has_left_meanwhile_reads_itself(spread: Spread) -> None:
+    """A rank whose evaluation needs less than the last epoch leaves while its thread reads the rest."""
+    spread.publish(5.0)
+    for unit in (0, 1):
+        spread.fetch(1, unit)
+    spread.caches[1].settle()
+    spread.publish(50.0)
+    reading, goes_on = threading.Event(), threading.Event()
+    read = spread.engines[1].read
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        if threading.current_thread().name == "odc-ahead":
+            reading.set()
+            assert goes_on.wait(60)
+        read(*arguments, **options)
+
+    spread.engines[1].read = slow  # type: ignore[method-assign]
+    spread.caches[1]._look_ahead(0, 2)
+    assert reading.wait(60)  # of what it has claimed
+    spread.group.layouts[1].mine.board.store(Word.LEFT, 1)
+    try:
+        for unit in (0, 1):
+            assert spread.fetch(0, unit) == [50.0, 51.0, 52.0, 53.0]
+    finally:
+        goes_on.set()
 
 
 def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from odc.memory import SymmetricHeap
 from odc.memory.cuda import CudaHeap, CudaLanes
 from support.groups import shm_group
 
@@ -46,7 +47,9 @@ def own_device(rank: int) -> torch.device:
 def cuda_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[CudaHeap]:
     """The member's unsealed heap on its device; the words of its peers come through real listeners."""
     device = own_device(me)
-    with shm_group(identity, ranks, me, deadline_s) as host:
+    outer: list[SymmetricHeap] = []
+    with shm_group(identity, ranks, me, deadline_s, outer) as host:
         heap = CudaHeap(host, device, CudaLanes(device), dist.group.WORLD, dist.barrier)
+        outer.append(heap)
         yield heap
         heap.close()

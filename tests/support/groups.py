@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from odc.errors import WaitTimeoutError
-from odc.memory import Attachment, ShmHeap
+from odc.memory import Attachment, ShmHeap, SymmetricHeap
 from odc.runtime.listener import ask
 from support.listeners import served
 
@@ -17,8 +17,13 @@ def address(identity: str, rank: int) -> str:
 
 
 @contextmanager
-def shm_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[ShmHeap]:
-    """The member's unsealed heap; peers can attach to it from `seal` until the end of the block."""
+def shm_group(
+    identity: str, ranks: tuple[int, ...], me: int, deadline_s: float, outer: Sequence[SymmetricHeap] = ()
+) -> Iterator[ShmHeap]:
+    """The member's unsealed heap; peers can attach to it from `seal` until the end of the block.
+
+    They cannot before the `outer` heaps, of which it is a part, are sealed too.
+    """
 
     def connect(member: int) -> Attachment:
         deadline = time.monotonic() + deadline_s
@@ -35,8 +40,11 @@ def shm_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float)
 
     heap = ShmHeap(identity, ranks, me, connect, deadline_s)
 
+    def sealed() -> bool:
+        return all(one.sealed for one in (heap, *outer))
+
     def answer(_request: object, _peer: object) -> tuple[dict[str, object], tuple[int, ...]]:
-        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if heap.sealed else ({}, ())
+        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if sealed() else ({}, ())
 
     with served(address(identity, ranks[me]), answer):
         yield heap
