@@ -108,7 +108,7 @@ def fully_shard(
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
-    _join_job(dist.get_rank(), (settings or Settings()).timeout_s)
+    _join_job(dist.get_rank(), settings or Settings())
     return module
 
 
@@ -116,15 +116,15 @@ def fully_shard(
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
 
 
-def _join_job(rank: int, timeout_s: float) -> None:
+def _join_job(rank: int, settings: Settings) -> None:
     """What a process needs from its first sharded module on."""
     global _joined, _at_exit
-    daemon(rank)
-    store = compat.default_store()
+    server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
-        announce_process(JobStore(store, timeout_s, rank), rank)
+        announce_process(JobStore(store, settings.timeout_s, rank), rank)
         hooks.watch_exit(store, rank)
         _joined = os.getpid(), weakref.ref(store)
+    server.watch_hosts(store, settings)
     hooks.guard_steps()
     if not _at_exit:
         atexit.register(shutdown)

@@ -31,7 +31,7 @@ from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
-from odc.runtime import JobStore, RootState, Word, abort_arenas, announce_failure
+from odc.runtime import JobStore, RootState, Word, abort_arenas, announce_failure, tell_hosts
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
@@ -150,6 +150,7 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
             abort_arenas(reason, culprit)
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
+            tell_hosts(reason, culprit)
             announce_failure(JobStore(store, _TELL_S), reason, culprit)
 
 

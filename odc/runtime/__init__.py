@@ -6,7 +6,7 @@ from odc.runtime.accumulate import Adder, accumulator_dtype
 from odc.runtime.arena import Arena, abort_arenas, leave_arenas
 from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon
+from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon, tell_hosts
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.grid import RankGrid
 from odc.runtime.hosts import locate
@@ -70,4 +70,5 @@ __all__ = [
     "parts",
     "reading_token",
     "stop_daemon",
+    "tell_hosts",
 ]

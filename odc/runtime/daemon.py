@@ -17,12 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odc.errors import ConfigError, UnsupportedError
 from odc.memory import ProcessHandle
 from odc.runtime.host_link import HostLink
 from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
 from odc.runtime.network import HostNetwork
+from odc.runtime.reception import Reception
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departures
+from odc.runtime.watch import Ended, HostWatch, neighbours
 from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."
@@ -44,6 +47,9 @@ class Daemon:
         self._unwatch: dict[str, list[Callable[[], None]]] = {}  # by service: gives the handles of its peers back
         self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
         self._network: HostNetwork | None = None
+        self._watch_over_hosts: HostWatch | None = None
+        self._receptions: list[Reception] = []
+        self._ended: dict[str, Ended] = {}  # by service: told of ranks that ended on other hosts
         self._making = threading.Lock()
         self._stopping = self._over = False  # asked to end; has run all that it will
         self.departures = Departures()
@@ -54,9 +60,20 @@ class Daemon:
 
     # called by the rank ------------------------------------------------------------------------------------------
 
-    def serve(self, service: Service) -> None:
+    def serve(self, service: Service, ended: Ended | None = None) -> None:
+        """Serve a root. `ended` is told, by the loop, of every rank that ended on another host without a good-bye."""
         self._services[service.identity] = service
+        if ended is not None:
+            self._do(lambda: self._tell_of_ended(service, ended))
         self.notify()
+
+    def _tell_of_ended(self, service: Service, ended: Ended) -> None:
+        if service.identity not in self._services:
+            return
+        self._ended[service.identity] = ended
+        before = {} if self._watch_over_hosts is None else dict(self._watch_over_hosts.dead)
+        for rank, (reason, culprit) in before.items():
+            ended(rank, reason, culprit)
 
     def dismiss(self, service: Service, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.
@@ -68,6 +85,7 @@ class Daemon:
 
         def drop() -> None:
             self._services.pop(service.identity, None)
+            self._ended.pop(service.identity, None)
             for unwatch in self._unwatch.pop(service.identity, []):
                 unwatch()
             then()
@@ -96,12 +114,40 @@ class Daemon:
         with self._making:
             if self._network is None:
                 network = self._network = HostNetwork(store, self.rank, settings)
-                self._do(lambda: self._listen(network))
+                self._do(lambda: self._listen(network.reception))
             self._network.refuse_others(settings)
             return self._network
 
-    def _listen(self, network: HostNetwork) -> None:
-        self._selector.register(network.reception.fileno(), selectors.EVENT_READ, network.reception.answer)
+    def _listen(self, reception: Reception) -> None:
+        self._receptions.append(reception)
+        self._selector.register(reception.fileno(), selectors.EVENT_READ, reception.answer)
+
+    def watch_hosts(self, store: Any, settings: Settings) -> None:
+        """Watch this rank's neighbours on other hosts, where torchrun runs the job on several (see `HostWatch`).
+
+        Raises as a JobStore does; where this host cannot be listened at, the first root says so.
+        """
+        with self._making, contextlib.suppress(UnsupportedError, ConfigError):
+            if self._watch_over_hosts is None and (around := neighbours(self.rank)):
+                watch = self._watch_over_hosts = HostWatch(store, self.rank, around, settings, self._some_rank_ended)
+                self._do(lambda: self._drive(watch))
+
+    def _drive(self, watch: HostWatch) -> None:
+        self._listen(watch.reception)
+        self._selector.register(watch.fileno(), selectors.EVENT_READ, watch.answer)
+
+    def _some_rank_ended(self, *what: Any) -> None:
+        """By the watch, on any thread; `what` as of `Ended`."""
+        self._do(lambda: self._pass_on(*what))
+
+    def _pass_on(self, rank: int, reason: str, culprit: int) -> None:
+        for ended in list(self._ended.values()):
+            ended(rank, reason, culprit)
+
+    def tell_hosts(self, reason: str, culprit: int) -> None:
+        """Tell ranks on other hosts, also where no root is linked, that an error ends this one. Waits for nobody."""
+        if self._watch_over_hosts is not None:
+            self._watch_over_hosts.tell(self.rank, reason, culprit)
 
     def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
         """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
@@ -144,21 +190,23 @@ class Daemon:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                visited = self._network is not None and self._network.reception.busy
+                visited = [reception for reception in self._receptions if reception.busy]
                 for key, _ in self._selector.select(_POLL_S if self._polled or visited else None):
                     key.data()
-                if visited and self._network is not None:
-                    self._network.reception.answer()  # hangs up on silent visitors
+                for reception in visited:
+                    reception.answer()  # hangs up on silent visitors
                 for handle in [handle for handle in self._polled if not handle.alive()]:
                     self._polled[handle]()
         except BaseException as error:  # whatever it was, peers must learn of it: nobody adds their pushes any more
             reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
             for service in list(self._services.values()):
                 service.abort(reason, self.rank)
+            self.tell_hosts(reason, self.rank)
             raise
         finally:
             self._run_tasks()
             self._services.clear()
+            self._ended.clear()
             while self._unwatch:
                 for unwatch in self._unwatch.popitem()[1]:
                     unwatch()
@@ -166,6 +214,8 @@ class Daemon:
             self._listener.close()
             if self._network is not None:
                 self._network.close()
+            if self._watch_over_hosts is not None:
+                self._watch_over_hosts.leave()
             # A late notification must not write to a recycled file descriptor.
             doorbell, self.doorbell = self.doorbell, -1
             os.close(doorbell)
@@ -267,6 +317,12 @@ def stop_daemon() -> None:
         if _daemon is not None:
             _daemon.close()
             _daemon = None
+
+
+def tell_hosts(reason: str, culprit: int) -> None:
+    """As `Daemon.tell_hosts`, where this process has a daemon. Never raises, waits for nobody."""
+    if _daemon is not None and _daemon.alive():
+        _daemon.tell_hosts(reason, culprit)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,11 @@ class HostMeeting:
         if link is not None:
             self._attend(link, self.links.reader(link))
 
+    def ended(self, rank: int, reason: str, culprit: int) -> None:
+        """A rank of the job has ended, maybe one of this root's that was not linked yet. On the daemon's thread."""
+        if rank in self._grid.ranks:
+            self.links.ended(self._grid.ranks.index(rank), reason, culprit)
+
     def needed_by(self) -> list[int]:
         """Members that may still read this rank's memory from another host, need its links, or have not heard all that
         it has said. Waits for nobody.

@@ -265,6 +265,20 @@ class Links:
             peer.set_reason(why)
             peer.board.store(Word.LEFT, 1)
 
+    def ended(self, member: int, reason: str, culprit: int) -> None:
+        """End the job, as `member` has ended; unless it has a link to this rank, which tells how it ended."""
+        with self._changing:
+            if self._closed or member in self._links or member not in self._grid.partners:
+                return
+            self._blame(member, reason, culprit)
+        self._abort(reason, culprit)
+
+    def _blame(self, member: int, reason: str, culprit: int) -> None:
+        """Say so in the mirror too, where ranks of this host see it to which this rank is not attached."""
+        peer = self._layout.remote(member)
+        peer.set_reason(reason)
+        peer.board.store(Word.ABORT, 1 + culprit)
+
     def _mirror(self, peer: RemotePeer, frame: Frame) -> None:
         values = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).tolist()
         if len(frame.body) % 8 or not 0 <= frame.value <= self._sizes[frame.kind] - len(values):
@@ -291,10 +305,8 @@ class Links:
             what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
             reason = f"the host of ranks {there} {what} {at}: {error}"
         with self._changing:
-            # In the mirror too, where ranks of this host see it to which this rank is not attached.
             if not self._closed:
-                peer.set_reason(reason)
-                board.store(Word.ABORT, 1 + peer.rank)
+                self._blame(link.member, reason, peer.rank)
         self._abort(reason, peer.rank)
 
     def unheard(self) -> list[int]:

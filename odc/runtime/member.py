@@ -141,7 +141,7 @@ class Member(Endpoint):
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
-        server.serve(service)
+        server.serve(service, None if self._hosts is None else self._hosts.ended)
 
     @property
     def links(self) -> Links | None:

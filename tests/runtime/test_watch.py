@@ -1,0 +1,213 @@
+"""Twin of odc/runtime/watch.py: four ranks' watches in this process, each on a host of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from odc.runtime import JobStore
+from odc.runtime.admission import admit
+from odc.runtime.frames import Frame, FrameKind
+from odc.runtime.store import failure
+from odc.runtime.wait import Deadline
+from odc.runtime.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.runtime.words import Word
+from odc.settings import Settings
+
+WORLD = 4
+PATIENCE_S = 60.0
+Make = Callable[[int], "Rank"]
+
+
+class Rank:
+    """A rank's watch, with a thread that does the daemon's part; it holds nothing else."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.ended: list[tuple[int, str, int]] = []
+        self.noticed = threading.Condition()
+        around = sorted({(rank - 1) % WORLD, (rank + 1) % WORLD})
+        settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S)
+        self.watch = HostWatch(store, rank, around, settings, self._end)
+        self._awake, self._stop = os.eventfd(0), False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _end(self, *what: Any) -> None:
+        with self.noticed:
+            self.ended.append(what)
+            self.noticed.notify_all()
+
+    def _run(self) -> None:
+        with select.epoll() as epoll:
+            for fd in (self._awake, self.watch.fileno(), self.watch.reception.fileno()):
+                epoll.register(fd, select.EPOLLIN)
+            while not self._stop:
+                epoll.poll()
+                self.watch.reception.answer()
+                self.watch.answer()
+
+    def watches(self, *ranks: int) -> None:
+        """Wait until it watches these neighbours, and no others."""
+        deadline = Deadline(PATIENCE_S)
+        while (found := self.watch.watched()) != set(ranks):
+            assert not deadline.passed(), f"it has connections to {found}, not to {ranks}"
+            time.sleep(0.01)
+
+    def until_ended(self, *ranks: int) -> list[tuple[int, str, int]]:
+        with self.noticed:
+            assert self.noticed.wait_for(lambda: {rank for rank, *_ in self.ended} >= set(ranks), PATIENCE_S)
+        return self.ended
+
+    def end(self, *, good_bye: bool) -> None:
+        """End as a process that shuts down, or as one that is killed."""
+        if not self._stop:
+            self._stop = True
+            os.eventfd_write(self._awake, 1)
+            self._thread.join()
+            self.watch.leave() if good_bye else self.watch.close()
+            os.close(self._awake)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def make(store: Any) -> Iterator[Make]:
+    made = list[Rank]()
+
+    def one(rank: int) -> Rank:
+        made.append(Rank(store, rank))
+        return made[-1]
+
+    yield one
+    for rank in made:
+        rank.end(good_bye=True)
+
+
+def ring(make: Make) -> list[Rank]:
+    ranks = [make(rank) for rank in range(WORLD)]
+    for number, rank in enumerate(ranks):
+        rank.watches((number - 1) % WORLD, (number + 1) % WORLD)
+    return ranks
+
+
+def test_a_death_goes_around_the_ring_and_into_the_store(make: Make, store: Any) -> None:
+    ranks = ring(make)
+    ranks[2].end(good_bye=False)
+    for rank in (ranks[0], ranks[1], ranks[3]):  # rank 0 is no neighbour of rank 2
+        ((dead, reason, culprit),) = rank.until_ended(2)
+        assert (dead, culprit) == (2, 2)
+        assert reason.startswith("rank 2 died: its connection to rank ")
+    job, deadline = JobStore(store, PATIENCE_S), Deadline(PATIENCE_S)
+    while (said := failure(job)) is None:
+        assert not deadline.passed()
+        time.sleep(0.01)
+    assert said[0] == 2 and said[1].startswith("rank 2 died")
+
+
+def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
+    ranks = ring(make)
+    ranks[2].end(good_bye=True)
+    ranks[1].watches(0)
+    ranks[3].watches(0)
+    ranks[0].end(good_bye=False)  # what the others hear next is of rank 0
+    for rank in (ranks[1], ranks[3]):
+        assert [dead for dead, *_ in rank.until_ended(0)] == [0]
+
+
+def test_an_error_is_told_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
+    ranks = ring(make)
+    ranks[2].watch.tell(2, "ValueError: no such token", 3)
+    ranks[2].end(good_bye=True)
+    for rank in (ranks[0], ranks[1], ranks[3]):
+        assert rank.until_ended(2) == [(2, "ValueError: no such token", 3)]
+    assert failure(JobStore(store, PATIENCE_S)) is None, "the rank that raised tells the store itself"
+
+
+def test_who_comes_later_learns_of_earlier_deaths(make: Make) -> None:
+    ranks = [make(rank) for rank in (0, 1, 2)]
+    ranks[1].watches(0, 2)
+    ranks[2].end(good_bye=False)
+    ranks[0].until_ended(2)
+    assert make(3).until_ended(2)[0][0] == 2
+
+
+def test_a_neighbour_that_cannot_be_reached_is_not_taken_for_dead(make: Make, store: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        nowhere = unused.getsockname()
+    JobStore(store, PATIENCE_S).set(_key(1), json.dumps(nowhere))
+    one, other = make(0), make(3)
+    one.watches(3)
+    other.end(good_bye=False)
+    assert [rank for rank, *_ in one.until_ended(3)] == [3]
+
+
+def test_only_neighbours_with_the_secret_are_heard(make: Make) -> None:
+    one = make(0)
+    where = one.watch.reception.address, one.watch.reception.port
+    for purpose, rank in ((PURPOSE, 2), ("link 0.a", 1)):
+        with socket.create_connection(where) as connection:
+            admit(connection, "client", one.watch._secret, rank, purpose=purpose, timeout_s=PATIENCE_S)
+            assert connection.recv(1) == b""
+    with socket.create_connection(where) as connection:
+        admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
+        connection.sendall(Frame(FrameKind.WORD, Word.LEFT, 0).encode())
+        one.watches(1)
+        connection.sendall(Frame(FrameKind.COUNTS, body=b"12345678").encode())
+        (ended,) = one.until_ended(1)
+        assert "is broken (a frame of kind 4" in ended[1]
+
+
+def test_a_connection_that_ends_before_a_word_is_no_death(make: Make) -> None:
+    """As of a rank that shuts down while it connects."""
+    one, other = make(0), make(3)
+    one.watches(3)
+    where = one.watch.reception.address, one.watch.reception.port
+    with socket.create_connection(where) as connection:
+        admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
+        assert connection.recv(64), "it has been taken"
+    other.end(good_bye=False)
+    assert [rank for rank, *_ in one.until_ended(3)] == [3]
+
+
+def test_a_forked_child_keeps_no_connection(make: Make) -> None:
+    ranks = [make(0), make(1)]
+    ranks[0].watches(1)
+    ready, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b".")
+        os.read(go_on[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    ranks[1].end(good_bye=False)
+    assert ranks[0].until_ended(1)[0][0] == 1, "the child holds the connection of the rank that ended"
+    os.write(go_on[1], b".")
+    os.waitpid(child, 0)
+    for fd in (*ready, *go_on):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("world", "here", "rank", "found"),
+    [("8", "2", 0, [2, 6]), ("8", "2", 7, [1, 5]), ("2", "1", 1, [0]), ("4", "4", 1, []), ("5", "2", 1, [])],
+)
+def test_neighbours_have_the_same_index(
+    monkeypatch: pytest.MonkeyPatch, world: str, here: str, rank: int, found: list[int]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    assert neighbours(rank) == found
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert neighbours(rank) == []
