@@ -22,7 +22,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.errors import LayoutMismatchError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.errors import (
+    LayoutMismatchError,
+    OdcError,
+    PeerLostError,
+    UnsupportedError,
+    WaitTimeoutError,
+    culprit_of,
+)
 from odc.memory import Attachment
 from odc.runtime.grid import RankGrid
 from odc.runtime.listener import Answer, NoAnswerError, ask
@@ -170,8 +177,7 @@ class Rendezvous:
         except OdcError as error:
             told = self._told(member) if isinstance(error, PeerLostError) else None
             failure = told or error
-            me = self.grid.rank
-            self.on_failure(str(failure), me if failure.culprit is None else failure.culprit)
+            self.on_failure(str(failure), culprit_of(failure, self.grid.rank))
             if told is not None:
                 raise told from error
             raise
@@ -279,7 +285,7 @@ class Rendezvous:
             for member in self.grid.local:
                 self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
-            self.on_failure(str(error), self.grid.rank if error.culprit is None else error.culprit)
+            self.on_failure(str(error), culprit_of(error, self.grid.rank))
             raise
 
     def _difference(self, said: dict[str, Any], rank: int, identity: str) -> str:

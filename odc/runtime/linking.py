@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from odc.errors import OdcError, PeerLostError
+from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.runtime.connect import Rendezvous
 from odc.runtime.host_link import HostLink
 from odc.runtime.layout import HeapLayout
@@ -60,7 +60,7 @@ class HostMeeting:
                     self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
-                self._abort(str(error), self._grid.rank if error.culprit is None else error.culprit)
+                self._abort(str(error), culprit_of(error, self._grid.rank))
 
     def _visited(self, connection: socket.socket, rank: int) -> None:
         """On the daemon's thread."""

@@ -372,7 +372,7 @@ class MemberProtocol:
         abort(self.layout, reason, culprit)
 
     def leave(self, note: str, culprit: int | None = None) -> None:
-        """LEFT: this rank shuts down. Who waits for it in vain is told `note`, and blames `culprit` if it is given."""
+        """LEFT: this rank shuts down. A peer that waits in vain is told `note`, and blames `culprit` if given."""
         if note and not self.board.load(Word.ABORT):
             self.layout.mine.set_reason(note)
         self.board.store(Word.LEFT, 1 if culprit is None else 2 + culprit)

@@ -5,9 +5,9 @@ host after its own, as torchrun numbers them: a ring of each index. Each end say
 shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that wait
 there. Once a root has a link, that tells of it.
 
-Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. Who ends
-before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken for dead:
-with `Settings(address=...)` on the root alone it may be well.
+Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. A rank
+that ends before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken
+for dead: with `Settings(address=...)` on the root alone it may be well.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HostWatch:
     def _dial(self) -> None:
         """Connect to the neighbours that listen already; the others will connect to this rank."""
         for rank in self._neighbours:
-            with contextlib.suppress(OdcError):
+            with contextlib.suppress(OdcError, TimeoutError):  # the latter where it is stopped
                 found = self._store.find(_key(rank))
                 if found is not None and not self._closed:
                     address, port = json.loads(found)
@@ -129,11 +129,11 @@ class HostWatch:
         for fd, _ in [] if self._closed else self._epoll.poll(0):
             neighbour = self._connected[fd]
             try:
-                while (data := neighbour.link.receive()) is not None:
-                    if not data:
-                        raise ConnectionResetError("end of the stream")
-                    for frame in neighbour.frames.feed(data):
-                        self._take(neighbour, frame)
+                data = neighbour.link.receive()
+                if data == b"":
+                    raise ConnectionResetError("end of the stream")
+                for frame in neighbour.frames.feed(data or b""):
+                    self._take(neighbour, frame)
             except (OSError, MalformedFrameError) as error:
                 self._drop(fd, error)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from odc.runtime import JobStore
+from odc.runtime import JobStore, network
 from odc.runtime.admission import admit
 from odc.runtime.frames import Frame, FrameKind
 from odc.runtime.store import failure
@@ -151,6 +151,21 @@ def test_a_neighbour_that_cannot_be_reached_is_not_taken_for_dead(make: Make, st
     one.watches(3)
     other.end(good_bye=False)
     assert [rank for rank, *_ in one.until_ended(3)] == [3]
+
+
+def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
+    make: Make, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host takes the connection, and nobody answers; no thread ends with an error either."""
+    monkeypatch.setattr(network, "_CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        JobStore(store, PATIENCE_S).set(_key(1), json.dumps(list(stopped.getsockname())))
+        rank = make(0)
+        deadline = Deadline(PATIENCE_S)
+        while any(thread.name == "odc-watch" for thread in threading.enumerate()):
+            assert not deadline.passed()
+            time.sleep(0.01)
+    assert not rank.ended
 
 
 def test_only_neighbours_with_the_secret_are_heard(make: Make) -> None:
