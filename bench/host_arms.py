@@ -96,6 +96,8 @@ class Sharded:
                 Settings(
                     engine="nixl" if "nixl" in arm else "sockets",
                     sums_dtype="bfloat16" if "bf16" in arm else "accumulator",
+                    prefetch=0 if "inline" in arm else 1,
+                    push_overlap="inline" not in arm,
                     trace=False,
                 ),
             )

@@ -5,9 +5,9 @@ Run as root, as `OMP_NUM_THREADS=1 python -m bench.hosts --results bench/results
 arms in turn. Bytes are what the host's device counts.
 
 Arms: `gloo` is FSDP2's collectives alone; `fsdp2` and `fsdp2-hybrid` reduce in the last microbatch only. `odc` marks
-the last backward, as `odc train` does, so that sums cross while it runs; `odc-unmarked` does not, and `odc-bf16` rounds
-the sums too. `odc-nixl` is left out where NIXL is not installed. "exchange" computes nothing, "demo" is the model of
-`odc compare --demo`.
+the last backward, as `odc train` does, so that sums cross while it runs; `odc-unmarked` does not, `odc-bf16` rounds the
+sums too, and `odc-inline` fetches and pushes without threads (`prefetch=0, push_overlap=False`). `odc-nixl` is left out
+where NIXL is not installed. "exchange" computes nothing, "demo" is the model of `odc compare --demo`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Case:
 
 
 FEW = ("gloo", "odc")
+DEMO = ("fsdp2", "fsdp2-hybrid", "odc", "odc-inline", "odc-unmarked", "odc-bf16", "odc-hybrid")
 CASES = (
     Case(2, Work("exchange", 2, 2)),
     Case(2, Work("exchange", 2, 8), arms=FEW, repeats=3),
@@ -63,7 +64,8 @@ CASES = (
     Case(3, Work("exchange", 2, 2), arms=FEW),
     Case(2, Work("exchange", 2, 2), rate="none", arms=(*FEW, "odc-nixl")),
     Case(2, Work("exchange", 2, 2), delay_us=500, arms=FEW),
-    Case(2, Work("demo", 2, 2), arms=("fsdp2", "fsdp2-hybrid", "odc", "odc-unmarked", "odc-bf16", "odc-hybrid")),
+    Case(2, Work("demo", 2, 2), arms=DEMO),
+    Case(2, Work("demo", 2, 8), arms=DEMO),
     Case(2, Work("exchange", 2, 8), rate="none", arms=FEW),
 )
 

@@ -18,6 +18,7 @@ _CASE = ("hosts x ranks", "microbatches", "work", "link")
 _WIDTH, _LEFT, _BAR, _GAP = 860, 300, 15, 14
 _COLOURS = {  # all else is torch's
     "odc": "#2e7d32",
+    "odc-inline": "#3b8a3f",
     "odc-unmarked": "#4c9a4f",
     "odc-bf16": "#64a868",
     "odc-hybrid": "#7fb77f",

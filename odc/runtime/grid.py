@@ -81,9 +81,21 @@ class RankGrid:
 
     # hosts -------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def host_count(self) -> int:
         return len(set(self.hosts)) if self.hosts else 1
+
+    @cached_property
+    def _by_host(self) -> tuple[tuple[int, ...], ...]:
+        """Members on each host; asked for once a push and owner, so never counted anew."""
+        found: list[list[int]] = [[] for _ in range(self.host_count)]
+        for member in self.members:
+            found[self.host(member)].append(member)
+        return tuple(tuple(members) for members in found)
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {member: index for members in self._by_host for index, member in enumerate(members)}
 
     def host(self, member: int) -> int:
         return self.hosts[member] if self.hosts else 0
@@ -114,11 +126,11 @@ class RankGrid:
 
     def on(self, host: int) -> tuple[int, ...]:
         """Members on `host`, by index."""
-        return tuple(member for member in self.members if self.host(member) == host)
+        return self._by_host[host]
 
     def index(self, member: int) -> int:
         """The member's place among those of its host."""
-        return self.on(self.host(member)).index(member)
+        return self._indices[member]
 
     def column(self, member: int) -> int:
         """The member on this rank's host with the same index: what this host knows of `member` lies in its heap."""

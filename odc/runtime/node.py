@@ -125,13 +125,17 @@ class NodeCache:
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
         self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
+        self._filled: dict[int, int] = {}  # by unit: the newest epoch whose shards this rank has seen in the cache
         self._changed = threading.Condition()
         self._reading = self._closed = False  # whether the thread is in a read
         self._thread: threading.Thread | None = None
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
-        epoch, peers = self._protocol.epoch, [self._layout.share(owner) for owner in self._owners]
+        epoch = self._protocol.epoch
+        if self._filled.get(unit.index) == epoch:
+            return  # with hundreds of owners to ask a second look takes milliseconds
+        peers = [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
         for peer in peers:
             if self._claim(peer, unit, epoch):
@@ -140,6 +144,7 @@ class NodeCache:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
                 self._await(peer, unit, epoch, cached, lane)
+        self._filled[unit.index] = epoch
 
     def _look_ahead(self, unit: int, epoch: int) -> None:
         if not self._layout.spans_hosts:
@@ -147,12 +152,12 @@ class NodeCache:
         with self._changed:
             if epoch != self._epoch:
                 self._epoch, self._used, self._ahead = epoch, [], deque(self._used)
+                self._changed.notify_all()  # only now: a thread that wakes for nothing takes the interpreter's lock
             if unit not in self._used:
                 self._used.append(unit)
             if self._ahead and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="odc-ahead", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
@@ -218,8 +223,6 @@ class NodeCache:
         cached = peer.cached(unit)
         cached.store(0, epoch)  # release: the shard is there
         cached.wake(0)
-        with self._changed:
-            self._changed.notify_all()
 
     def _await(self, peer: NodeShare, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)

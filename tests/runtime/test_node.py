@@ -15,7 +15,7 @@ from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.memory import MUTEX_BYTES, RobustMutex
-from odc.runtime import Gradient, Word, parts, wait
+from odc.runtime import Gradient, HeapLayout, Word, parts, wait
 from odc.runtime import layout as layouts
 from odc.runtime.node import gather_sums
 from odc.settings import Accumulate, Settings
@@ -39,6 +39,18 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
     assert not spread.engines[2].reads
     spread.publish(50.0)
     assert spread.fetch(1, 0) == [50.0, 51.0, 52.0, 53.0], "the cache is of the last epoch"
+
+
+def test_a_unit_is_looked_for_once_an_epoch(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread.publish(5.0)
+    asked: list[int] = []
+    share = HeapLayout.share
+    monkeypatch.setattr(HeapLayout, "share", lambda self, member: asked.append(member) or share(self, member))
+    for _ in range(3):
+        assert spread.fetch(0, 0) == [5.0, 6.0, 7.0, 8.0]
+    assert sorted(asked) == [2, 3]
+    spread.publish(50.0)
+    assert spread.fetch(0, 0) == [50.0, 51.0, 52.0, 53.0]
 
 
 def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.members import F32, HeapGroup
+from support.spread import Spread
 
 from odc.errors import PeerLostError
-from odc.runtime import Gradient, MemberProtocol, Outbox, Word
+from odc.runtime import Gradient, MemberProtocol, Outbox, Outcome, Word
+from odc.runtime.peers.local import PushedWords
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 
@@ -88,3 +90,26 @@ def test_waits_of_the_sender_are_recorded_on_its_lane(group: HeapGroup, protocol
         group.members[0].pusher.push(group.units[0], [Gradient(0, torch.ones(12))])
     waits = [(span.peer, span.lane) for span in recorder().spans() if span.category == WAIT]
     assert waits == [(13, "push"), (13, "push")]
+
+
+def test_who_sleeps_on_a_word_is_woken_and_other_words_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread, woken = Spread(), list[int]()
+    try:
+        monkeypatch.setattr(PushedWords, "wake", lambda self, index: woken.append(index))
+        protocol = spread.group.members[0].protocol
+        spread.group.publish(0)
+        for store, word in (
+            (lambda: protocol.close(Outcome.TRAINED), Word.DONE),
+            (lambda: protocol.complete(wait=False), Word.COMPLETE),
+            (protocol.end_reducing, Word.REDUCED),
+            (protocol.read_all, Word.READ),
+        ):
+            store()
+            assert woken[-1] == word
+        assert woken[0] == Word.PUBLISHED
+        many = len(woken)
+        protocol.touch("testing")
+        protocol.count(Word.PUSHED, 5)
+        assert len(woken) == many
+    finally:
+        spread.close()

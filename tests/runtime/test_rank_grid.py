@@ -139,3 +139,18 @@ def test_a_node_lies_on_one_host() -> None:
     with pytest.raises(UnsupportedError, match="the shard dimension spans several of them"):
         refuse_unsupported(grid, kernels="torch")
     refuse_unsupported(RankGrid((0, 1, 2, 3), 4, 0, (0, 0, 1, 1), 2), kernels="torch")
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.data())
+def test_places_on_hosts(hosts: int, per_host: int, data: st.DataObject) -> None:
+    order = data.draw(st.permutations([host for host in range(hosts) for _ in range(per_host)]))
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(order))}  # as they occur
+    placed = tuple(numbers[host] for host in order)
+    me = data.draw(st.integers(0, len(placed) - 1))
+    grid = RankGrid(tuple(range(len(placed))), len(placed), me, placed)
+    assert grid.host_count == hosts
+    for member in grid.members:
+        there = [other for other in grid.members if placed[other] == placed[member]]
+        assert list(grid.on(placed[member])) == there
+        assert grid.index(member) == there.index(member)
+        assert placed[grid.column(member)] == placed[me] and grid.index(grid.column(member)) == grid.index(member)

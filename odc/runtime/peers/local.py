@@ -10,6 +10,9 @@ import torch
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.runtime.peers.board import TellingPeer
 from odc.runtime.units import UnitSpec
+from odc.runtime.words import Word
+
+_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})  # see `Waiter.until_word`
 
 
 class PushedWords(Words):
@@ -28,7 +31,8 @@ class PushedWords(Words):
 
     def store(self, i: int, value: int) -> None:
         super().store(i, value)
-        self.wake(i)
+        if i in _AWAITED:
+            self.wake(i)
         self.told(int(i), value)
 
 
