@@ -42,18 +42,21 @@ def hosts() -> str:
     result = load("hosts")
     lines = [
         {
-            "hosts x ranks, microbatches, link": _name(first),
+            "hosts x ranks, microbatches, link": _name(first) + ended,
             "against": f"`{first['arm']}`",
-            "time": f"{rows['odc']['of the first']:.2f}",
-            "CPU": f"{rows['odc']['CPU of the first']:.2f}",
-            "bytes / formula": f"{rows['odc']['bytes / formula']:.2f}",
+            "time": f"{rows[arm]['of the first']:.2f}",
+            "CPU": f"{rows[arm]['CPU of the first']:.2f}",
+            "bytes / formula": f"{rows[arm]['bytes / formula']:.2f}",
         }
         for first, rows in cases(result)
+        for arm, ended in (("odc", ""), ("odc-inline", ", inline"))
+        if arm in rows
     ]
     return f"{table(lines)}\n\n" + prose(
         f"Measured on {result['machine']['cores']} cores, hosts as namespaces, medians in turns "
         f"(`{result['command'].partition(' --results')[0].removeprefix('OMP_NUM_THREADS=1 ')}`, "
-        f"[all arms](../bench/results/hosts.md)).{note(result, 4)}"
+        f"[all arms](../bench/results/hosts.md)). Demo: the model of `odc compare --demo`; inline: with "
+        f"`Settings(prefetch=0, push_overlap=False)`.{note(result, 4)}"
     )
 
 
@@ -72,7 +75,7 @@ def hosts_simulated() -> str:
 
 
 def _name(row: Result) -> str:
-    demo = ", the demo's model" if row["work"] == "demo" else ""
+    demo = ", demo" if row["work"] == "demo" else ""
     return f"{row['hosts x ranks']}, {row['microbatches']}, {row['link']}{demo}"
 
 
