@@ -87,7 +87,7 @@ class RankGrid:
 
     @cached_property
     def _by_host(self) -> tuple[tuple[int, ...], ...]:
-        """Members on each host; asked for once a push and owner, so never counted anew."""
+        """Members on each host. Every push asks for its owners' hosts, so members are counted once for all."""
         found: list[list[int]] = [[] for _ in range(self.host_count)]
         for member in self.members:
             found[self.host(member)].append(member)

@@ -12,7 +12,8 @@ from odc.runtime.peers.board import TellingPeer
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import Word
 
-_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})  # see `Waiter.until_word`
+# Words that threads sleep on (`Waiter.until_word`). Who sleeps on another one wakes by itself, after `wait.NAP_S`.
+_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
 
 
 class PushedWords(Words):
