@@ -260,8 +260,8 @@ def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
     replicas = [mine] if len(replicas) == 1 else replicas
     if mine not in replicas or mine.index(dist.get_rank()) != info.shard_mesh_rank:
         raise UnsupportedError(
-            f"rank {dist.get_rank()} has shard {info.shard_mesh_rank} in a process group of ranks {mine}: on a 2-D mesh "
-            "the ranks of a process group must rise"
+            f"rank {dist.get_rank()} has shard {info.shard_mesh_rank} in a process group of ranks {mine}; on a 2-D "
+            "mesh the ranks of a process group must rise"
         )
     return tuple(rank for replica in replicas for rank in replica), shards, True
 
