@@ -16,10 +16,11 @@ from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
 from odc.dispatch.exchange import BACK
+from odc.dispatch.exchange.meeting import Meeting
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
-from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, WaitTimeoutError
+from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.fsdp import default_store
 
 
@@ -135,6 +136,13 @@ def back_and_forth(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_go_back(ranks: Any, kind: str) -> None:
     ranks(2).run(back_and_forth, kind)
+
+
+def test_collectives_are_refused_over_ranks_that_do_not_rise() -> None:
+    """Torch would sort them, and rows would land at other instances than planned."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"over ranks \(2, 0, 1\), which do not rise"):
+        Meeting(store, "data", (2, 0, 1), "gloo", 60.0)
 
 
 # plans ------------------------------------------------------------------------------------------------------------
