@@ -33,7 +33,7 @@ ORDERS = [list(order) for order in itertools.permutations(range(3))]
 GRIDS = [[[1, 0], [3, 2]], [[3, 2], [1, 0]], [[2, 3], [0, 1]], [[2, 0], [3, 1]], [[0, 3], [1, 2]]]
 # They do not: FSDP2 adds up gradients of different shards.
 CROSSED = [[[1, 0], [2, 3]], [[0, 3], [2, 1]]]
-# torch before 2.13 sorts the ranks of every group.
+# Not every supported torch can leave them unsorted.
 keeps_order = pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters,
     reason=f"torch {torch.__version__} sorts the ranks of every process group",
