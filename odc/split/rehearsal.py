@@ -29,8 +29,9 @@ TOKENS, _PIECES, _IDS = 64, 2, 1000
 # Of the norm of the whole sample's output: what rounding may make of it, and far below what a wrong model does.
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF = 0.05
-_SHARE = 0.3  # of the difference that is there when the pieces do not see each other, and of gradients in half precision
-_OF_GRADIENTS = 10.0  # limits: they are rounded twice as often
+_SHARE = 0.3  # of the difference that is there when the pieces do not see each other
+_GRADIENTS, _GRADIENTS_HALF = 10.0, 0.15  # limits for gradients: times those for outputs, and in half precision
+_NONE_ASKED = "run with `odc_piece` no layer hands its attention over (it attends in a way of its own) before it fails with"
 _SMALL = 2.0**-7  # the projection, so that a gradient which the model adds by itself stands out
 
 
@@ -79,9 +80,16 @@ class _Check:
         vocabulary = min(int(getattr(self._config, "vocab_size", 2)), _IDS)
         self._tokens = torch.randint(vocabulary, (TOKENS,), generator=draw).to(device)
         self._weights = NudgedWeights()
+        modules = list(model.modules())
+        self._buffers = [(one, name, buffer) for one in modules for name, buffer in one.named_buffers(recurse=False)]
         self._drew = False  # the model draws random numbers in its forward
 
     def run(self) -> int:
+        """See `rehearse`."""
+        with self._buffers_set_aside():
+            return self._run()
+
+    def _run(self) -> int:
         whole = WholeStage(Cut(zigzag(TOKENS, _PIECES)), self._device)
         own = self._own()
         blocks = self._staged(whole, grad=True)
@@ -111,7 +119,8 @@ class _Check:
         positions = torch.arange(TOKENS, device=self._device)[None]
         options = {key: value for key, value in self._extra.items() if key != "attention_mask"}
         before = self._random_state()
-        with self._buffers_restored(), self._weights:
+        self._copy_buffers()
+        with self._weights:
             given = self._model(input_ids=self._tokens[None], position_ids=positions, **options)
         self._drew = not torch.equal(before, self._random_state())
         return _output(given)[0]
@@ -128,18 +137,16 @@ class _Check:
             embedded.append(out.detach().requires_grad_())
             return embedded[-1].clone()
 
+        self._copy_buffers()
         hooks = [one.register_forward_hook(probe) for one in self._model.modules() if isinstance(one, nn.Embedding)]
         try:
-            with torch.set_grad_enabled(grad), self._buffers_restored(), self._weights:
+            with torch.set_grad_enabled(grad), self._weights:
                 given = self._model(**inputs, **self._extra, odc_piece=PieceHandle(stage, positions))
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, OdcError):
                 raise
-            why = "" if stage.row_bytes else "no layer had handed its attention over before "
-            raise UnsupportedError(
-                f"{self._name}: {why}{'it' if why else 'run with `odc_piece` it'} fails with "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            how = "run with `odc_piece` it fails with" if stage.row_bytes else _NONE_ASKED
+            raise UnsupportedError(f"{self._name}: {how} {type(error).__name__}: {error}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -148,26 +155,22 @@ class _Check:
         return _Forward(_output(given)[0], embedded)
 
     def _grad(self, outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        with self._buffers_restored(), self._weights:  # which layers that are recomputed use
+        with self._weights:  # which layers that are recomputed use
             return list(torch.autograd.grad(outputs, inputs, grads, materialize_grads=True))
 
     @contextlib.contextmanager
-    def _buffers_restored(self) -> Iterator[None]:
-        """Inside, the model may write to its buffers."""
-        kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in self._model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+    def _buffers_set_aside(self) -> Iterator[None]:
+        """Inside, the model runs with copies of its buffers, which it may write to."""
         try:
             yield
         finally:
-            with torch.no_grad():
-                for module, name, buffer, value in kept:
-                    if getattr(module, name) is not buffer:
-                        setattr(module, name, buffer)
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+            for module, name, buffer in self._buffers:
+                setattr(module, name, buffer)
+
+    def _copy_buffers(self) -> None:
+        copies = {buffer: buffer.detach().clone() for _, _, buffer in self._buffers}
+        for module, name, buffer in self._buffers:
+            setattr(module, name, copies[buffer])
 
     def _random_state(self) -> Tensor:
         cuda = self._device.type == "cuda"
@@ -252,7 +255,7 @@ class _Check:
     def _refuse_gradients(
         self, whole: list[Tensor], pieces: list[list[Tensor]], order: Tensor, limit: float
     ) -> None:
-        most = _OF_GRADIENTS * limit if limit < _HALF else _SHARE
+        most = _GRADIENTS * limit if limit < _HALF else _GRADIENTS_HALF
         for expected, *found in zip(whole, *pieces, strict=True):
             apart = _apart(torch.cat(found, -2), expected[..., order, :])
             if not apart <= most:

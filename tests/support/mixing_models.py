@@ -86,7 +86,7 @@ class ZeroProjection(MixingModel):
         nn.init.zeros_(self.out.weight)
 
     def mix(self, hidden: Tensor) -> Tensor:
-        return hidden + self.out(hidden.roll(1, dims=1)).unflatten(-1, (16, -1)).mean(-1)
+        return hidden + self.out(hidden.roll(1, dims=1)).unflatten(-1, (16, -1)).sum(-1)
 
 
 class _AddLoss(torch.autograd.Function):
