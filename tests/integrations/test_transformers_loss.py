@@ -135,8 +135,8 @@ def hidden_router_loss(rank: int, world: int, folder: Path) -> None:
     from odc.integrations.transformers import OdcTrainer
 
     class Hides(MixtralForCausalLM):
-        def forward(self, *args: Any, **given: Any) -> Any:
-            found = super().forward(*args, **given)
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **given: Any) -> Any:
+            found = super().forward(input_ids, attention_mask, labels=labels, **given)
             return CausalLMOutput(loss=found.loss, logits=found.logits)
 
     net, args = Hides(mixture().config), arguments(folder, **CHANGES)
