@@ -26,7 +26,7 @@ from odc.fsdp import fully_shard
 from odc.integrations._generation import generate_alone
 from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
 from odc.integrations.transformers_balance import (
-    Microbatch,
+    PlannedMicrobatch,
     PlannedSteps,
     StepOfRank,
     cost_of,
@@ -218,7 +218,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
                 loss += self._step_of(model, microbatch, num_items_in_batch)
         return loss
 
-    def _step_of(self, model: Any, microbatch: Microbatch, count: torch.Tensor) -> torch.Tensor:
+    def _step_of(self, model: Any, microbatch: PlannedMicrobatch, count: torch.Tensor) -> torch.Tensor:
         """Forward and backward of a planned microbatch; its loss, with its share of the step's router loss."""
         if self._scaled is None:
             self._scaled = ScaledLoss(self)

@@ -19,7 +19,7 @@ from odc.errors import ConfigError, PlanError
 from odc.integrations.transformers_pieces import SplitSamples
 
 
-class Microbatch(NamedTuple):
+class PlannedMicrobatch(NamedTuple):
     """A microbatch of a planned step.
 
     Args:
@@ -35,9 +35,9 @@ class Microbatch(NamedTuple):
 class StepOfRank:
     """What one rank computes in one optimizer step: the pieces of split samples first, then collated microbatches."""
 
-    def __init__(self, items: Sequence[Microbatch | SplitSamples]) -> None:
+    def __init__(self, items: Sequence[PlannedMicrobatch | SplitSamples]) -> None:
         self.split = next((one for one in items if isinstance(one, SplitSamples)), None)
-        self.microbatches = [one for one in items if isinstance(one, Microbatch)]
+        self.microbatches = [one for one in items if isinstance(one, PlannedMicrobatch)]
 
     def counted(self, rank: int) -> list[Any]:
         """Batches whose labels this rank reports: each sample's on one rank."""
@@ -106,13 +106,13 @@ class PlannedSteps(Sampler[list[Any]]):
         for step in range(len(self)):
             chosen = indices[step * self._samples : (step + 1) * self._samples]
             lengths = [self._lengths[i] for i in chosen]
-            items: list[Microbatch | SplitSamples] = []
+            items: list[PlannedMicrobatch | SplitSamples] = []
             plan = self._plan(lengths)
             if plan.splits:
                 items.append(SplitSamples.of(plan, chosen, self._rank))
             for samples in filter(None, plan.ranks[self._rank]):
                 weight = self._world * sum(lengths[i] for i in samples) / max(1, sum(lengths))
-                items.append(Microbatch([chosen[i] for i in samples], weight))
+                items.append(PlannedMicrobatch([chosen[i] for i in samples], weight))
             yield items
 
     def _plan(self, lengths: list[int]) -> Plan:
@@ -122,7 +122,7 @@ class PlannedSteps(Sampler[list[Any]]):
 
 
 class _Microbatches(Dataset[Any]):
-    """A dataset whose index is a `Microbatch` of indices, and whose item is the same with its rows collated.
+    """A dataset whose index is a `PlannedMicrobatch` of indices, and whose item is the same with its rows collated.
 
     An index may be `SplitSamples` too: each of its rows is then collated alone.
     """
@@ -133,7 +133,7 @@ class _Microbatches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, item: Microbatch | SplitSamples) -> Microbatch | SplitSamples:
+    def __getitem__(self, item: PlannedMicrobatch | SplitSamples) -> PlannedMicrobatch | SplitSamples:
         if isinstance(item, SplitSamples):
             return item._replace(rows={sample: self._collate([self._rows[i]]) for sample, i in item.rows.items()})
         return item._replace(rows=self._collate([self._rows[i] for i in item.rows]))
