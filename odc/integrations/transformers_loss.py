@@ -46,9 +46,10 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
 
 
 def _is_a_mean(trainer: Any) -> bool:
-    """Whether a class of TRL computes its loss itself, as those for preferences and rewards do; transformers 5.19."""
+    """Whether a trainer says so, or a class of TRL has a loss of its own, as for preferences; transformers 5.19."""
     theirs = [one for one in type(trainer).__mro__ if one.__module__.partition(".")[0] == "trl"]
-    return any(vars(one).get("loss_is_scaled_for_ga") is not None for one in theirs)
+    said = any(vars(one).get("loss_is_scaled_for_ga") is not None for one in theirs)
+    return said or getattr(trainer, "loss_is_scaled_for_ga", None) is False
 
 
 def has_own_loss(trainer: Any) -> bool:

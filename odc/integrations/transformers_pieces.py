@@ -111,9 +111,9 @@ def refuse_documents(dataset: Any) -> None:
     if "position_ids" not in getattr(dataset, "column_names", ("position_ids",)):
         return
     for number in range(len(dataset)):
-        positions = dataset[number].get("position_ids")
-        if positions is not None:
-            _refuse_positions(torch.as_tensor(positions), f"row {number} of the dataset")
+        row = dataset[number]
+        if "position_ids" in row:
+            _refuse_positions(torch.as_tensor(row["position_ids"]), f"row {number} of the dataset")
 
 
 def _refuse_positions(positions: Tensor, what: str) -> None:
@@ -132,6 +132,8 @@ def row_of(row: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
     """
     if other := row.keys() - {"input_ids", "attention_mask", "labels", "position_ids"}:
         raise ConfigError(f"split=True cannot cut {', '.join(sorted(other))}: let the collator leave it out")
+    if missing := {"input_ids", "labels"} - row.keys():
+        raise ConfigError(f"split=True needs {' and '.join(sorted(missing))} from the collator")
     ids, labels, positions = row["input_ids"][0], row["labels"][0], row.get("position_ids")
     if positions is not None:
         positions = positions[0]

@@ -242,3 +242,12 @@ def test_positions_of_a_collated_row_must_count_its_tokens(positions: list[int],
     else:
         with pytest.raises(ConfigError, match="do not count its tokens from 0"):
             row_of(row, 4)
+
+
+def test_a_row_without_labels_is_refused() -> None:
+    from odc.integrations.transformers_pieces import row_of
+
+    row = padded([{"input_ids": [5, 6, 7, 8]}])
+    del row["labels"]
+    with pytest.raises(ConfigError, match="needs labels from the collator"):
+        row_of(row, 4)
