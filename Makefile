@@ -54,7 +54,8 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
 test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-nixl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
-	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
+	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
+	    tests/integrations/test_transformers_pieces.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
 	    tests/integrations/test_examples.py tests/integrations/test_train.py \
 	    --installed accelerate,peft,pyarrow,transformers,trl $(ARGS)
@@ -63,7 +64,8 @@ test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-nixl/.ready .venv-i
 	    --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
-	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_accelerate.py \
+	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
+	    --ignore tests/integrations/test_transformers_pieces.py --ignore tests/integrations/test_accelerate.py \
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
 	    --installed accelerate,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \

@@ -26,15 +26,16 @@ from odc.fsdp import fully_shard
 from odc.integrations._generation import generate_alone
 from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
 from odc.integrations.transformers_balance import (
+    PlannedMicrobatch,
     PlannedSteps,
     StepOfRank,
     cost_of,
     lengths_of,
     local_metrics,
     planned_loader,
-    refuse_unplanned,
 )
-from odc.integrations.transformers_pieces import TrainerPieces, refuse_unsplittable
+from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
+from odc.integrations.transformers_pieces import TrainerPieces, refuse_documents, refuse_unsplittable, row_of
 from odc.settings import Settings
 from odc.split import ranks_of_host
 
@@ -140,6 +141,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             refuse_arguments(args)
         self._max_tokens, self._split = max_tokens, split
         self._pieces: TrainerPieces | None = None
+        self._scaled: ScaledLoss | None = None
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
@@ -168,6 +170,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             return stock
         args, world = self.args, self.args.world_size
         lengths = lengths_of(self.train_dataset, args.length_column_name)
+        if self._split:
+            refuse_documents(self.train_dataset)
         steps = PlannedSteps(
             self._get_train_sampler(self.train_dataset),
             lengths,
@@ -181,6 +185,9 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             split=ranks_of_host() if self._split else None,
         )
         if self._split:
+            longest = max(range(len(lengths)), key=lengths.__getitem__)
+            with torch.random.fork_rng([]):  # a collator may draw
+                row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
             self._pieces = TrainerPieces(self.model, max(lengths), self._max_tokens, keep=keep)
         return planned_loader(stock, steps)
@@ -192,6 +199,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         steps = [step for _, step in zip(range(num_batches), epoch_iterator, strict=False)]
         none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
         counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
+        if any("labels" not in batch for batch in counted):
+            raise ConfigError("odc cannot apply max_tokens to batches without labels: a loss is divided by their count")
         return steps, self._get_num_items_in_batch(counted or [none], device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -206,8 +215,18 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
                     loss += super().training_step(model, piece, num_items_in_batch)
             for number, microbatch in enumerate(inputs.microbatches, 1):
                 model.set_is_last_backward(number == len(inputs.microbatches))
-                loss += super().training_step(model, microbatch, num_items_in_batch)
+                loss += self._step_of(model, microbatch, num_items_in_batch)
         return loss
+
+    def _step_of(self, model: Any, microbatch: PlannedMicrobatch, count: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a planned microbatch; its loss, with its share of the step's router loss."""
+        if self._scaled is None:
+            self._scaled = ScaledLoss(self)
+        with RouterLoss(model, microbatch.weight, wanted=wants_router_loss(self)) as router:
+            halved = self._scaled.halved(model, microbatch.rows, count)
+            loss: torch.Tensor = super().training_step(model, microbatch.rows, count)
+        self._scaled.compare(loss, halved, router.counted)
+        return loss + router.missing
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As the Trainer's, of all microbatches of a planned step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -19,20 +19,34 @@ from odc.errors import ConfigError, PlanError
 from odc.integrations.transformers_pieces import SplitSamples
 
 
+class PlannedMicrobatch(NamedTuple):
+    """A microbatch of a planned step.
+
+    Args:
+        rows: indices into the dataset, or what the collator made of those.
+        weight: ranks x tokens of the microbatch / tokens of the step, on all ranks; 1 in the mean where each rank has
+            one microbatch.
+    """
+
+    rows: Any
+    weight: float
+
+
 class StepOfRank:
     """What one rank computes in one optimizer step: the pieces of split samples first, then collated microbatches."""
 
-    def __init__(self, items: Sequence[Any]) -> None:
+    def __init__(self, items: Sequence[PlannedMicrobatch | SplitSamples]) -> None:
         self.split = next((one for one in items if isinstance(one, SplitSamples)), None)
-        self.microbatches = [one for one in items if not isinstance(one, SplitSamples)]
+        self.microbatches = [one for one in items if isinstance(one, PlannedMicrobatch)]
 
     def counted(self, rank: int) -> list[Any]:
         """Batches whose labels this rank reports: each sample's on one rank."""
-        return self.microbatches + ([] if self.split is None else self.split.counted(rank))
+        whole = [one.rows for one in self.microbatches]
+        return whole + ([] if self.split is None else self.split.counted(rank))
 
 
 class PlannedSteps(Sampler[list[Any]]):
-    """For every optimizer step of an epoch this rank's microbatches, as lists of indices into the dataset.
+    """For every optimizer step of an epoch this rank's microbatches, of indices into the dataset.
 
     With `split`, the ranks of one host, long samples are split over them: their `SplitSamples` come first.
 
@@ -91,12 +105,14 @@ class PlannedSteps(Sampler[list[Any]]):
         indices = [int(i) for i in self._order]
         for step in range(len(self)):
             chosen = indices[step * self._samples : (step + 1) * self._samples]
-            items: list[Any] = []
-            plan = self._plan([self._lengths[i] for i in chosen])
+            lengths = [self._lengths[i] for i in chosen]
+            items: list[PlannedMicrobatch | SplitSamples] = []
+            plan = self._plan(lengths)
             if plan.splits:
                 items.append(SplitSamples.of(plan, chosen, self._rank))
-            for microbatch in filter(None, plan.ranks[self._rank]):
-                items.append([chosen[i] for i in microbatch])
+            for samples in filter(None, plan.ranks[self._rank]):
+                weight = self._world * sum(lengths[i] for i in samples) / max(1, sum(lengths))
+                items.append(PlannedMicrobatch([chosen[i] for i in samples], weight))
             yield items
 
     def _plan(self, lengths: list[int]) -> Plan:
@@ -106,7 +122,7 @@ class PlannedSteps(Sampler[list[Any]]):
 
 
 class _Microbatches(Dataset[Any]):
-    """A dataset whose index is a list of indices, and whose item is the collated microbatch.
+    """A dataset whose index is a `PlannedMicrobatch` of indices, and whose item is the same with its rows collated.
 
     An index may be `SplitSamples` too: each of its rows is then collated alone.
     """
@@ -117,11 +133,10 @@ class _Microbatches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, indices: list[int] | SplitSamples) -> Any:
-        if isinstance(indices, SplitSamples):
-            rows = {sample: self._collate([self._rows[i]]) for sample, i in indices.rows.items()}
-            return indices._replace(rows=rows)
-        return self._collate([self._rows[i] for i in indices])
+    def __getitem__(self, item: PlannedMicrobatch | SplitSamples) -> PlannedMicrobatch | SplitSamples:
+        if isinstance(item, SplitSamples):
+            return item._replace(rows={sample: self._collate([self._rows[i]]) for sample, i in item.rows.items()})
+        return item._replace(rows=self._collate([self._rows[i] for i in item.rows]))
 
 
 def planned_loader(stock: Any, steps: PlannedSteps) -> DataLoader[Any]:
@@ -152,32 +167,6 @@ def cost_of(model: Any) -> Cost:
         return cost_from_config(model.config.to_dict())
     except (AttributeError, PlanError, ConfigError, KeyError):
         return linear_cost
-
-
-def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
-    """Raise ConfigError if a Trainer's loss or arguments do not allow ranks to have unequal microbatches."""
-    args = trainer.args
-    wrong = {
-        "gradient_accumulation_steps": (args.gradient_accumulation_steps != 1, "set it to 1; the plan counts"),
-        "average_tokens_across_devices": (not args.average_tokens_across_devices, "leave it True"),
-        "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", "leave it out"),
-        "train_sampling_strategy='batch_rebalance'": (
-            str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"),
-            "use 'random', 'sequential' or 'group_by_length'",
-        ),
-        f"the loss of {type(trainer).__name__}": (
-            _has_own_loss(trainer) or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func),
-            "it is a mean over a microbatch; leave max_tokens out",
-        ),
-    }
-    for what, (bad, instead) in wrong.items():
-        if bad:
-            raise ConfigError(f"odc cannot apply max_tokens={max_tokens} with {what}: {instead}")
-
-
-def _has_own_loss(trainer: Any) -> bool:
-    """Whether the class computes its loss itself, as TRL's do for preferences and rewards; transformers 5.19."""
-    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None
 
 
 @contextlib.contextmanager

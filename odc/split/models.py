@@ -38,6 +38,15 @@ def layers_of(model: nn.Module) -> int:
     return int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
 
 
+def windows_of(config: Any, layers: int) -> list[int | None]:
+    """By layer the tokens that a token sees by a model's config, itself included; None sees all before it."""
+    window = getattr(config, "sliding_window", None) or None
+    if config is None or window is None or getattr(config, "use_sliding_window", None) is False:
+        return [None] * layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
 def hook(model: nn.Module) -> dict[str, Any]:
     """Let the model's attention split a sample where it is given `odc_piece`; without one nothing changes.
 

@@ -103,6 +103,24 @@ def test_a_loop_is_that_of_an_accelerator_without_the_plugin(ranks, tmp_path, fi
         torch.testing.assert_close(weight, theirs[3][name], rtol=1e-2, atol=5e-2 if close > 1e-4 else 2e-3)
 
 
+def rounded(rank: int, world: int, dtype: torch.dtype) -> tuple[Steps, set[torch.dtype], set[torch.dtype]]:
+    """Steps of a model whose weights are bf16's, loaded in `dtype`; dtypes of its weights and of AdamW's moments."""
+    as_torchrun(rank, world)
+    made = accelerator(WRAPPED | {"settings": Settings(reproducible=True)}, mixed_precision="bf16")
+    net = model().bfloat16().to(dtype)
+    net, optimizer = made.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3))
+    loader = made.prepare(torch.utils.data.DataLoader(samples(), batch_size=2, collate_fn=padded))
+    found = losses(made, net, optimizer, loader, 3)
+    moments = {one[name].dtype for one in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")}
+    return found, {weight.dtype for weight in net.parameters()}, moments
+
+
+def test_a_model_loaded_in_bf16_is_trained_with_fp32_weights(ranks) -> None:
+    loaded, weights, moments = ranks(2).run(rounded, torch.bfloat16)[0]
+    assert weights == moments == {torch.float32}
+    assert apart(loaded, ranks(2).run(rounded, torch.float32)[0][0]) < 1e-6
+
+
 def units(rank: int, world: int) -> tuple[list[str], bool, list[int]]:
     """Names of the sharded modules, whether all are odc's, and of a minibatch of unequal counts the ranks' counts."""
     as_torchrun(rank, world)

@@ -93,12 +93,14 @@ UNPLANNED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", UNPLANNED)
 def test_a_plan_of_steps_is_refused_where_ranks_could_not_differ(name: str) -> None:
-    from odc.integrations.transformers_balance import refuse_unplanned
+    from transformers import Trainer
+
+    from odc.integrations.transformers_loss import refuse_unplanned
 
     fields = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": True}
     fields |= {"include_num_input_tokens_seen": "no", "train_sampling_strategy": "random"}
     trainer = SimpleNamespace(args=SimpleNamespace(**fields), model_accepts_loss_kwargs=True, compute_loss_func=None)
-    trainer.loss_is_scaled_for_ga = None
+    trainer.loss_is_scaled_for_ga, trainer.compute_loss = None, Trainer.compute_loss
     refuse_unplanned(trainer, 64)
     value, instead = UNPLANNED[name]
     setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)

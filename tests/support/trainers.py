@@ -56,6 +56,17 @@ def model(vocab: int = 60) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab, tie_word_embeddings=False, **sizes, **heads))
 
 
+def mixture(vocab: int = 60, **changes: Any) -> Any:
+    """A mixture of four experts, which adds its router loss; the same on every call."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    router: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=vocab, **(sizes | router | changes)))
+
+
 def arguments(folder: Path, kind: Any = None, **changes: Any) -> Any:
     """`TrainingArguments`, or those of `kind`, of three steps of two microbatches."""
     from transformers import TrainingArguments

@@ -1,0 +1,240 @@
+"""Losses of a Trainer under `max_tokens`, on two CPU ranks: router losses weighed by tokens, means refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import RanksFailed
+from support.trainers import Logged, arguments, as_torchrun, differences, logged, mixture, model, padded, samples
+
+from odc.errors import ConfigError
+from odc.experiments.data.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("accelerate") is None,
+    reason="needs transformers and accelerate: make test-integrations",
+)
+#: Two ranks with three samples each have 64 tokens each, in three and two microbatches of at most `CAP`.
+LENGTHS, CAP = [40, 12, 12, 22, 22, 20] * 3, 41
+CHANGES: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 3}
+CHANGES |= {"train_sampling_strategy": "sequential", "bf16": False}
+
+
+def linear_router_loss(logits: Any, experts: Any = None, top_k: Any = None, mask: Any = None, **unused: Any) -> Any:
+    """In place of the balance of experts, which is not linear in tokens: a mean over tokens of a function of each."""
+    each = sum(layer.float().logsumexp(-1).square() for layer in logits)
+    mask = torch.ones_like(each) if mask is None else mask.reshape(-1).float()
+    return (each * mask).sum() / mask.sum()
+
+
+@contextmanager
+def router_loss(linear: bool) -> Iterator[None]:
+    from transformers.models.mixtral import modeling_mixtral
+
+    stock = modeling_mixtral.load_balancing_loss_func
+    with mock.patch.object(modeling_mixtral, "load_balancing_loss_func", linear_router_loss if linear else stock):
+        yield
+
+
+def trainer_of(kind: str, folder: Path, max_tokens: int | None) -> Any:
+    """A stock trainer, or with `max_tokens` that of odc."""
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    options: dict[str, Any] = {"max_tokens": max_tokens} if max_tokens else {}
+    if kind == "Trainer":
+        made: Any = OdcTrainer if max_tokens else Trainer
+        args = arguments(folder, **CHANGES)
+        return made(model=mixture(), args=args, train_dataset=samples(LENGTHS), data_collator=padded, **options)
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    class OdcSFTTrainer(OdcTrainer, SFTTrainer): ...
+
+    if dist.get_rank() == 0:
+        ByteTokenizer().save(folder / "tokenizer")
+    dist.barrier()
+    return (OdcSFTTrainer if max_tokens else SFTTrainer)(
+        model=mixture(ByteTokenizer.vocab_size),
+        args=arguments(folder, SFTConfig, **CHANGES),
+        train_dataset=Dataset.from_list(samples(LENGTHS)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        **options,
+    )
+
+
+def routed(rank: int, world: int, kind: str, folder: Path, max_tokens: int | None) -> tuple[Logged, int]:
+    """Logged steps with a linear router loss, and forwards with gradients that this rank ran."""
+    as_torchrun(rank, world)
+    counts: list[int] = []
+    with router_loss(linear=True):
+        trainer = trainer_of(kind, folder, max_tokens)
+        trainer.model.register_forward_pre_hook(lambda *unused: counts.append(torch.is_grad_enabled()))
+        trainer.train()
+    return logged(trainer), sum(counts)
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_router_loss_is_that_of_the_stock_run_with_one_microbatch_a_rank(ranks, tmp_path, kind: str) -> None:
+    if kind == "SFTTrainer":
+        pytest.importorskip("trl", reason="needs trl: make test-integrations")
+    (theirs, one), _ = ranks(2).run(routed, kind, tmp_path / "stock", None, timeout=500)
+    (ours, few), (_, many) = ranks(2).run(routed, kind, tmp_path / "odc", CAP, timeout=500)
+    assert one == 3 and sorted((few, many)) == [6, 9], "of three steps"
+    assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+
+
+def balanced(rank: int, world: int, folder: Path) -> tuple[Logged, Logged]:
+    """The first logged step with the stock router loss, and what it should be by the microbatches of all ranks."""
+    as_torchrun(rank, world)
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def see(module: Any, args: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not trainer.state.global_step:
+            seen.append({name: given[name].clone() for name in ("input_ids", "attention_mask", "labels")})
+
+    trainer = trainer_of("Trainer", folder, CAP)
+    trainer.model.register_forward_pre_hook(see, with_kwargs=True)
+    trainer.train()
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, seen)
+    like, batches = mixture().train(), [batch for each in told for batch in each]
+    tokens = sum(float(batch["attention_mask"].sum()) for batch in batches)
+    targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    total = torch.zeros(())
+    for batch in batches:
+        found = like(**batch, num_items_in_batch=targets)
+        share = float(batch["attention_mask"].sum()) / tokens
+        # The stock Trainer multiplies by the number of ranks, the router loss too.
+        total = total + (found.loss - found.aux_loss) + world * share * found.aux_loss
+    total.backward()
+    norm = torch.cat([weight.grad.flatten() for weight in like.parameters() if weight.grad is not None]).norm()
+    return logged(trainer)[:1], [(float(total), float(norm))]
+
+
+def test_balancing_losses_of_microbatches_are_weighed_by_their_tokens(ranks, tmp_path) -> None:
+    ours, expected = ranks(2).run(balanced, tmp_path, timeout=500)[0]
+    assert max(differences(ours, expected)) < 1e-4, (ours, expected)
+
+
+def hidden_router_loss(rank: int, world: int, folder: Path) -> None:
+    as_torchrun(rank, world)
+    from transformers import MixtralForCausalLM
+    from transformers.modeling_outputs import CausalLMOutput
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Hides(MixtralForCausalLM):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **given: Any) -> Any:
+            found = super().forward(input_ids, attention_mask, labels=labels, **given)
+            return CausalLMOutput(loss=found.loss, logits=found.logits)
+
+    net, args = Hides(mixture().config), arguments(folder, **CHANGES)
+    OdcTrainer(model=net, args=args, train_dataset=samples(LENGTHS), data_collator=padded, max_tokens=CAP).train()
+
+
+def test_a_router_loss_that_the_output_hides_is_refused(ranks, tmp_path) -> None:
+    with pytest.raises(RanksFailed, match="its output has no aux_loss; set output_router_logits=False"):
+        ranks(2).run(hidden_router_loss, tmp_path, timeout=500)
+
+
+def kinds_of_loss() -> dict[str, Any]:
+    """Subclasses with a `compute_loss` of their own."""
+    from odc.integrations.transformers import OdcTrainer
+
+    class Mean(OdcTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+            return model(**inputs).loss
+
+    class SaysSum(Mean):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+            return super().compute_loss(model, inputs)
+
+    class Sum(OdcTrainer):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> Any:
+            ranks = dist.get_world_size()
+            return ranks * model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+    return {"Mean": Mean, "SaysSum": SaysSum, "Sum": Sum, "OdcTrainer": OdcTrainer}
+
+
+def a_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> Any:
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def classifier() -> Any:
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    config: Qwen2Config = model().config
+    config.num_labels, config.pad_token_id, config.problem_type = 60, 0, "multi_label_classification"
+    return Qwen2ForSequenceClassification(config)
+
+
+def own_loss(rank: int, world: int, kind: str, folder: Path, options: dict[str, Any], classify: bool) -> Logged:
+    as_torchrun(rank, world)
+
+    def collate(rows: Any) -> Any:
+        found = padded(rows)
+        return found | {"labels": torch.ones(len(rows), 60)} if classify else found
+
+    trainer = kinds_of_loss()[kind](
+        model=classifier() if classify else model(),
+        args=arguments(folder, **CHANGES),
+        train_dataset=samples(LENGTHS),
+        data_collator=collate,
+        **options,
+    )
+    trainer.train()
+    return logged(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "classify", "says"),
+    [
+        ("Mean", {}, False, "with compute_loss of Mean: set loss_is_scaled_for_ga = True in its class"),
+        ("SaysSum", {}, False, "Qwen2ForCausalLM under SaysSum: it is .* for twice num_items_in_batch"),
+        ("OdcTrainer", {"compute_loss_func": a_mean}, False, "under OdcTrainer: it is .* for twice num_items_in_batch"),
+        ("OdcTrainer", {}, True, "Qwen2ForSequenceClassification under OdcTrainer: it is .* should be half"),
+    ],
+)
+def test_a_loss_that_is_a_mean_over_a_microbatch_is_refused(ranks, tmp_path, kind, options, classify, says) -> None:
+    with pytest.raises(RanksFailed, match=says):
+        ranks(2).run(own_loss, kind, tmp_path, {"max_tokens": CAP, **options}, classify, timeout=500)
+
+
+def test_a_loss_of_ones_own_that_is_a_sum_is_the_stock_one(ranks, tmp_path) -> None:
+    theirs = ranks(2).run(own_loss, "OdcTrainer", tmp_path, {}, False, timeout=500)[0]
+    ours = ranks(2).run(own_loss, "Sum", tmp_path, {"max_tokens": CAP}, False, timeout=500)[0]
+    assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+
+
+def without_labels(rank: int, world: int, folder: Path) -> str:
+    as_torchrun(rank, world)
+    from odc.integrations.transformers import OdcTrainer
+
+    def collate(rows: Any) -> Any:
+        return {name: one for name, one in padded(rows).items() if name != "labels"}
+
+    rows, args = samples(LENGTHS), arguments(folder, **CHANGES)
+    trainer = OdcTrainer(model=model(), args=args, train_dataset=rows, data_collator=collate, max_tokens=CAP)
+    with pytest.raises(ConfigError) as refusal:
+        trainer.train()
+    return str(refusal.value)
+
+
+def test_batches_without_labels_are_refused(ranks, tmp_path) -> None:
+    assert "max_tokens to batches without labels" in ranks(2).run(without_labels, tmp_path, timeout=500)[0]
