@@ -2,7 +2,8 @@
 
 Both allocate the unsharded parameters anew, as every unshard does. Whether that costs page faults depends on malloc, so
 malloc's options are set: with pages "kept" it uses freed memory again and nothing faults; with pages "fresh" each
-parameter comes from the kernel each time, as large ones do in practice. "Bookkeeping" is the same `unshard` without the
+parameter comes from the kernel each time, as large ones do in practice. They are set after the unit is built, which
+sets them too. Destinations of both get the advice on huge pages. "Bookkeeping" is the same `unshard` without the
 copies: the work of torch and odc for each parameter, which FSDP2 does too. "gloo" is FSDP2's `unshard`, with both ranks
 in lockstep. Rounds alternate. Target: ratio >= 0.85 for units of 1 MiB and more.
 """
@@ -88,10 +89,10 @@ def bookkeeping(rounds: int) -> list[float]:
 def test_fetch(
     pages: Pages, mib: int, dtype: torch.dtype, shape: Shape, pool: RankPool, note: Callable[..., None], benchmark: Any
 ) -> None:
-    pin(pages)
     pool.each(build, "fsdp2", mib * MIB, dtype, shape)
     gloo = median(pool.each(unshard_times, _GLOO)[0])
     pool.each(build_and_open, mib * MIB, dtype, shape)
+    pin(pages)  # sharding has raised malloc's thresholds
     memcpy = PlainCopy(root_of(held.module), held.module, "cpu")
     copies: list[float] = []
 
