@@ -31,8 +31,8 @@ def busy(result: Result) -> str:
     """What to know about the load before the ranks started; empty for a quiet machine. Ranks make load themselves."""
     load_1min = result.get("load_1min", {}).get("begin")
     if load_1min is None:
-        return "load not recorded"
-    return f"taken on a busy machine: load {load_1min:.1f} before it began" if load_1min > QUIET else ""
+        return "at an unknown load"
+    return f"on a busy machine: load {load_1min:.1f} before it began" if load_1min > QUIET else ""
 
 
 def stale(result: Result) -> str:
@@ -40,22 +40,22 @@ def stale(result: Result) -> str:
     commit = result.get("commit")
     if commit == load(REFERENCE)["commit"]:
         return ""
-    return f"taken at commit {commit[:7]}" if commit else "taken at an unknown commit"
+    return f"at commit {commit[:7]}" if commit else "at an unknown commit"
 
 
 def taken(results: Path = RESULTS) -> str:
     """One line for a page: at which commit and on which day its figures were taken."""
     demo = load(REFERENCE, results)
     return prose(
-        f"All figures here and in docs/ were taken on {demo['date']}, at commit `{demo['commit'][:7]}`, by "
-        f"`make figures` on one machine with {demo['machine']['cores']} cores; each that was not says so."
+        f"All figures here and in docs/ were taken on {demo['date']}, at commit `{demo['commit'][:7]}`, on one quiet "
+        f"machine with {demo['machine']['cores']} cores; a figure that was not says so."
     )
 
 
 def note(result: Result) -> str:
     """`stale` and `busy` as a sentence to put behind a paragraph; mostly empty."""
     said = ", ".join(filter(None, (stale(result), busy(result))))
-    return f" ({said[0].upper()}{said[1:]}.)" if said else ""
+    return f" (Taken {said}.)" if said else ""
 
 
 def command(result: Result) -> str:

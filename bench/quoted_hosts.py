@@ -48,13 +48,10 @@ def hosts() -> str:
         seconds = {arm: row["seconds"] for arm, row in rows.items()}
         theirs = {arm: took for arm, took in seconds.items() if not arm.startswith("odc")}
         rival = best(theirs)
-        of_best = {
-            f"`{arm}` takes of it": f"{seconds[arm] / theirs[rival]:.2f}" if arm in seconds else "-" for arm in _SHOWN
-        }
-        of_each = {
-            f"`odc` of `{arm}`": f"{seconds['odc'] / theirs[arm]:.2f}" if arm in theirs else "-" for arm in _RIVALS
-        }
-        lines.append({_HEADING: _name(first), "best of torch": f"`{rival}`", **of_best, **of_each})
+        of_best = {f"`{arm}` of it": f"{seconds[arm] / theirs[rival]:.2f}" if arm in seconds else "-" for arm in _SHOWN}
+        of_each = " / ".join(f"{seconds['odc'] / theirs[arm]:.2f}" if arm in theirs else "-" for arm in _RIVALS)
+        heading = f"`odc` of {' / '.join(f'`{arm}`' for arm in _RIVALS)}"
+        lines.append({_HEADING: _name(first), "best of torch": f"`{rival}`", **of_best, heading: of_each})
     return f"{table(lines)}\n\n" + prose(
         f"Measured on {result['machine']['cores']} cores, hosts as namespaces, medians in turns "
         f"(`{command(result)}`, [all arms, processor time and bytes](../bench/results/hosts.md)). What left a host was "

@@ -80,7 +80,7 @@ def _measured(demo: Result) -> str:
         f"*Measured*: `{shlex.join(words)}` on {demo['machine']['cores']} cores ({demo['machine']['processor']}). "
         f"`odc-split` is {seconds[0] / seconds[1]:.2f} times as fast as `odc`, whose plans have a bubble of at least "
         f"{whole['plan']['bubble']:.0%}; {fmean(pieces['plan']['pieces']):.1f} pieces a step, losses within "
-        f"{pieces['loss']['largest_difference']:.0e}.{note(demo, demo['job']['ranks'])}"
+        f"{pieces['loss']['largest_difference']:.0e}.{note(demo)}"
     )
 
 

@@ -107,4 +107,4 @@ def test_pages_name_what_is_stale_or_busy(monkeypatch: pytest.MonkeyPatch) -> No
     assert noted("a" * 40, 0.9) == "", "ranks make the load at the end"
     assert noted("a" * 40, 1.4) == " (Taken on a busy machine: load 1.4 before it began.)"
     assert noted("b" * 40, 0.0) == " (Taken at commit bbbbbbb.)"
-    assert noted(None, None) == " (Taken at an unknown commit, load not recorded.)"
+    assert noted(None, None) == " (Taken at an unknown commit, at an unknown load.)"
