@@ -24,7 +24,7 @@ from bench.quoted import QUIET, RESULTS, load
 from odc.provenance import commit
 
 ROOT = Path(__file__).parent.parent
-SETTLE_S, _LIMIT_S = 90.0, 1800.0
+SETTLE_S, _LIMIT_S = 60.0, 1800.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 _PYTEST = "pytest --benchmark-disable-gc -q --timeout 1200"
 
@@ -57,40 +57,40 @@ def _pytest(*names: str, options: str = "") -> FigureStep:
 
 #: Steps that mostly sleep stand between those that compute, so that their load dies down meanwhile.
 STEPS = (
-    FigureStep("odc.cli compare --demo --repeats 3 --json bench/results/demo.json", ("demo",)),
-    _bench("emulated", "--regime longalign --steps 4 --scale 0.15", "emulated_longalign"),
+    FigureStep("odc.cli compare --demo --repeats 3 --steps 5 --json bench/results/demo.json", ("demo",)),
+    _bench("emulated", "--regime longalign --steps 2 --scale 0.3", "emulated_longalign"),
     _bench("hosts"),
     _bench("simulated_hosts"),
-    _bench("emulated", "--regime swe-smith --steps 4 --scale 0.04", "emulated_swe_smith"),
+    _bench("emulated", "--regime swe-smith --steps 2 --scale 0.08", "emulated_swe_smith"),
     _pytest("fetch", "push"),
-    _bench("split", "--regime longalign --steps 2 --seconds 5", "split_longalign"),
+    _bench("split", "--regime longalign --counts 1 4 --steps 1 --seconds 9", "split_longalign"),
     FigureStep(
-        "odc.cli compare --demo --max-tokens 8192 --minibatch-size 3 --arms odc,odc-split --repeats 2"
+        "odc.cli compare --demo --max-tokens 8192 --minibatch-size 3 --arms odc,odc-split --repeats 2 --steps 5"
         " --json bench/results/split_demo.json",
         ("split_demo",),
     ),
-    _bench("split", "--regime swe-smith --steps 2 --seconds 5", "split_swe_smith"),
+    _bench("split", "--regime swe-smith --counts 1 4 --steps 1 --seconds 10.5", "split_swe_smith"),
     _bench("deaths"),
-    _bench("evaluation", "", "evaluation", "gather"),
+    _bench("evaluation", "--seconds 0.15", "evaluation", "gather"),
     FigureStep(
-        "odc.cli train-mm --demo --repeats 2 --arms fsdp2/none,fsdp2/llm-only,fsdp2/full,odc/none,odc/llm-only,odc/full"
-        " --json bench/results/train_mm.json",
+        "odc.cli train-mm --demo --repeats 2 --steps 4"
+        " --arms fsdp2/none,fsdp2/llm-only,fsdp2/full,odc/none,odc/llm-only,odc/full --json bench/results/train_mm.json",
         ("train_mm",),
     ),
-    _bench("split_bytes"),
+    _bench("split_bytes", "--steps 1"),
     _pytest("pieces", options="-k processor_time"),
-    _bench("handover", "--seconds 1 --pairs 4 --steps 4 --rounds 9", "handover", "handover_steps"),
+    _bench("handover", "--seconds 1 --pairs 3 --steps 4 --rounds 7", "handover", "handover_steps"),
     _bench("generation", "--repeats 3 --requests 12"),
     _pytest("inputs"),
-    _bench("grpo", "--steps 5 --repeats 1 --response-tokens 512 --max-tokens 576"),
-    _bench("simulated_vs_emulated", "--steps 2 --scale 0.15"),
+    _bench("grpo", "--steps 4 --repeats 1 --response-tokens 512 --max-tokens 576"),
+    _bench("simulated_vs_emulated", "--ranks 2 8 --steps 1 --scale 0.2"),
     _pytest("overlap"),
     _pytest("simulate", "dispatch", "node_exact"),
     FigureStep(
         f"{_PYTEST} bench/bench_planners.py --results bench/results", ("planners",), overlay=".venv-integrations"
     ),
     _bench("order", "--rounds 60"),
-    _bench("convergence", "--steps 300"),
+    _bench("convergence", "--steps 200"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,8 +61,12 @@ def note(result: Result) -> str:
 
 def command(result: Result) -> str:
     """How a benchmark was started, without what every command has and where it stored its result."""
-    found: str = result["command"].partition(" --results")[0].removeprefix("OMP_NUM_THREADS=1 ")
-    return found
+    words = result["command"] if isinstance(result["command"], list) else shlex.split(result["command"])
+    kept = list(words)
+    for option in ("--results", "--json", "--output"):
+        if option in kept:
+            del kept[kept.index(option) : kept.index(option) + 2]
+    return shlex.join(word for word in kept if word != "OMP_NUM_THREADS=1")
 
 
 def best(seconds: Mapping[str, float]) -> str:

@@ -123,8 +123,8 @@ def train_mm() -> str:
     ranks = result["job"]["ranks"]
     head = (
         f"{ranks} ranks on {result['machine']['cores']} cores, {result['job']['minibatch_size']} examples a step, "
-        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (command in "
-        f"`bench/results/train_mm.json`).{note(result)}"
+        f"{steps} counted steps, medians over {result['repeats']} interleaved runs "
+        f"(`{command(result)}`).{note(result)}"
     )
     return f"{prose(head)}\n\n{table(lines)}\n\n{_gains(result)}"
 

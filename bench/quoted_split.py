@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from statistics import fmean
 
 from bench.quoted import Result, best, command, find, load, note, prose, span
@@ -73,11 +72,8 @@ def _row(result: Result, count: int, arm: str) -> Result:
 def _measured(demo: Result) -> str:
     whole, pieces = (demo["arms"][arm] for arm in ("odc", "odc-split"))
     seconds = [arm["total"]["seconds"] for arm in (whole, pieces)]
-    words = list(demo["command"])
-    if "--json" in words:
-        del words[words.index("--json") : words.index("--json") + 2]
     return prose(
-        f"*Measured*: `{shlex.join(words)}` on {demo['machine']['cores']} cores ({demo['machine']['processor']}). "
+        f"*Measured*: `{command(demo)}` on {demo['machine']['cores']} cores ({demo['machine']['processor']}). "
         f"`odc-split` is {seconds[0] / seconds[1]:.2f} times as fast as `odc`, whose plans have a bubble of at least "
         f"{whole['plan']['bubble']:.0%}; {fmean(pieces['plan']['pieces']):.1f} pieces a step, losses within "
         f"{pieces['loss']['largest_difference']:.0e}.{note(demo)}"

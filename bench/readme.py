@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import pages
-from bench.quoted import RESULTS, best, load, note, prose, taken
+from bench.quoted import RESULTS, best, command, load, note, prose, taken
 from bench.quoted_speed import REGIMES
 from odc.bench.report import table
 from odc.experiments.table import between_passes
@@ -38,7 +38,7 @@ def replaced(text: str) -> str:
 def _head(demo: dict[str, Any]) -> str:
     machine, job = demo["machine"], demo["job"]
     return prose(
-        f"The demo (`odc compare --demo --repeats {demo['repeats']}`): {job['ranks']} CPU ranks on {machine['cores']} "
+        f"The demo (`{command(demo)}`): {job['ranks']} CPU ranks on {machine['cores']} "
         f"cores ({machine['processor']}, torch {demo['versions']['torch']}), {job['steps'] - demo['skipped_steps']} "
         f"steps, each the median of {demo['repeats']} interleaved runs. `odc` is {_gain(demo)}, the fastest arm of "
         f"torch. Read ratios, not speeds.{note(demo)}"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.emulated import COST, NEAR, RANKS, UNITS, WIDTH, Run, Slept, bubble, draw_minibatches, measure
+from bench.emulated import COST, DRAWN, NEAR, RANKS, UNITS, WIDTH, Run, Slept, bubble, measure, typical
 from bench.simulated_vs_emulated import idle_plan, overheads
 from odc import Settings
 from odc.arms import ARMS, ArmName
@@ -43,7 +43,6 @@ from odc.split import Splitter, attend
 
 REGIMES, COUNTS = ("longalign", "swe-smith"), (1, 2, 4)
 COMPARED: tuple[ArmName, ...] = ("fsdp2-equal-samples", "fsdp2", "odc", "odc-split")
-DRAWN = 64  # minibatches, of which the most typical ones are run
 TOKENS = 256  # tokens of a plan for one that is exchanged
 LONGEST = 1024  # of those, at least as many as any sample has
 
@@ -136,16 +135,6 @@ def run_arm(run: Run, make: Callable[[], Any] = AttendingModel, longest: int = L
     held.module = model
     drop()
     return spans
-
-
-def typical(regime: str, count: int, steps: int, seed: int, world: int = RANKS) -> tuple[list[list[int]], int]:
-    """Of DRAWN minibatches of `count` lengths the `steps` whose costliest sample, as a multiple of what a rank has to
-    do on average, is nearest to the mean of them all; and the token cap. So that few minibatches stand for many.
-    """
-    drawn, cap = draw_minibatches(regime, count, DRAWN, seed)
-    bounds = [world * max(map(COST, lengths)) / sum(map(COST, lengths)) for lengths in drawn]
-    nearest = sorted(range(DRAWN), key=lambda i: abs(bounds[i] - mean(bounds)))[:steps]
-    return [drawn[i] for i in sorted(nearest)], cap
 
 
 def thinned(plan: Plan, tokens: int) -> Plan:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.emulated import COST, WIDTH, Run, Slept, measure
-from bench.split import TOKENS, run_arm, typical
+from bench.emulated import COST, WIDTH, Run, Slept, measure, typical
+from bench.split import TOKENS, run_arm
 from odc.arms import ARMS, ArmName
 from odc.bench.ranks import RankPool
 from odc.bench.report import store
