@@ -74,7 +74,8 @@ STEPS = (
     _bench("evaluation", "--seconds 0.15", "evaluation", "gather"),
     FigureStep(
         "odc.cli train-mm --demo --repeats 2 --steps 4"
-        " --arms fsdp2/none,fsdp2/llm-only,fsdp2/full,odc/none,odc/llm-only,odc/full --json bench/results/train_mm.json",
+        " --arms fsdp2/none,fsdp2/llm-only,fsdp2/full,odc/none,odc/llm-only,odc/full"
+        " --json bench/results/train_mm.json",
         ("train_mm",),
     ),
     _bench("split_bytes", "--steps 1"),
