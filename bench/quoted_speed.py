@@ -47,16 +47,17 @@ def verbs() -> str:
         wanted = {"dtype": "float32", "parameters": 9, "pages": pages}
         return [f"{figure(find(fetch, unit_MiB=size, **wanted)):.2f}" for size in sizes]
 
-    def pushed(mode: str) -> list[str]:
-        return [f"{find(push, accumulate=mode, chunk_MiB=s, dtype='float32')['ratio']:.2f}" for s in sizes]
+    def pushed(figure: Callable[[Result], float], mode: str = "server") -> list[str]:
+        return [f"{figure(find(push, accumulate=mode, chunk_MiB=s, dtype='float32')):.2f}" for s in sizes]
 
     cells = [
         ("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
         ("the same into fresh pages", *fetched(lambda r: r["ratio"], "fresh")),
         ("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
         ("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
-        ("push until the daemon has added it, share of a local `add_`", *pushed("server")),
-        ('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
+        ("push until the daemon has added it, share of a local `add_`", *pushed(lambda r: r["ratio"])),
+        ("gloo's reduce-scatter of as much: times as slow", *pushed(lambda r: r["gloo_ms"] / r["push_ms"])),
+        ('push with `accumulate="direct"`, share of a local `add_`', *pushed(lambda r: r["ratio"], "direct")),
     ]
     lines = [dict(zip(("", *(f"{size} MiB" for size in sizes)), row, strict=True)) for row in cells]
     small = find(fetch, dtype="float32", parameters=9, pages="kept", unit_MiB=1)

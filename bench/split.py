@@ -137,7 +137,7 @@ def run_arm(run: Run, make: Callable[[], Any] = AttendingModel, longest: int = L
     return spans
 
 
-def thinned(plan: Plan, tokens: int) -> Plan:
+def thinned(plan: Plan, tokens: int = TOKENS) -> Plan:
     """The plan with one token in `tokens` of its split samples, as their pieces attend and exchange them."""
     splits = [
         replace(split, slices=zigzag(max(split.length // tokens, 2 * len(split.ranks)), len(split.ranks)))
