@@ -36,13 +36,13 @@ SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu lint clean
+.PHONY: help demo test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu figures lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
+demo: $(READY)  ## train a small model under each arm on this machine, compare them (minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
 
 test: $(READY)  ## run the tests: every behaviour once
@@ -82,7 +82,6 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(ON_CPU) $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
-	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))
@@ -101,6 +100,9 @@ bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by
 	test $$code -le 1 || exit $$code; \
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS) || code=1;) \
 	exit $$code
+
+figures: $(READY) .venv-integrations/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; 45 minutes)
+	@$(ON_CPU) $(BIN)/python -m bench.figures $(ARGS)
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 NIXL itself admits anybody who has an agent's metadata, so metadata crosses admitted connections only, and its listener
 is never on. It does not tell of deaths either: a read watches the admitted connection to the same rank.
 
-Two defaults are changed, which on processors that train cost 3 to 10 times the speed: the progress thread would spin,
+Two defaults are changed, which on processors that train cost much of the speed: the progress thread would spin,
 and UCX's TCP segments are small. What the environment sets for UCX stays.
 """
 
