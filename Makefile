@@ -62,7 +62,8 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
 	    tests/integrations/test_examples.py tests/integrations/test_train.py \
-	    tests/simulate/test_lengths.py tests/experiments/data/test_sources.py \
+	    tests/simulate/test_lengths.py::test_a_datasets_folder \
+	    tests/experiments/data/test_sources.py::test_datasets_folder \
 	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/runtime/test_engines.py tests/doctor/test_network.py -k "nixl or network" \
