@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MAKE = """#!/bin/sh
 case "$*" in
-    test) echo "12 passed, 3 skipped in 4.50s" ;;
-    test-integrations) echo "== 5 passed, 10 skipped, 1 warning in 70.00s (0:01:10) =="; echo "2 skipped in 0.10s" ;;
+    "test "*) echo "12 passed, 3 skipped in 4.50s" ;;
+    test-integrations*) echo "== 5 passed, 10 skipped, 1 warning in 70.00s (0:01:10) =="; echo "2 skipped in 0.10s" ;;
     {failing}*) echo "1 failed, 7 skipped in 2.00s"; exit 2 ;;
 esac
 """
