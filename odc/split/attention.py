@@ -68,8 +68,8 @@ def attend(
     """
     if not piece.vouched:
         raise UnsupportedError(
-            f"layer {layer} attends for a piece of a split sample, but the model that the Splitter was made with was not "
-            "called, so that nothing vouches for the piece's position_ids: call that model"
+            f"layer {layer} attends for a piece of a split sample, but the model that the Splitter was made with was "
+            "not called, so that nothing vouches for the piece's position_ids: call that model"
         )
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from odc.errors import UnsupportedError
@@ -16,7 +15,7 @@ _guarded = "_odc_guards_positions"
 
 
 def guard(model: nn.Module) -> None:
-    """Let `model`, and each model of transformers in it, refuse to run a piece without its `position_ids`. Idempotent."""
+    """Let `model`, and each model of transformers in it, refuse a piece without its `position_ids`. Idempotent."""
     for module in model.modules():
         if module is not model and not hasattr(module, "get_input_embeddings"):
             continue
@@ -36,8 +35,8 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         given = _by_place(module, args)
     if not isinstance(given, Tensor):
         raise UnsupportedError(
-            f"{type(module).__name__} was called with a piece of a split sample but without its position_ids, and would "
-            "count its tokens from 0: pass all of SamplePiece.of(...).inputs"
+            f"{type(module).__name__} was called with a piece of a split sample but without its position_ids, and "
+            "would count its tokens from 0: pass all of SamplePiece.of(...).inputs"
         )
     expected = handle.positions
     if given is not expected and not (given.shape[-1:] == expected.shape[-1:] and bool((given == expected).all())):
@@ -49,5 +48,5 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _by_place(module: nn.Module, args: tuple[Any, ...]) -> Any:
-    names = [name for name in inspect.signature(module.forward).parameters]
+    names = list(inspect.signature(module.forward).parameters)
     return dict(zip(names, args, strict=False)).get("position_ids")

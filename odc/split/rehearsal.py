@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from odc.balance.slices import zigzag
 from odc.errors import OdcError, UnsupportedError
@@ -31,7 +32,9 @@ _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF = 0.05
 _SHARE = 0.3  # of the difference that is there when the pieces do not see each other
 _GRADIENTS, _GRADIENTS_HALF = 10.0, 0.15  # limits for gradients: times those for outputs, and in half precision
-_NONE_ASKED = "run with `odc_piece` no layer hands its attention over (it attends in a way of its own) before it fails with"
+_NONE_ASKED = (
+    "run with `odc_piece` no layer hands its attention over (it attends in a way of its own) before it fails with"
+)
 _SMALL = 2.0**-7  # the projection, so that a gradient which the model adds by itself stands out
 
 
@@ -155,8 +158,12 @@ class _Check:
         return _Forward(_output(given)[0], embedded)
 
     def _grad(self, outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        with self._weights:  # which layers that are recomputed use
-            return list(torch.autograd.grad(outputs, inputs, grads, materialize_grads=True))
+        # A function that is given tensors runs outside of the mode, and a layer that it recomputes would have the
+        # model's own weights. Edges of the graph are none.
+        edges = [[get_gradient_edge(one) for one in tensors] for tensors in (outputs, inputs)]
+        with self._weights:
+            found = torch.autograd.grad(edges[0], edges[1], grads, allow_unused=True)
+        return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
 
     @contextlib.contextmanager
     def _buffers_set_aside(self) -> Iterator[None]:
@@ -173,14 +180,16 @@ class _Check:
             setattr(module, name, copies[buffer])
 
     def _random_state(self) -> Tensor:
-        cuda = self._device.type == "cuda"
-        return torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
 
     # gradients -------------------------------------------------------------------------------------------------------
 
     def _projection(self, out: Tensor) -> Tensor:
-        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device, out.dtype)
-        return noise * (_SMALL * (len(out) / out.numel()) ** 0.5)
+        noise: Tensor = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device, out.dtype)
+        scale: float = _SMALL * (len(out) / out.numel()) ** 0.5
+        return noise * scale
 
     def _of_whole(self, whole: _Forward, stage: WholeStage, projection: Tensor) -> _Gradients | None:
         """None where nothing of the model has a gradient that can be asked for."""
@@ -252,9 +261,7 @@ class _Check:
                 f"{apart:.1e}, more than {most:.1e} {about}" + (f". {cause}" if self._drew else "")
             )
 
-    def _refuse_gradients(
-        self, whole: list[Tensor], pieces: list[list[Tensor]], order: Tensor, limit: float
-    ) -> None:
+    def _refuse_gradients(self, whole: list[Tensor], pieces: list[list[Tensor]], order: Tensor, limit: float) -> None:
         most = _GRADIENTS * limit if limit < _HALF else _GRADIENTS_HALF
         for expected, *found in zip(whole, *pieces, strict=True):
             apart = _apart(torch.cat(found, -2), expected[..., order, :])

@@ -50,8 +50,8 @@ class Stage:
         if self.open:
             if layer in self.row_bytes:
                 raise UnsupportedError(
-                    f"samples of this model cannot be split: layer {layer} attends more than once in a forward, but its "
-                    "keys and values are exchanged once (a looped layer, or an attention of several parts)"
+                    f"samples of this model cannot be split: layer {layer} attends more than once in a forward, but "
+                    "its keys and values are exchanged once (a looped layer, or an attention of several parts)"
                 )
             self.row_bytes[layer], self.windows[layer] = 2 * key.shape[1] * key.shape[3] * key.itemsize, window
             self.dtypes.add(query.dtype)

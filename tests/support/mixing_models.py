@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.split_jobs import OwnModel
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from odc.split import attend
+from support.split_jobs import OwnModel
 
 
 class MixingModel(OwnModel):
@@ -129,5 +129,3 @@ class Drops(MixingModel):
 
     def mix(self, hidden: Tensor) -> Tensor:
         return nn.functional.dropout(hidden, 0.1, self.training)
-
-
