@@ -123,8 +123,11 @@ def use_document_loss(model: Any) -> Any:
     """Makes `model(labels=..., ...)` return the summed loss of shifted labels instead of logits; returns the model.
 
     `model` is a transformers causal LM. Call it before `fully_shard`, so that the head's weight is gathered there.
-    Raises UnsupportedError if logits change after the head, or if the head is not one linear layer.
+    Raises UnsupportedError if logits change after the head other than by a cap, if the head is not one linear layer, or
+    if the model has no base model below it.
     """
+    if model.base_model is model:
+        raise UnsupportedError(f"{type(model).__name__} has no base model that returns hidden states")
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise UnsupportedError(f"the head of {type(model).__name__} is not one linear layer")
