@@ -95,7 +95,7 @@ def packing_error(config: Any) -> PackingError:
     try:
         outputs = [_alone(model, document) for document in ids.split(_LENGTHS)]
         gradient, output = _gradient(model), torch.cat(outputs)
-        asked = _ask(model)
+        model, asked = _trained(small, model)
         row = pack([Document("", one.numpy().astype(np.int32), np.ones(len(one), bool)) for one in ids.split(_LENGTHS)])
         with torch.no_grad():
             packed = model(**row.model_inputs(labels=False)).logits[0]
@@ -103,7 +103,7 @@ def packing_error(config: Any) -> PackingError:
     except UnsupportedError:
         raise
     except Exception as error:  # of a model's own code
-        raise UnsupportedError(f"a packed row fails with {type(error).__name__}: {error}") from error
+        raise UnsupportedError(f"with attention per document it fails with {type(error).__name__}: {error}") from error
     layers = int(small.get_text_config().num_hidden_layers)
     return PackingError(_apart(packed, output), _apart(_gradient(model), gradient), len(asked), layers)
 
@@ -151,7 +151,9 @@ def _small_model(config: Any) -> tuple[Any, Any, torch.Generator]:
                     raise UnsupportedError("a small copy of it would have too many parameters")
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
-                    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32)
+                    model = AutoModelForCausalLM.from_config(
+                        copy.deepcopy(small), attn_implementation="eager", dtype=torch.float32
+                    )
                 draw = torch.Generator().manual_seed(0)
                 _move(model.to(dtype).eval(), draw)
                 with torch.no_grad():
@@ -178,7 +180,7 @@ def _shapes(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     return model
 
 
@@ -256,9 +258,9 @@ def _alone(model: Any, document: Tensor) -> Tensor:
     return logits.detach()
 
 
-def _ask(model: Any) -> set[int]:
-    """Gives the model the attention of training; layers that ask for it with lengths appear in the set returned."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def _trained(config: Any, like: nn.Module) -> tuple[Any, set[int]]:
+    """A model with the attention of training; layers that ask for it with lengths appear in the set returned."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     asked: set[int] = set()
 
@@ -270,8 +272,9 @@ def _ask(model: Any) -> set[int]:
     register()
     AttentionInterface.register(_COUNTED, counted)
     AttentionMaskInterface.register(_COUNTED, window_mask)
-    model.set_attn_implementation(_COUNTED)
-    return asked
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=_COUNTED, dtype=torch.float32)
+    model.to(next(like.parameters()).dtype).eval().load_state_dict(like.state_dict())
+    return model, asked
 
 
 def _gradient(model: nn.Module) -> Tensor:

@@ -59,7 +59,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
 EXACT: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("llama", "qwen2", "qwen3", "gpt2", "gemma", "phi", "phi3", "olmo2", "olmo3", "granite")},
     **{kind: {} for kind in ("glm", "glm4", "smollm3", "starcoder2", "opt", "gpt_neox", "gpt_bigcode", "persimmon")},
-    **{kind: {} for kind in ("helium", "seed_oss", "diffllama", "apertus", "arcee", "bitnet", "biogpt", "exaone4")},
+    "helium": {"head_dim": 8},
+    **{kind: {} for kind in ("seed_oss", "diffllama", "apertus", "arcee", "bitnet", "biogpt", "exaone4")},
     "gemma3_text": {"head_dim": 8, **ONE_OF_EACH},
     "cohere2": {"logit_scale": 1.0, **ONE_OF_EACH},
     "mixtral": FEW_EXPERTS,
