@@ -35,6 +35,7 @@ from odc.integrations.transformers_balance import (
     refuse_unplanned,
 )
 from odc.integrations.transformers_pieces import TrainerPieces, refuse_unsplittable
+from odc.integrations.transformers_rows import refuse_mixed_rows
 from odc.settings import Settings
 from odc.split import ranks_of_host
 
@@ -168,6 +169,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             return stock
         args, world = self.args, self.args.world_size
         lengths = lengths_of(self.train_dataset, args.length_column_name)
+        refuse_mixed_rows(self.model, stock)
         steps = PlannedSteps(
             self._get_train_sampler(self.train_dataset),
             lengths,

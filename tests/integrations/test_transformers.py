@@ -301,6 +301,38 @@ def test_long_samples_are_split_over_ranks(ranks, tmp_path) -> None:
     assert all(sum(step) > 4 for step in zip(split[0][1], split[1][1], strict=True)), split
 
 
+def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> str:
+    """What a planned Trainer says to a model of this kind and a collator that joins samples."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+    from odc.integrations.transformers import OdcTrainer
+
+    as_torchrun(rank, world)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, vocab_size=64)
+    net = AutoModelForCausalLM.from_config(config)
+    collate = DataCollatorWithFlattening(return_position_ids=positions)
+    args = arguments(folder)
+    trainer = OdcTrainer(model=net, args=args, train_dataset=samples(), data_collator=collate, max_tokens=64)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "says"),
+    [
+        ("llama", True, "trained"),
+        ("llama", False, "samples end to end in one row, where llama models"),
+        ("stablelm", True, "samples end to end in one row, where stablelm models with 'sdpa' attention"),
+    ],
+)
+def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, says: str) -> None:
+    assert says in ranks(2).run(joined, tmp_path, kind, positions)[0]
+
+
 def refused_split(rank: int, world: int, folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> str:
     as_torchrun(rank, world)
     from odc.integrations.transformers import OdcTrainer
