@@ -32,9 +32,8 @@ _SIGMA, _MEDIAN_SHARE = 1.0, 0.15
 
 
 def _own_attention(model: Any) -> str:
-    """The attention of transformers that computes what the model says: SDPA knows neither sinks nor capped scores."""
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    return "sdpa" if model._supports_sdpa and capped is None else "eager"
+    """An attention of transformers that computes what the model says: SDPA knows neither sinks nor capped scores."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 class Generator:

@@ -182,6 +182,15 @@ def test_a_window_that_only_the_mask_knows():
     assert window_mask(q_length=9, kv_length=9, local_size=9) is None
 
 
+@pytest.mark.parametrize("form", [{"sliding_window": 3}, {"softcap": 0.5}, {"s_aux": torch.tensor([0.7])}], ids=str)
+def test_one_new_token_sees_what_the_last_of_a_row_sees(form: dict):
+    """With a cache that holds more than the window, as static ones do."""
+    q = torch.randn(1, 1, 9, 4)
+    whole = document_attention(torch.nn.Identity(), q, q, q, **form)[0]
+    one = document_attention(torch.nn.Identity(), q[:, :, -1:], q, q, **form)[0]
+    torch.testing.assert_close(one, whole[:, -1:])
+
+
 def test_windows_equal_transformers_own_masks():
     changes = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     inputs = packed(LENGTHS)
