@@ -12,8 +12,8 @@ from odc.errors import UnsupportedError
 from odc.split.attention import attend
 
 _PREFIX = "odc_split_"
-# Keywords that models hand down to every layer, and that say nothing about attention.
-_HARMLESS = frozenset(
+#: Keywords that models hand down to every layer, and that say nothing about attention.
+HARMLESS = frozenset(
     {
         "position_ids",
         "cache_position",
@@ -119,7 +119,7 @@ def _attend(
     **others: Any,
 ) -> Tensor:
     layer = getattr(module, "layer_idx", None)
-    unknown = sorted(name for name, one in others.items() if one is not None and name not in _HARMLESS)
+    unknown = sorted(name for name, one in others.items() if one is not None and name not in HARMLESS)
     reasons = [f"it passes {', '.join(unknown)} to attention"] if unknown else []
     if dropout:
         reasons.append(f"its attention has a dropout of {dropout}")

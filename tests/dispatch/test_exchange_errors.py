@@ -20,7 +20,7 @@ from odc.dispatch.exchange.meeting import Meeting
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
-from odc.errors import HeapMemoryError, OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
+from odc.errors import HeapMemoryError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.fsdp import default_store
 
 
