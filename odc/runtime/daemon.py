@@ -287,8 +287,9 @@ class Daemon:
         reply = service.answer_attach(request, reading=reading)
         if "error" in reply:
             return reply, ()
-        fd = service.layout.heap.fd
-        return reply, (fd,) if reading else (fd, self.doorbell)
+        heap = service.layout.heap
+        # Peers write to each other's heaps: pushes, and ABORT on every board. Readers outside the job must not.
+        return reply, (heap.read_only_fd,) if reading else (heap.fd, self.doorbell)
 
 
 _daemon: Daemon | None = None

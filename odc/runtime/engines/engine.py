@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -57,10 +57,11 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now.
 
-        With `only` it is a process outside the job, which gets nothing but regions and answers of these names.
+        With `only` it is a process outside the job, which gets nothing but the answers and regions of these names, and
+        of a region only bytes within the range.
         """
         ...
 

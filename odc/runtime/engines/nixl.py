@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -169,7 +169,7 @@ class NixlEngine:
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:

@@ -8,7 +8,7 @@ a device goes through pinned memory at its end.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -38,7 +38,7 @@ class SocketEngine:
     def withdraw(self, name: str) -> None:
         self._server.withdraw(name)
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         self._server.adopt(connection, rank, only)
 
     def read(
