@@ -84,6 +84,8 @@ def fully_shard(
         ValueError: an unknown `optimizer_sharding`.
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
+    if dist.is_initialized():  # first: peers must learn of whatever goes wrong here on this rank alone
+        hooks.watch_exit(compat.default_store(), dist.get_rank())
     _refuse_options(settings, offload_policy)
     mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
@@ -122,7 +124,6 @@ def _join_job(rank: int, settings: Settings) -> None:
     server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
         announce_process(JobStore(store, settings.timeout_s, rank), rank)
-        hooks.watch_exit(store, rank)
         _joined = os.getpid(), weakref.ref(store)
     server.watch_hosts(store, settings)
     hooks.guard_steps()

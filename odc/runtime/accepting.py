@@ -14,9 +14,19 @@ import select
 import socket
 from collections.abc import Iterator
 
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_OUT_OF_DESCRIPTORS = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENFILE: "raise this machine's limit of open files (sysctl fs.file-max)",
+}
 
 _log = logging.getLogger(__name__)
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """What to do about an error of opening or listening: where descriptors have run out, something else than
+    `otherwise`.
+    """
+    return _OUT_OF_DESCRIPTORS.get(error.errno or 0, otherwise)
 
 
 class Acceptor:

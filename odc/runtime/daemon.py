@@ -19,6 +19,7 @@ from typing import Any
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.memory import ProcessHandle
+from odc.runtime.accepting import remedy
 from odc.runtime.host_link import HostLink
 from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
 from odc.runtime.network import HostNetwork
@@ -297,11 +298,19 @@ _lock = threading.RLock()  # the garbage collector may end a root, which asks fo
 
 
 def daemon(rank: int) -> Daemon:
-    """The daemon of this process, started on first use; a forked child starts its own."""
+    """The daemon of this process, started on first use; a forked child starts its own.
+
+    Raises UnsupportedError where that is impossible: this process has too few file descriptors, for example.
+    """
     global _daemon
     with _lock:
         if _daemon is None or not _daemon.alive():
-            _daemon = Daemon(rank)
+            try:
+                _daemon = Daemon(rank)
+            except OSError as error:
+                other = "look at what the container or sandbox of this process allows (odc doctor)"
+                said = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
+                raise UnsupportedError(said) from error
         return _daemon
 
 

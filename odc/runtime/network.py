@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.runtime.accepting import remedy
 from odc.runtime.admission import READER, AdmissionError, HungUpError, admit, export_purpose, job_secret, secret_for
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
@@ -45,9 +46,9 @@ class HostNetwork:
         try:
             self.reception = Reception(address, self._secret, rank, self._welcome)
         except OSError as error:
+            other = "set Settings(address=...) to an address of this host that the others reach"
             raise UnsupportedError(
-                f"rank {rank} cannot listen at {address} ({error}); set Settings(address=...) to an address of this "
-                "host that the others reach"
+                f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
         self.engine: Engine = make_engine(settings.engine, rank, self._dial_engine, settings.timeout_s, address)
         self._purposes[PURPOSE] = self.engine.adopt
