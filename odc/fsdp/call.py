@@ -110,7 +110,7 @@ def fully_shard(
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
-    _join_job(dist.get_rank(), settings or Settings())
+    _join_job(dist.get_rank(), settings)
     return module
 
 
@@ -118,12 +118,12 @@ def fully_shard(
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
 
 
-def _join_job(rank: int, settings: Settings) -> None:
+def _join_job(rank: int, settings: Settings | None) -> None:
     """What a process needs from its first sharded module on."""
     global _joined, _at_exit
     server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
-        announce_process(JobStore(store, settings.timeout_s, rank), rank)
+        announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)
         _joined = os.getpid(), weakref.ref(store)
     server.watch_hosts(store, settings)
     hooks.guard_steps()

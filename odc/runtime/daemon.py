@@ -123,14 +123,19 @@ class Daemon:
         self._receptions.append(reception)
         self._selector.register(reception.fileno(), selectors.EVENT_READ, reception.answer)
 
-    def watch_hosts(self, store: Any, settings: Settings) -> None:
+    def watch_hosts(self, store: Any, settings: Settings | None) -> None:
         """Watch this rank's neighbours on other hosts, where torchrun runs the job on several (see `HostWatch`).
 
+        Called by each `fully_shard`; None where it was given no settings, which the root may still have.
         Raises as a JobStore does; where this host cannot be listened at, the first root says so.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
-            if self._watch_over_hosts is None and (around := neighbours(self.rank)):
-                watch = self._watch_over_hosts = HostWatch(store, self.rank, around, settings, self._some_rank_ended)
+            if self._watch_over_hosts is not None:
+                if settings is not None:
+                    self._watch_over_hosts.wait_for_network(settings.lost_after_s)
+            elif around := neighbours(self.rank):
+                watch = HostWatch(store, self.rank, around, settings or Settings(), self._some_rank_ended)
+                self._watch_over_hosts = watch
                 self._do(lambda: self._drive(watch))
 
     def _drive(self, watch: HostWatch) -> None:

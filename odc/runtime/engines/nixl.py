@@ -29,6 +29,7 @@ from odc.runtime.engines.connections import Answers, Connections, late
 from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
 from odc.runtime.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.runtime.wait import Backoff, Deadline
+from odc.settings import LOST_AFTER_S
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 EXTRA = install("nixl")
@@ -139,11 +140,11 @@ class NixlEngine:
 
     name, only_into_own = "nixl", True
 
-    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str) -> None:
+    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str, lost_after_s: float = LOST_AFTER_S) -> None:
         self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
         self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
-        self._server = RegionServer(self._describe)
-        self._connections = Connections(me, dial, timeout_s, _MOST_READS)
+        self._server = RegionServer(lost_after_s, self._describe)
+        self._connections = Connections(me, dial, timeout_s, lost_after_s, _MOST_READS)
         self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
         self._known: dict[tuple[int, str], _Remote] = {}
         self._lock = threading.Lock()

@@ -78,8 +78,10 @@ class RegionServer:
     Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
-        self._describe, self._stages = describe, stages or Stages()
+    def __init__(
+        self, lost_after_s: float, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None
+    ) -> None:
+        self._lost_after_s, self._describe, self._stages = lost_after_s, describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
         self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
@@ -108,7 +110,7 @@ class RegionServer:
 
     def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         allowed = None if only is None else {digest(name): within for name, within in only.items()}
-        set_for_server(connection)
+        set_for_server(connection, self._lost_after_s)
         with self._lock:
             if self._closed:
                 hang_up(connection)
