@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
+from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended, until_watched
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import next_token_loss, tokens
@@ -140,17 +140,18 @@ def test_of_three_hosts_that_one_is_named_which_is_cut_off(gone: int) -> None:
             assert said in outcome.message and "the smaller side" in outcome.message, outcome.message
 
 
-CUT_S = 8.0  # longer than ends a job by default
+CUT_S = 14.0  # longer than ends links, and engines' reads, by default
 
 
-def train_through(rank: int, world: int, cut: str) -> list[float]:
-    """Train 8 steps, the last four once the file `cut` is there; the gradients of all, added up in each parameter."""
+def train_through(rank: int, world: int, cut: str, pause: int) -> list[float]:
+    """Train 8 steps, from step `pause` on once the file `cut` is there; the sum of each parameter's gradients."""
     torch.manual_seed(0)
     settings = Settings(timeout_s=600.0, lost_after_s=120.0, reproducible=True)
     model, optimizer = job(rank, world, settings=settings)
     found = list[float]()
     for step in range(8):
-        if step == 4:
+        if step == pause:
+            until_watched(world)
             tell("trains")
             while not Path(cut).exists():
                 time.sleep(0.01)
@@ -164,13 +165,15 @@ def train_through(rank: int, world: int, cut: str) -> list[float]:
 
 
 @pytest.mark.thorough
-def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause", [0, 4])
+def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tmp_path: Path, pause: int) -> None:
+    """Before the first minibatch there is no link, and ranks watch each other."""
     need_hosts()
     found = []
     with Hosts(2) as hosts:
         for cuts in (True, False):
             file = tmp_path / f"cut {cuts}"
-            with spawn_on_hosts(hosts, 2, train_through, str(file)) as job:
+            with spawn_on_hosts(hosts, 2, train_through, str(file), pause) as job:
                 trained(job)
                 if cuts:
                     hosts.drop(1)
