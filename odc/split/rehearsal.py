@@ -68,7 +68,8 @@ def rehearse(model: nn.Module, layers: int, extra: dict[str, Any]) -> int:
     device = next(model.parameters()).device
     check = _Check(model, layers, extra, device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), ending_no_minibatch(model), torch.compiler.set_stance("force_eager"):
+    eagerly = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices), ending_no_minibatch(model), eagerly, torch.enable_grad():
         return check.run()
 
 
