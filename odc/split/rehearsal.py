@@ -24,7 +24,7 @@ from odc.split.minibatch import ending_no_minibatch
 from odc.split.models import is_of_transformers, windows_of
 from odc.split.nudge import NudgedWeights
 from odc.split.positions import guard
-from odc.split.stage import PieceStage, Stage, WholeStage
+from odc.split.stage import CheckStage, PieceStage, WholeStage
 
 TOKENS, _PIECES, _IDS = 64, 2, 1000
 # Of the norm of the whole sample's output: what rounding may make of it, and far below what a wrong model does.
@@ -68,7 +68,8 @@ def rehearse(model: nn.Module, layers: int, extra: dict[str, Any]) -> int:
     device = next(model.parameters()).device
     check = _Check(model, layers, extra, device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), ending_no_minibatch(model), torch.compiler.set_stance("force_eager"):
+    eagerly = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices), ending_no_minibatch(model), eagerly, torch.enable_grad():
         return check.run()
 
 
@@ -128,7 +129,7 @@ class _Check:
         self._drew = not torch.equal(before, self._random_state())
         return _output(given)[0]
 
-    def _staged(self, stage: Stage, *, grad: bool) -> _Forward:
+    def _staged(self, stage: CheckStage, *, grad: bool) -> _Forward:
         """Output of the tokens of a stage; every layer must have asked for it."""
         positions = stage.positions[None]
         inputs = {"input_ids": self._tokens[positions], "position_ids": positions}
@@ -228,7 +229,7 @@ class _Check:
                 f"{', '.join(map(str, missing)) or 'none'}; it was called for layers {called}"
             )
 
-    def _refuse_windows(self, stage: Stage) -> None:
+    def _refuse_windows(self, stage: CheckStage) -> None:
         if not is_of_transformers(self._model):
             return
         for layer, expected in enumerate(windows_of(self._config, self._layers)):

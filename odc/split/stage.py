@@ -12,7 +12,7 @@ from odc.split.attention import Merged, attend_blocks, attend_blocks_backward
 from odc.split.cut import Block, Cut
 
 
-class Stage:
+class CheckStage:
     """One run of the model over the tokens of some places of a sample; records what its layers hand over.
 
     Attributes:
@@ -62,7 +62,7 @@ class Stage:
         raise NotImplementedError
 
 
-class WholeStage(Stage):
+class WholeStage(CheckStage):
     """The whole sample in one row, whose attention is computed piece by piece.
 
     Attributes:
@@ -90,7 +90,7 @@ class WholeStage(Stage):
         return torch.cat(outs, 2)[:, :, self._back]
 
 
-class PieceStage(Stage):
+class PieceStage(CheckStage):
     """One piece by itself; the keys and values of the others are those of the whole sample.
 
     Args:
