@@ -1,11 +1,12 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-integrations and .venv-evaluation over it, likewise;
-# test-emulated makes .venv-emulated beside it, for a torch of its own.
+# test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-integrations and .venv-evaluation over it, likewise,
+# and test-torch lays .venv-torch-* over it; test-emulated makes .venv-emulated beside it, for a torch of its own.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
 #   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv)
+#   TESTS="tests/fsdp ..."   what test-torch runs (the CPU tests of fsdp, runtime, memory and experiments)
 #   SUITE=pytorch/test/...   for test-fsdp2: test/distributed/_composable/fsdp of a pytorch source tree of that version
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
 #   JOBS=2                   processes that test and test-all run tests in; 0 runs them in pytest itself (for --pdb)
@@ -17,6 +18,7 @@ ARGS ?=
 JOBS ?= 2
 RESULTS ?= runs/bench
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+TESTS ?= tests/fsdp tests/runtime tests/memory tests/experiments
 SUITE ?=
 
 VENV := .venv
@@ -34,16 +36,19 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Tests of one file stay together: they share rank processes, and what those keep. Files begin in their own order.
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl integrations evaluation)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu lint clean
+.PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu figures lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY)  ## train a small model under each arm on this machine, compare them (under 5 minutes)
+demo: $(READY)  ## train a small model under each arm on this machine, compare them (minutes)
 	@$(BIN)/odc compare --demo $(ARGS)
+
+environments: $(INTEGRATIONS) $(TORCH:%=.venv-torch-%/.ready)  ## set up what test-integrations and test-torch need (-j 2: two at a time)
 
 test: $(READY)  ## run the tests: every behaviour once
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) --extent quick $(ARGS)
@@ -52,13 +57,15 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
-test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-nixl/.ready .venv-integrations/.ready .venv-evaluation/.ready  ## run the tests of odc/integrations and of NIXL with the real libraries
+test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
 	    tests/integrations/test_transformers_pieces.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
 	    tests/integrations/test_examples.py tests/integrations/test_train.py \
-	    --installed accelerate,peft,pyarrow,transformers,trl $(ARGS)
+	    tests/simulate/test_lengths.py::test_a_datasets_folder \
+	    tests/experiments/data/test_sources.py::test_datasets_folder \
+	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/runtime/test_engines.py tests/doctor/test_network.py -k "nixl or network" \
 	    --installed nixl_cu13 $(ARGS)
@@ -71,8 +78,8 @@ test-integrations: .venv-trl/.ready .venv-titan/.ready .venv-nixl/.ready .venv-i
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
-test-torch: .venv-torch-$(TORCH)/.ready  ## run the CPU tests of fsdp, runtime, memory and experiments with another torch: TORCH=2.15.0
-	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest tests/fsdp tests/runtime tests/memory tests/experiments $(ARGS)
+test-torch: .venv-torch-$(TORCH)/.ready  ## run TESTS (of fsdp, runtime, memory and experiments) with another torch: TORCH=2.15.0
+	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest $(SPREAD) $(TESTS) $(ARGS)
 
 test-fsdp2: .venv-torch-$(TORCH)/.ready  ## run torch's own FSDP2 tests over odc: SUITE=path/to/pytorch/test/distributed/_composable/fsdp
 	@test -n "$(SUITE)" || { echo "Name torch's tests: make test-fsdp2 SUITE=path/to/pytorch/test/distributed/_composable/fsdp" >&2; exit 1; }
@@ -82,7 +89,6 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(ON_CPU) $(BIN)/python -m pytest bench --timeout 3600 --results $(RESULTS) $(ARGS)
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
-	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.dynamic --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))
@@ -101,6 +107,9 @@ bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by
 	test $$code -le 1 || exit $$code; \
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS) || code=1;) \
 	exit $$code
+
+figures: $(READY) .venv-integrations/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; 45 minutes)
+	@$(ON_CPU) $(BIN)/python -m bench.figures $(ARGS)
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check .
@@ -124,15 +133,20 @@ $(READY): pyproject.toml constraints.txt
 	    'import torch; print("dev" if torch.version.cuda else "dev,bitcode")')]"
 	@touch $@
 
-# Over .venv, not beside it: torch is there already. Its pip serves all, and leaves alone what it finds there.
+# $(call lay-over,DIRECTORY) makes an environment over .venv: pip, odc and all else that it lacks are those of .venv.
+define lay-over
+@$(BIN)/python -m venv --without-pip $(1)
+@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+    > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+endef
+
+# Over .venv, not beside it: torch is there already. odc is, too: pip installs only what its extras need beyond .venv.
 # torchvision comes with lmms-eval, which runs without it; PyPI's build does not load beside a CPU build of torch.
 .venv-%/.ready: $(READY) constraints-%.txt
 	@echo "Setting up .venv-$* (once; it downloads some hundred megabytes)"
-	@$(BIN)/python -m venv --without-pip .venv-$*
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(call lay-over,.venv-$*)
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -c constraints-$*.txt \
-	    "$$(grep '^torch==' constraints.txt)" -e '.[$(EXTRAS_$*)]'
+	    "$$(grep '^torch==' constraints.txt)" 'odc-fsdp[$(EXTRAS_$*)]'
 	@.venv-$*/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision 2>/dev/null || true
 	@touch $@
 
@@ -147,14 +161,15 @@ $(READY): pyproject.toml constraints.txt
 	    f"torch {torch.__version__} is no build for CUDA 13: name another package index in pip\x27s configuration"'
 	@touch $@
 
-# Beside .venv, not over it: the torch that TORCH names, with everything else at the versions that .venv has.
-.venv-torch-%/.ready: pyproject.toml constraints.txt tests/torch_suite/requirements.txt
-	@echo "Setting up .venv-torch-$* (once; a CUDA build of torch brings some gigabytes)"
-	@$(PYTHON) -m venv .venv-torch-$*
+# The torch that TORCH names hides the one of .venv below it; all else has the versions of .venv. A CUDA build of torch
+# cannot be imported without the libraries of CUDA, so they come with it.
+.venv-torch-%/.ready: $(READY) tests/torch_suite/requirements.txt
+	@echo "Setting up .venv-torch-$* (once; a CUDA build of torch brings 5 GB)"
+	$(call lay-over,.venv-torch-$*)
 	@grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pip --disable-pip-version-check install \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c .venv-torch-$*/constraints.txt \
-	    "torch==$*" -r tests/torch_suite/requirements.txt -e '.[train,kernels,test]'
+	    "torch==$*" -r tests/torch_suite/requirements.txt
 	@touch $@
 
 build/emulated/libemulated_operators.so: .venv-emulated/.ready $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh

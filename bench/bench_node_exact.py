@@ -16,7 +16,7 @@ import pytest
 from odc.dispatch import BalancePolicy, Rearrangement, node_wise, post_balance
 from odc.dispatch.node_wise import Method, NodeWise
 
-EACH, SEEDS = 60, 6
+EACH, SEEDS = 60, 4
 CASES = [(4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (24, 4), (24, 8), (32, 8)]
 
 

@@ -24,7 +24,7 @@ from odc.bench.units import drop
 
 UNITS, WIDTH, TOKENS, MICROBATCHES = 8, 1024, 256, 3
 SLEPT_S = 0.012  # of one unit, forward and backward
-_ROUNDS, _STEPS, _WARM = 5, 6, 2
+_ROUNDS, _STEPS, _WARM = 3, 5, 1
 Compute = Literal["real", "emulated"]
 #: (units fetched ahead, push on a thread)
 CHOICES = [(0, False), (1, False), (2, False), (0, True), (1, True), (2, True)]

@@ -24,7 +24,7 @@ from odc.bench.dispatching import draw_lengths
 from odc.bench.ranks import RankPool, held, let_go, meet
 from odc.simulate.catalog import MODELS
 
-TOKENS, VOCABULARY, TURNS = 4096, 2048, 7
+TOKENS, VOCABULARY, TURNS = 4096, 2048, 5
 
 
 def build(dtype: str) -> None:

@@ -27,13 +27,19 @@ def pool() -> Iterator[Any]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def note(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
-    """`note(column=value, ...)` adds a row to the module's table."""
-    from odc.bench.report import store
+@pytest.fixture(scope="session")
+def begun() -> Any:
+    """The state before the first benchmark, whose ranks are the load of the others."""
     from odc.provenance import begin
 
-    begun = begin()
+    return begin()
+
+
+@pytest.fixture(scope="module")
+def note(request: pytest.FixtureRequest, begun: Any) -> Iterator[Callable[..., None]]:
+    """`note(column=value, ...)` adds a row to the module's table."""
+    from odc.bench.report import store
+
     rows: list[dict[str, Any]] = []
     yield lambda **row: rows.append(row)
     name = Path(request.path).stem.removeprefix("bench_")

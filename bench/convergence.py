@@ -5,8 +5,7 @@ same order, the same initial weights and the same optimizer; what differs is the
 gap of `odc` means something only beside that of a control: `fsdp2-resident`, which is torch's FSDP2 as well, with
 another plan and another order of sums.
 
-Each run writes its losses step by step below `--folder`. Starting the script again with the same options keeps runs
-that are complete and repeats the others. The commit and the load average that are stored are those of the runs.
+Each run writes its losses step by step below `--folder`.
 """
 
 from __future__ import annotations
@@ -50,33 +49,18 @@ def job_of(arguments: argparse.Namespace) -> JobConfig:
     )
 
 
-def finished(folder: Path, job: JobConfig) -> list[dict[str, Any]] | None:
-    """The records of a complete run of this job in `folder`, or None."""
-    log, told = folder / "steps.jsonl", folder / "job.json"
-    if not log.exists() or not told.exists() or json.loads(told.read_text()) != job.to_dict():
-        return None
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return records if [record["step"] for record in records] == list(range(1, job.steps + 1)) else None
+def records_of(arm: ArmName, job: JobConfig, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """Trains one arm; returns the records of every step, and seconds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+    run(TextWorkload(job.with_(arm=arm, output=str(folder), label=arm)))
+    records = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, job.steps + 1))
+    return records, time.monotonic() - began
 
 
-def records_of(arm: ArmName, job: JobConfig, folder: Path) -> list[dict[str, Any]]:
-    """The records of every step of one arm; trains unless a complete run is there."""
-    job = job.with_(arm=arm, output=str(folder), label=arm)
-    records = finished(folder, job)
-    if records is None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        begun, began = begin(), time.monotonic()
-        run(TextWorkload(job))
-        (folder / "job.json").write_text(json.dumps(job.to_dict()))
-        taken = begun.facts() | {"seconds": time.monotonic() - began}
-        (folder / "taken.json").write_text(json.dumps(taken))
-        records = finished(folder, job)
-        assert records is not None
-    return records
-
-
-def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dict[str, Any]) -> dict[str, Any]:
+def row_of(arm: ArmName, losses: list[float], reference: list[float], seconds: float) -> dict[str, Any]:
     """One line of the table."""
     gaps = [abs(mine - theirs) for mine, theirs in zip(losses, reference, strict=True)]
     largest = max(range(len(gaps)), key=gaps.__getitem__)
@@ -89,8 +73,7 @@ def row_of(arm: ArmName, losses: list[float], reference: list[float], taken: dic
         "at step": largest + 1,
         "final gap": gaps[-1],
         "mean gap": fmean(gaps),
-        "minutes": taken["seconds"] / 60,
-        "load_1min": f"{taken['load_1min']['begin']:.1f} to {taken['load_1min']['end']:.1f}",
+        "minutes": seconds / 60,
     }
 
 
@@ -134,11 +117,10 @@ def main() -> None:
     arguments = parser.parse_args()
     begun = begin()
     job = job_of(arguments)
-    records, taken = {}, {}
+    records, seconds = {}, {}
     for arm in ARMS:
         print(f"{arm}: {job.steps} steps", file=sys.stderr, flush=True)
-        records[arm] = records_of(arm, job, arguments.folder / arm)
-        taken[arm] = json.loads((arguments.folder / arm / "taken.json").read_text())
+        records[arm], seconds[arm] = records_of(arm, job, arguments.folder / arm)
     losses = {arm: [record["loss"] for record in own] for arm, own in records.items()}
     assert len({tuple(record["tokens"] for record in own) for own in records.values()}) == 1, "samples differ"
     title = f"{job.ranks} ranks, {job.model}, {job.minibatch_size} documents a step: losses of {len(ARMS)} arms"
@@ -146,9 +128,8 @@ def main() -> None:
         arguments.results,
         "convergence",
         title,
-        [row_of(arm, losses[arm], losses[REFERENCE], taken[arm]) for arm in ARMS],
+        [row_of(arm, losses[arm], losses[REFERENCE], seconds[arm]) for arm in ARMS],
         begun=begun,
-        commit=", ".join(sorted({str(own["commit"]) for own in taken.values()})),  # runs may be of an earlier call
         job=job.to_dict(),
         losses=losses,
         norms={arm: [record["norm"] for record in own] for arm, own in records.items()},

@@ -54,19 +54,19 @@ class Case:
         }
 
 
-FEW = ("gloo", "odc")
+FEW = ("gloo", "fsdp2-hybrid", "odc", "odc-hybrid")
 DEMO = ("fsdp2", "fsdp2-hybrid", "odc", "odc-inline", "odc-unmarked", "odc-bf16", "odc-hybrid")
 CASES = (
     Case(2, Work("exchange", 2, 2)),
     Case(2, Work("exchange", 2, 8), arms=FEW, repeats=3),
-    Case(2, Work("exchange", 1, 2), arms=FEW, repeats=3),
+    Case(2, Work("exchange", 1, 2), arms=FEW),
     Case(2, Work("exchange", 4, 2), arms=FEW),
     Case(3, Work("exchange", 2, 2), arms=FEW),
     Case(2, Work("exchange", 2, 2), rate="none", arms=(*FEW, "odc-nixl")),
     Case(2, Work("exchange", 2, 2), delay_us=500, arms=FEW),
     Case(2, Work("demo", 2, 2), arms=DEMO),
     Case(2, Work("demo", 2, 8), arms=DEMO),
-    Case(2, Work("exchange", 2, 8), rate="none", arms=FEW),
+    Case(2, Work("exchange", 2, 8), rate="none", arms=FEW, repeats=3),
 )
 
 

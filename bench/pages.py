@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import quoted_hosts
+from bench import quoted, quoted_hosts
 from bench import quoted_plans as plans
 from bench import quoted_runs as runs
 from bench import quoted_speed as speed
@@ -35,8 +35,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
             runs.inputs,
             runs.train_mm,
             runs.order,
+            runs.convergence,
+            runs.pieces,
+            runs.deaths,
         ),
         *(
+            quoted.taken,
             speed.emulated,
             speed.verbs,
             speed.overlap,
@@ -54,6 +58,6 @@ def replaced(text: str) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}\n{found[3]}", text)
 
 
-def quoted(text: str) -> list[str]:
+def names(text: str) -> list[str]:
     """The names of a page's blocks."""
     return [found[2] for found in _BLOCK.finditer(text)]

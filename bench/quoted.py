@@ -1,8 +1,9 @@
-"""Stored results as the README and the pages of docs/ quote them, and how busy the machine was when they were taken."""
+"""Stored results as the README and the pages of docs/ quote them, and when and how they were taken."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
-_ENDS = {"begin": "beginning", "end": "end"}
+REFERENCE = "demo"  #: the result whose commit and day the pages name
+QUIET = 1.0  #: 1-minute load average before a measurement, above which its figures are marked
 
 
 def load(name: str, results: Path = RESULTS) -> Result:
@@ -26,31 +28,50 @@ def find(result: Result, **wanted: object) -> Result:
     return row
 
 
-def loads(result: Result) -> dict[str, float]:
-    """The 1-minute load averages that were stored, by "begin" and "end"."""
-    known: Mapping[str, float] = result.get("load_1min", {})
-    at_end = result["machine"].get("load_1min_at_end")  # results older than the field "load_1min"
-    return dict(known) or ({} if at_end is None else {"end": at_end})
+def busy(result: Result) -> str:
+    """What to know about the load before the ranks started; empty for a quiet machine. Ranks make load themselves."""
+    load_1min = result.get("load_1min", {}).get("begin")
+    if load_1min is None:
+        return "at an unknown load"
+    return f"on a busy machine: load {load_1min:.1f} before it began" if load_1min > QUIET else ""
 
 
-def busy(result: Result, ranks: int) -> str:
-    """What to know about the load of a measurement; empty where the machine had nothing else to do.
-
-    A load above the ranks that ran means that something else ran too; half a process is noise of the average.
-    """
-    known = loads(result)
-    if not known:
-        return "load not recorded"
-    if max(known.values()) <= ranks + 0.5:
+def stale(result: Result) -> str:
+    """At which commit a figure was taken; empty where it is the one that `taken` names."""
+    commit = result.get("commit")
+    if commit == load(REFERENCE)["commit"]:
         return ""
-    said = " and ".join(f"{value:.1f} at its {_ENDS[when]}" for when, value in known.items())
-    return f"taken on a busy machine: load {said}, with {ranks} ranks"
+    return f"at commit {commit[:7]}" if commit else "at an unknown commit"
 
 
-def note(result: Result, ranks: int) -> str:
-    """`busy` as a sentence to put behind a paragraph; empty for a quiet machine."""
-    said = busy(result, ranks)
-    return f" ({said[0].upper()}{said[1:]}.)" if said else ""
+def taken(results: Path = RESULTS) -> str:
+    """One line for a page: at which commit and on which day its figures were taken."""
+    demo = load(REFERENCE, results)
+    return prose(
+        f"All figures here and in docs/ were taken on {demo['date']}, at commit `{demo['commit'][:7]}`, on one quiet "
+        f"machine with {demo['machine']['cores']} cores; a figure that was not says so."
+    )
+
+
+def note(result: Result) -> str:
+    """`stale` and `busy` as a sentence to put behind a paragraph; mostly empty."""
+    said = ", ".join(filter(None, (stale(result), busy(result))))
+    return f" (Taken {said}.)" if said else ""
+
+
+def command(result: Result) -> str:
+    """How a benchmark was started, without what every command has and where it stored its result."""
+    words = result["command"] if isinstance(result["command"], list) else shlex.split(result["command"])
+    kept = list(words)
+    for option in ("--results", "--json", "--output"):
+        if option in kept:
+            del kept[kept.index(option) : kept.index(option) + 2]
+    return shlex.join(word for word in kept if word != "OMP_NUM_THREADS=1")
+
+
+def best(seconds: Mapping[str, float]) -> str:
+    """The fastest of several, by name."""
+    return min(seconds, key=seconds.__getitem__)
 
 
 def prose(text: str) -> str:
@@ -58,9 +79,9 @@ def prose(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def below(result: Result, ranks: int) -> str:
-    """What to know about the load, as a paragraph under a table."""
-    said = note(result, ranks).strip()
+def below(result: Result) -> str:
+    """`note` as a paragraph under a table."""
+    said = note(result).strip()
     return f"\n\n{said}" if said else ""
 
 

@@ -10,11 +10,14 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from bench.quoted import Result, load, note, prose
+from bench.quoted import Result, best, command, load, note, prose, span
 from odc.bench.report import cell, table
 
 PICTURE = Path(__file__).parent.parent / "docs" / "hosts.svg"
 _CASE = ("hosts x ranks", "microbatches", "work", "link")
+_HEADING = "hosts x ranks, microbatches, link"
+_SHOWN = ("odc", "odc-inline", "odc-hybrid")
+_RIVALS = ("fsdp2-hybrid", "fsdp2", "gloo")
 _WIDTH, _LEFT, _BAR, _GAP = 860, 300, 15, 14
 _COLOURS = {  # all else is torch's
     "odc": "#2e7d32",
@@ -38,39 +41,37 @@ def cases(result: Result) -> Iterator[tuple[Result, dict[str, Result]]]:
 
 
 def hosts() -> str:
-    """docs/hosts.md: odc beside the first arm of each case."""
+    """docs/hosts.md: odc beside the fastest of torch's arms in each case, then beside each of them."""
     result = load("hosts")
-    lines = [
-        {
-            "hosts x ranks, microbatches, link": _name(first) + ended,
-            "against": f"`{first['arm']}`",
-            "time": f"{rows[arm]['of the first']:.2f}",
-            "CPU": f"{rows[arm]['CPU of the first']:.2f}",
-            "bytes / formula": f"{rows[arm]['bytes / formula']:.2f}",
-        }
-        for first, rows in cases(result)
-        for arm, ended in (("odc", ""), ("odc-inline", ", inline"))
-        if arm in rows
-    ]
+    lines = []
+    for first, rows in cases(result):
+        seconds = {arm: row["seconds"] for arm, row in rows.items()}
+        theirs = {arm: took for arm, took in seconds.items() if not arm.startswith("odc")}
+        rival = best(theirs)
+        of_best = {f"`{arm}` of it": f"{seconds[arm] / theirs[rival]:.2f}" if arm in seconds else "-" for arm in _SHOWN}
+        of_each = " / ".join(f"{seconds['odc'] / theirs[arm]:.2f}" if arm in theirs else "-" for arm in _RIVALS)
+        heading = f"`odc` of {' / '.join(f'`{arm}`' for arm in _RIVALS)}"
+        lines.append({_HEADING: _name(first), "best of torch": f"`{rival}`", **of_best, heading: of_each})
     return f"{table(lines)}\n\n" + prose(
         f"Measured on {result['machine']['cores']} cores, hosts as namespaces, medians in turns "
-        f"(`{result['command'].partition(' --results')[0].removeprefix('OMP_NUM_THREADS=1 ')}`, "
-        f"[all arms](../bench/results/hosts.md)). Demo: the model of `odc compare --demo`; inline: with "
-        f"`Settings(prefetch=0, push_overlap=False)`.{note(result, 4)}"
+        f"(`{command(result)}`, [all arms, processor time and bytes](../bench/results/hosts.md)). What left a host was "
+        f"{span([row['bytes / formula'] for row in result['rows']])} of the formula above. Demo: the model of "
+        f"`odc compare --demo`; `odc-inline`: `Settings(prefetch=0, push_overlap=False)`.{note(result)}"
     )
 
 
 def hosts_simulated() -> str:
-    """docs/hosts.md: what the simulator says of the exchanges that `hosts` quotes, at 1 Gbit/s without a delay."""
+    """docs/hosts.md: what the simulator says of each exchange over a limited link that `hosts` quotes."""
     result, lines = load("simulated_hosts"), dict[str, dict[str, str]]()
+    arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
     for row in result["rows"]:
-        if row["arm"] in ("gloo", "odc") and row["link"] == "1gbit" and row["hosts x ranks"] != "2 x 1":
-            case = f"{row['hosts x ranks']}, {row['microbatches']}"
-            line = lines.setdefault(case, {"simulated / measured time": case})
-            line[f"`{row['arm']}`"] = f"{row['simulated / measured']:.2f}"
-    made = result["command"].partition(" --results")[0].removeprefix("OMP_NUM_THREADS=1 ")
+        case = f"{row['hosts x ranks']}, {row['microbatches']}, {row['link']}"
+        line = lines.setdefault(case, {_HEADING: case, **{f"`{arm}`": "-" for arm in arms}})
+        line[f"`{row['arm']}`"] = f"{row['simulated / measured']:.2f}"
     return f"{table(list(lines.values()))}\n\n" + prose(
-        f"Costs were measured over links without limit (`{made}`, [all arms](../bench/results/simulated_hosts.md))."
+        f"*Simulated* time over measured, all arms (`{command(result)}`). Costs of `gloo` and `odc` were taken from "
+        "links without limit and stand for the other arms too; "
+        f"[more](../bench/results/simulated_hosts.md).{note(result)}"
     )
 
 

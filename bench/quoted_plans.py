@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from bench.quoted import Result, below, busy, find, load, note, prose, span
+from bench.quoted import Result, below, command, find, load, note, prose, span
 from odc.bench.report import table
 
 
@@ -32,7 +32,7 @@ def planners() -> str:
             for title, key in columns.items()
         }
         lines.append({"samples on parts": name, **cells})
-    return table(lines) + below(result, 1)
+    return table(lines) + below(result)
 
 
 def policies() -> str:
@@ -75,7 +75,7 @@ def post_balancing() -> str:
                 + remark,
             }
         )
-    return table(lines)
+    return table(lines) + below(result)
 
 
 def node_wise() -> str:
@@ -94,7 +94,8 @@ def node_wise() -> str:
 def node_exact() -> str:
     """bench/results/README.md: why the exact method is not the default."""
     groups: dict[int, list[Result]] = {}
-    for row in load("node_exact")["rows"]:
+    result = load("node_exact")
+    for row in result["rows"]:
         groups.setdefault(row["instances"], []).append(row)
     lines: list[dict[str, object]] = [
         {"instances": name} for name in ("HiGHS, ms", "exchanges, ms, at most", "exchanges above the optimum, at most")
@@ -105,7 +106,7 @@ def node_exact() -> str:
         above = max((row["gap"] for row in rows), key=lambda gap: float(gap.rstrip("%")))
         for line, cell in zip(lines, (f"{least:.0f}-{most:.0f}", exchanges, above), strict=True):
             line[str(instances)] = cell
-    return table(lines)
+    return table(lines) + below(result)
 
 
 def overhead() -> str:
@@ -146,17 +147,21 @@ def exchange() -> str:
     """bench/results/README.md: the exchanges, and planning ahead."""
     result = load("dispatch")
 
-    def times(mib: int, kind: str) -> str:
+    def speeds(mib: int, kind: str) -> list[float]:
         found = [r for r in result["rows"] if r["what"] == f"exchange of {mib} MiB a rank, fp32: {kind}"]
-        return " and ".join(f"{float(r['above_bound'].split()[0]):.1f}" for r in found)
+        return [float(r["above_bound"].split()[0]) for r in found]
+
+    def times(mib: int) -> str:
+        ours, best = speeds(mib, "on demand"), speeds(mib, "all-to-all")
+        over = " and ".join(f"{a / b:.1f}" for a, b in zip(ours, best, strict=True))
+        return f"{over} ({' and '.join(f'{a:.1f}' for a in ours)})"
 
     (ahead,) = [r for r in result["rows"] if r["what"].startswith("planning a step")]
     between = find(result, what="the same, planned between steps")["ms"]
     planned, waited = re.findall(r"[\d.]+", ahead["ms"])
     moving = (
-        "Exchange on 2 and 4 ranks (of two cores), fp32, times as fast as the all-gather in the same run: 16 MiB a "
-        f"rank by the all-to-all {times(16, 'all-to-all')}, on demand {times(16, 'on demand')}; 1 MiB "
-        f"{times(1, 'all-to-all')}, on demand {times(1, 'on demand')}."
+        "Exchange on demand on 2 and 4 ranks (of two cores), fp32, times as fast as the all-to-all (as the "
+        f"all-gather) in the same run: 16 MiB a rank {times(16)}; 1 MiB {times(1)}."
     )
     planning = (
         "Planning ahead (`PlannedLoader.overlap`), 2 ranks on demand, 60 examples of three modalities, compute "
@@ -168,13 +173,14 @@ def exchange() -> str:
 
 def simulator() -> str:
     """bench/results/README.md: how fast the two simulators are."""
-    rows = load("simulate")["rows"]
+    result = load("simulate")
+    rows = result["rows"]
     return prose(
         "`simulate_events` takes "
         f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
         "numpy over all ranks, agrees with it to rounding, and is what runs without `--owner-skew` and `--node-cache`: "
         f"one step of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
-        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning ([simulate.md](simulate.md))."
+        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning ([simulate.md](simulate.md)).{note(result)}"
     )
 
 
@@ -185,19 +191,14 @@ def trust() -> str:
     ranks = sorted({row["ranks"] for row in beside["rows"]})
     simulated = (
         f"Against the real runtime with *emulated* compute on {', '.join(map(str, ranks))} ranks, also with one rank "
-        f"slowed 1.5 times (`{beside['command'].partition(' --results')[0]}`), simulated step times are "
-        f"{span(ratios)} of the emulated ones.{note(beside, max(ranks))}"
+        f"slowed 1.5 times (`{command(beside)}`), simulated step times are "
+        f"{span(ratios)} of the emulated ones.{note(beside)}"
     )
-    if "commit" not in beside:
-        simulated += " Both were taken when `fsdp2-resident` still reduced in the backward of its last microbatch."
     said = []
     for name, lengths in (("longalign", "LongAlign-like"), ("swe_smith", "SWE-Smith-like")):
         result = load(f"emulated_{name}")
         best = max(result["rows"], key=lambda row: row["speed-up"])
-        said.append(
-            f"{best['bound / step']:.3f} of its step for {lengths} lengths"
-            + (f" ({said_of})" if (said_of := busy(result, 8)) else "")
-        )
+        said.append(f"{best['bound / step']:.3f} of its step for {lengths} lengths" + note(result))
     emulated = (
         "In [emulated runs](#eight-emulated-ranks) on 8 ranks the bound that no plan can "
         "beat is, for `odc`, "

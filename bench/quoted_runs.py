@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.quoted import below, find, load, note, prose, span
+from bench.quoted import below, best, command, find, load, note, prose, span
 from odc.bench.report import table
 
 
@@ -19,7 +19,7 @@ def evaluation() -> str:
         }
         for row in result["rows"]
     ]
-    return table(lines) + below(result, 4)
+    return table(lines) + below(result)
 
 
 def generation() -> str:
@@ -27,11 +27,11 @@ def generation() -> str:
     result = load("generation")
     own, kept = (find(result, way=way) for way in ("odc", "odc, kept"))
     return prose(
-        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, 2 cores, {result['lengths']}): "
+        f"Measured (`{command(result)}`, 2 ranks, 2 cores, {result['lengths']}): "
         f"{own['times as fast as the first']:.2f} times as fast as FSDP2 in lockstep (in single runs "
         f"{own['least']:.2f} to {own['most']:.2f}), {own['times as fast as the second']:.2f} times as fast as odc in "
         f"lockstep. With `model.set_reshard_after_forward(False)`, which keeps a whole model in memory, "
-        f"{kept['times as fast as the first']:.2f} times.{note(result, 2)}"
+        f"{kept['times as fast as the first']:.2f} times.{note(result)}"
     )
 
 
@@ -51,7 +51,7 @@ def gather() -> str:
         }
         for row in result["rows"]
     ]
-    return table(lines) + below(result, 4)
+    return table(lines) + below(result)
 
 
 def handover() -> str:
@@ -62,28 +62,30 @@ def handover() -> str:
     one, two = (find(steps, buffers=n) for n in (1, 2))
     extra = [(r["read_s"] - r["alone_s"]) * 1e3 for r in (one, two)]
     return prose(
-        f"Measured (`{rates['command'].partition(' --results')[0]}`, 2 ranks, 2 cores, {span(sizes, '.0f')} MiB): a "
+        f"Measured (`{command(rates)}`, 2 ranks, 2 cores, {span(sizes, '.0f')} MiB): a "
         f"full fetch runs at {span(kept)} of memcpy's rate into memory that is there, at {span(fresh)} into new "
         f"memory. With *emulated* compute of {one['slept_s']:g} s a step, a third process that reads without pause "
         f"({one['reads a step']:.0f} reads a step) makes steps {one['read/alone'] - 1:.1%} longer with one buffer and "
         f"{two['read/alone'] - 1:.1%} with two: {span(extra, '.0f')} ms, which it takes from the two cores and "
-        f"memory.{note(rates, 3)}"
+        f"memory.{note(rates)}"
     )
 
 
 def grpo() -> str:
     """bench/results/README.md: verl's equal counts against the arms."""
     result = load("grpo")
+    least = min(row["train_s a step"] for row in result["rows"] if not row["arm"].startswith("odc"))
     lines = [
         {
             "arm": row["arm"],
             "training, s a step": f"{row['train_s a step']:.2f}",
             "speed-up": f"{row['speed-up']:.2f}",
+            "over the best of torch's": f"{least / row['train_s a step']:.2f}",
             "bubble, measured": f"{row['bubble']:.0%}",
         }
         for row in result["rows"]
     ]
-    return table(lines) + below(result, 2)
+    return table(lines) + below(result)
 
 
 def inputs() -> str:
@@ -95,7 +97,7 @@ def inputs() -> str:
         'ARGS="-k inputs"`), one '
         f"prepared ahead takes {one['peak_MiB']:.0f} MiB instead of {eager['peak_MiB']:.0f}, uses samples "
         f"{one['mean_age_ms']:.0f} ms after they were made instead of {eager['mean_age_ms']:.0f}, and the step takes "
-        f"{one['step_s']:.2f} s instead of {eager['step_s']:.2f}.{note(result, 2)}"
+        f"{one['step_s']:.2f} s instead of {eager['step_s']:.2f}.{note(result)}"
     )
 
 
@@ -121,8 +123,8 @@ def train_mm() -> str:
     ranks = result["job"]["ranks"]
     head = (
         f"{ranks} ranks on {result['machine']['cores']} cores, {result['job']['minibatch_size']} examples a step, "
-        f"{steps} counted steps, medians over {result['repeats']} interleaved runs (command in "
-        f"`bench/results/train_mm.json`).{note(result, ranks)}"
+        f"{steps} counted steps, medians over {result['repeats']} interleaved runs "
+        f"(`{command(result)}`).{note(result)}"
     )
     return f"{prose(head)}\n\n{table(lines)}\n\n{_gains(result)}"
 
@@ -134,10 +136,12 @@ def _gains(result: dict[str, object]) -> str:
         speed, step = ({name: figure(arms[name]) for name in (slow, fast)} for figure in (_tokens_per_s, _median_step))
         return f"{speed[fast] / speed[slow]:.2f} ({step[slow] / step[fast]:.2f})"
 
+    rival = best({name: -_tokens_per_s(arm) for name, arm in arms.items() if not name.startswith("odc")})
     return prose(
         "By tokens/s over all steps (in brackets by the median step), balancing every phase is worth "
         f"{times('fsdp2/none', 'fsdp2/full')} under FSDP2 and {times('odc/none', 'odc/full')} under odc; both together "
-        f"{times('fsdp2/none', 'odc/full')}."
+        f"{times('fsdp2/none', 'odc/full')}. Over the fastest arm of torch, `{rival}`, `odc/full` gains "
+        f"{times(rival, 'odc/full')}."
     )
 
 
@@ -159,9 +163,62 @@ def order() -> str:
 
     added = find(result, what="add alone, fp64")["times_default"]
     return prose(
-        f"Measured (`{result['command'].partition(' --results')[0]}`, 2 ranks, {result['rows'][0]['MiB']} MiB, one "
+        f"Measured (`{command(result)}`, 2 ranks, {result['rows'][0]['MiB']} MiB, one "
         f"interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
         f"{times('reproducible')} times as long with `reproducible=True` as by default, and {times('per source')} "
         f"with `per_source`, without a daemon in the way. Adding fp32 to fp64 alone takes {added:.1f} times as long as "
-        f"to fp32.{note(result, 2)}"
+        f"to fp32.{note(result)}"
+    )
+
+
+def convergence() -> str:
+    """bench/results/README.md: losses of the arms, step by step."""
+    result = load("convergence")
+    job = result["job"]
+    lines = [
+        {
+            "arm": f"`{row['arm']}`",
+            "first loss": f"{row['first loss']:.2f}",
+            "mean of the last 50": f"{row['mean loss of the last 50']:.2f}",
+            "largest distance to `fsdp2`": f"{row['largest gap']:.1e}",
+            "at the last step": f"{row['final gap']:.1e}",
+        }
+        for row in result["rows"]
+    ]
+    return f"{table(lines)}\n\n" + prose(
+        f"`{command(result)}`: {job['ranks']} ranks, config `{job['model']}`, {job['steps']} steps of "
+        f"{job['minibatch_size']} documents of the demo's text. `fsdp2-resident` is the control.{note(result)}"
+    )
+
+
+def pieces() -> str:
+    """docs/split.md: what cutting a sample in two costs the processor."""
+    result = load("pieces")
+    ratios = {row["what"].rpartition(" ")[2]: row for row in result["rows"]}
+    fp32, bf16 = (
+        f"{ratios[dtype]['pieces_over_whole']} ({ratios[dtype]['least']} to {ratios[dtype]['most']})"
+        for dtype in ("float32", "bfloat16")
+    )
+    return prose(
+        f"Two pieces of a sample of 4,096 tokens take {fp32} times the processor time of the whole sample in fp32, "
+        f"{bf16} in bf16, medians, least and most of turns (*measured*, `bench/bench_pieces.py`).{note(result)}"
+    )
+
+
+def deaths() -> str:
+    """docs/errors.md: how long after a kill every survivor has raised."""
+    result = load("deaths")
+    lines = [
+        {
+            "ranks": row["ranks"],
+            "kills": row["kills"],
+            "median, s": f"{row['median_s']:.2f}",
+            "most, s": f"{row['most_s']:.2f}",
+            "slowest where it was killed in": row["slowest at"].replace("_", " "),
+        }
+        for row in result["rows"]
+    ]
+    return f"{table(lines)}\n\n" + prose(
+        "*Measured*: from SIGKILL of a rank until the last survivor had raised, naming it "
+        f"(`{command(result)}`).{note(result)}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.quoted import Result, below, find, load, note, prose
+from bench.quoted import Result, below, command, find, load, note, prose
 from odc.bench.report import table
 
 REGIMES = {"longalign": "LongAlign-like", "swe_smith": "SWE-Smith-like"}
@@ -13,9 +13,14 @@ REGIMES = {"longalign": "LongAlign-like", "swe_smith": "SWE-Smith-like"}
 def emulated() -> str:
     """bench/results/README.md: eight ranks, compute slept."""
     results = {lengths: load(f"emulated_{name}") for name, lengths in REGIMES.items()}
+    for result in results.values():
+        least = min(row["step_s"] for row in result["rows"] if not row["arm"].startswith("odc"))
+        for row in result["rows"]:
+            row["over the best"] = least / row["step_s"]
     columns: dict[str, Callable[[Result], str]] = {
         f"step, s ({' / '.join(results)})": lambda row: f"{row['step_s']:.1f}",
         "speed-up": lambda row: f"{row['speed-up']:.2f}",
+        "over the best of torch's": lambda row: f"{row['over the best']:.2f}",
         "bubble": lambda row: f"{row['bubble']:.0%}",
         "bound / step": lambda row: f"{row['bound / step']:.2f}",
     }
@@ -23,23 +28,14 @@ def emulated() -> str:
         {"arm": rows[0]["arm"], **{name: " / ".join(map(cell, rows)) for name, cell in columns.items()}}
         for rows in zip(*(result["rows"] for result in results.values()), strict=True)
     ]
-    return "\n\n".join([table(lines), *(_emulated(*item) for item in results.items()), *resident(results)])
+    return "\n\n".join([table(lines), *(_emulated(*item) for item in results.items())])
 
 
 def _emulated(lengths: str, result: Result) -> str:
     return prose(
-        f"{lengths}: {result['lengths']} (`{result['command'].partition(' --results')[0]}`). On a control with nothing "
-        f"to balance, `fsdp2` takes {result['control'][-1]['fsdp2/odc']:.2f} times as long as `odc`.{note(result, 8)}"
+        f"{lengths}: {result['lengths']} (`{command(result)}`). On a control with nothing "
+        f"to balance, `fsdp2` takes {result['control'][-1]['fsdp2/odc']:.2f} times as long as `odc`.{note(result)}"
     )
-
-
-def resident(results: dict[str, Result]) -> list[str]:
-    """A remark on results that were taken before the resident arm was improved, and before commits were stored."""
-    old = [name for name, result in results.items() if "commit" not in result]
-    if not old:
-        return []
-    said = f"In the runs of {' and '.join(old)}, `fsdp2-resident` still met the other ranks at every unit of its first"
-    return [prose(f"{said} forward and last backward; since then it meets them twice a minibatch.")]
 
 
 def verbs() -> str:
@@ -51,21 +47,22 @@ def verbs() -> str:
         wanted = {"dtype": "float32", "parameters": 9, "pages": pages}
         return [f"{figure(find(fetch, unit_MiB=size, **wanted)):.2f}" for size in sizes]
 
-    def pushed(mode: str) -> list[str]:
-        return [f"{find(push, accumulate=mode, chunk_MiB=s, dtype='float32')['ratio']:.2f}" for s in sizes]
+    def pushed(figure: Callable[[Result], float], mode: str = "server") -> list[str]:
+        return [f"{figure(find(push, accumulate=mode, chunk_MiB=s, dtype='float32')):.2f}" for s in sizes]
 
     cells = [
         ("`unshard()` of 9 parameters, share of memcpy's speed", *fetched(lambda r: r["ratio"], "kept")),
         ("the same into fresh pages", *fetched(lambda r: r["ratio"], "fresh")),
         ("its bookkeeping alone, ms", *fetched(lambda r: r["bookkeeping_ms"], "kept")),
         ("under FSDP2 with gloo: times as slow", *fetched(lambda r: r["gloo_ms"] / r["fetch_ms"], "kept")),
-        ("push until the daemon has added it, share of a local `add_`", *pushed("server")),
-        ('push with `accumulate="direct"`, share of a local `add_`', *pushed("direct")),
+        ("push until the daemon has added it, share of a local `add_`", *pushed(lambda r: r["ratio"])),
+        ("gloo's reduce-scatter of as much: times as slow", *pushed(lambda r: r["gloo_ms"] / r["push_ms"])),
+        ('push with `accumulate="direct"`, share of a local `add_`', *pushed(lambda r: r["ratio"], "direct")),
     ]
     lines = [dict(zip(("", *(f"{size} MiB" for size in sizes)), row, strict=True)) for row in cells]
     small = find(fetch, dtype="float32", parameters=9, pages="kept", unit_MiB=1)
     lost = small["bookkeeping_ms"] / (small["fetch_ms"] - small["memcpy_ms"])
-    return f"{table(lines)}{below(fetch, 2) or below(push, 2)}\n\n" + prose(
+    return f"{table(lines)}{below(fetch) or below(push)}\n\n" + prose(
         f"Of what a fetch of 1 MiB loses to memcpy, {lost:.0%} is bookkeeping for each parameter."
     )
 
@@ -82,5 +79,5 @@ def overlap() -> str:
     return prose(
         f"Where cores are free (compute *emulated*), both together change the speed by {both}, fetching ahead alone by "
         f"{ahead}, pushing behind backward alone by {behind}. Where training keeps every core busy (*measured*) it is "
-        f"{gain('real', 1, True)}.{note(result, 2)}"
+        f"{gain('real', 1, True)}.{note(result)}"
     )

@@ -5,10 +5,9 @@ Run as `python -m bench.simulated_hosts --results bench/results`; it takes a sec
 Hosts of `bench.hosts` share the cores of one machine, which copy every byte. What that costs is all that is taken from
 measurements, and only from runs *without a limit on the link*, of 2 hosts of 2 ranks: `gloo` and `odc` each take the
 seconds of their row there. What part of odc's goes with the microbatches, and what with the bytes that cross once a
-minibatch, is told by the processor time of 2 and of 8 microbatches (`python -m bench.hosts --cases 5,8 --name
-hosts_unlimited`), of which only this ratio is used, as a busy machine changes it little. Costs of `gloo` hold for all
-of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is fitted to the
-rows that are compared. A limited link carries the payload of full Ethernet frames.
+minibatch, is told by the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
+hold for all of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is
+fitted to the rows that are compared. A limited link carries the payload of full Ethernet frames.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     begun = begin()
     title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
-    store(arguments.results, NAME, title, rows(load("hosts"), load("hosts_unlimited")), begun=begun)
+    store(arguments.results, NAME, title, rows(load("hosts")), begun=begun)
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Costs:
     transfers: float
 
 
-def rows(measured: Result, unlimited: Result) -> list[dict[str, Any]]:
+def rows(measured: Result) -> list[dict[str, Any]]:
     """Every row of an exchange over limited links, with what is simulated."""
-    costs = {arm: costs_of(arm, measured, unlimited) for arm in ("gloo", "odc")}
+    costs = {arm: costs_of(arm, measured) for arm in ("gloo", "odc")}
     found = []
     for row in measured["rows"]:
         if row["work"] != "exchange" or row["link"] == _FREE:
@@ -73,10 +72,10 @@ def rows(measured: Result, unlimited: Result) -> list[dict[str, Any]]:
     return found
 
 
-def costs_of(arm: str, measured: Result, unlimited: Result) -> Costs:
+def costs_of(arm: str, measured: Result) -> Costs:
     """Costs with which the arm's minibatch over links without a limit takes what was measured."""
     row = find(measured, arm=arm, link=_FREE, work="exchange", microbatches=2)
-    few, many = (find(unlimited, arm=arm, link=_FREE, microbatches=m)["CPU s"] for m in (2, 8))
+    few, many = (find(measured, arm=arm, link=_FREE, microbatches=m)["CPU s"] for m in (2, 8))
     each = min(1.0, 2 * (many - few) / 6 / few) if arm == "odc" else 1.0  # share that goes with the microbatches
     low, high = 1e6, 1e13
     for _ in range(100):

@@ -3,7 +3,8 @@
 Run as `OMP_NUM_THREADS=1 python -m bench.split --regime longalign --results bench/results`.
 
 As in `bench.emulated`, compute is *emulated* (slept by the cost of a 7B model), communication is real but small. Pieces
-attend for real and exchange keys and values through the arenas of `odc.split`, of one token in TOKENS.
+attend for real and exchange keys and values through the arenas of `odc.split`, of one token in TOKENS; what the bytes
+of all tokens cost is measured by `bench.split_bytes`.
 
 A control of equal samples comes first: on it `fsdp2` and `odc` are within 5%, else nothing is stored. `odc-split` is
 *simulated* too, by `odc.simulate` with costs measured in steps that sleep nothing.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.emulated import COST, NEAR, RANKS, UNITS, WIDTH, Run, Slept, bubble, draw_minibatches, measure
+from bench.emulated import COST, DRAWN, NEAR, RANKS, UNITS, WIDTH, Run, Slept, bubble, measure, typical
 from bench.simulated_vs_emulated import idle_plan, overheads
 from odc import Settings
 from odc.arms import ARMS, ArmName
@@ -41,7 +43,6 @@ from odc.split import Splitter, attend
 
 REGIMES, COUNTS = ("longalign", "swe-smith"), (1, 2, 4)
 COMPARED: tuple[ArmName, ...] = ("fsdp2-equal-samples", "fsdp2", "odc", "odc-split")
-DRAWN = 64  # minibatches, of which the most typical ones are run
 TOKENS = 256  # tokens of a plan for one that is exchanged
 LONGEST = 1024  # of those, at least as many as any sample has
 
@@ -86,14 +87,18 @@ class AttendingModel(nn.Module):
         return x
 
 
-def run_arm(run: Run) -> Any:
-    """On every rank: build the model, run the steps after one to warm up; returns the spans of the own rank."""
+def run_arm(run: Run, make: Callable[[], Any] = AttendingModel, longest: int = LONGEST, tokens: int = TOKENS) -> Any:
+    """On every rank: build the model, run the steps after one to warm up; returns this rank's spans.
+
+    Of `tokens` tokens of a split sample, which has at most `longest` of those, one is exchanged.
+    """
     from odc.trace import piece_of, recorder
 
     drop()
     torch.manual_seed(0)
-    model, arm, rank = AttendingModel(), ARMS[run.arm], dist.get_rank()
-    splitter = Splitter(model, LONGEST, layers=UNITS, name=f"bench{next(_names)}") if arm.splits else None
+    model, arm, rank = make(), ARMS[run.arm], dist.get_rank()
+    layers = len(model.layers)
+    splitter = Splitter(model, longest, layers=layers, name=f"bench{next(_names)}") if arm.splits else None
     shard_model(arm, model, list(model.layers), Settings())
     if splitter is not None:
         splitter.prepare()
@@ -105,10 +110,10 @@ def run_arm(run: Run) -> Any:
 
         def pieces(plan: Plan = plan, scale: float = scale) -> None:
             assert splitter is not None
-            for number, piece in enumerate(splitter.pieces(thinned(plan))):
-                tokens = torch.arange(piece.split.length)
+            for number, piece in enumerate(splitter.pieces(thinned(plan, tokens))):
+                ids = torch.arange(piece.split.length)
                 mine = plan.splits[[split.sample for split in plan.splits].index(piece.sample)]
-                inputs, _ = piece.of(tokens)
+                inputs, _ = piece.of(ids)
                 slept = mine.costs[mine.ranks.index(rank)] * scale
                 with recorder().microbatch(number, piece_of(piece.sample)):
                     model(**inputs, seconds=slept, microbatch=number).sum().backward()
@@ -132,20 +137,10 @@ def run_arm(run: Run) -> Any:
     return spans
 
 
-def typical(regime: str, count: int, steps: int, seed: int) -> tuple[list[list[int]], int]:
-    """Of DRAWN minibatches of `count` lengths the `steps` whose costliest sample, as a multiple of what a rank has to
-    do on average, is nearest to the mean of them all; and the token cap. So that few minibatches stand for many.
-    """
-    drawn, cap = draw_minibatches(regime, count, DRAWN, seed)
-    bounds = [RANKS * max(map(COST, lengths)) / sum(map(COST, lengths)) for lengths in drawn]
-    nearest = sorted(range(DRAWN), key=lambda i: abs(bounds[i] - mean(bounds)))[:steps]
-    return [drawn[i] for i in sorted(nearest)], cap
-
-
-def thinned(plan: Plan) -> Plan:
-    """The plan with one token in TOKENS of its split samples, as their pieces attend and exchange them."""
+def thinned(plan: Plan, tokens: int = TOKENS) -> Plan:
+    """The plan with one token in `tokens` of its split samples, as their pieces attend and exchange them."""
     splits = [
-        replace(split, slices=zigzag(max(split.length // TOKENS, 2 * len(split.ranks)), len(split.ranks)))
+        replace(split, slices=zigzag(max(split.length // tokens, 2 * len(split.ranks)), len(split.ranks)))
         for split in plan.splits
     ]
     return replace(plan, splits=splits)

@@ -14,6 +14,8 @@ SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
 OptimizerSharding = Literal["mesh", "world"]  # of `fully_shard`
+LOST_AFTER_S = 2.3  # between the second and the third of the probes that a link sends every second
+LONGEST_LOST_AFTER_S = 3600.0
 LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers overflow not far beyond a hundred years
 
 
@@ -46,6 +48,8 @@ class Settings:
             for readers of exported weights on other hosts; "", and the three that follow, are ignored.
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
+        lost_after_s: seconds after which a host that answers nothing ends the job, 1 to 3600; shorter interruptions of
+            the network are waited for. What a rank's models share follows the first that it shards with `settings`.
         sums_dtype: of a host's gradients for an owner on another host, which are added up in the accumulator's dtype:
             "bfloat16" rounds each sum once before it crosses the network.
         engine: what reads shards and sums from other hosts; "auto" chooses.
@@ -70,6 +74,7 @@ class Settings:
     secret_file: str = ""
     sums_dtype: SumsDtype = "accumulator"
     engine: EngineName = "auto"
+    lost_after_s: float = LOST_AFTER_S
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -86,6 +91,10 @@ class Settings:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
                 f"{self.timeout_s!r}"
+            )
+        if not _is_number(self.lost_after_s) or not 1 <= self.lost_after_s <= LONGEST_LOST_AFTER_S:
+            raise ValueError(
+                f"lost_after_s must be a number of seconds, 1 to {LONGEST_LOST_AFTER_S:.0f}, not {self.lost_after_s!r}"
             )
         for name, what, least in (
             ("prefetch", "units", 0),
@@ -106,6 +115,10 @@ class Settings:
 _CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES, "sums_dtype": SUMS_DTYPES}
 _KINDS: dict[type, str] = {bool: "True or False", str: "a text"}
 _AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_whole(value: object) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # Tests import `support`, their shared scaffolding, from here; rank processes get pytest's path.
 if str(Path(__file__).parent) not in sys.path:
@@ -61,6 +64,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest_first(items, Path(__file__).parent)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _judged((yield))
+
+
+def _judged(report: Report) -> Report:
+    if os.environ.get("CI"):
+        from support.skips import judge
+
+        judge(report)
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> None:
     """What loads torch, odc and transformers for ranks does so once in a process, for tests and for jobs."""
@@ -79,7 +100,8 @@ def ranks() -> Iterator[Callable[[int], object]]:
 def host_ranks() -> Iterator[Callable[[int, int], object]]:
     """`host_ranks(hosts, per_host).run(function, *args)` is as `ranks` over hosts: namespaces joined by a network.
 
-    Skips where none can be made. A test that limits or cuts the network makes `support.hosts.Hosts` for itself.
+    Skips where none can be made, and fails there in CI. A test that limits or cuts the network makes
+    `support.hosts.Hosts` for itself.
     """
     from support.hosts import need_hosts
 

@@ -78,19 +78,19 @@ def test_the_picture_of_several_hosts_is_drawn_from_what_is_stored() -> None:
 
 def test_the_documentation_stays_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
-    longest = {"protocol.md": 2_800}
+    longest = {"protocol.md": 2_800, "decisions.md": 2_500, "hosts.md": 1_800}
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (README.parent / "docs").glob("*.md")}
     assert not {name: count for name, count in words.items() if count > longest.get(name, 1_500)}
 
 
 @pytest.mark.usefixtures("bench_folder")
 def test_figures_of_the_pages_are_the_stored_ones() -> None:
-    from bench.pages import BLOCKS, PAGES, quoted, replaced
+    from bench.pages import BLOCKS, PAGES, names, replaced
 
     pages = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
     stale = [name for name, text in pages.items() if replaced(text) != text]
     assert not stale, "run `python -m bench.readme`"
-    places = [block for text in pages.values() for block in quoted(text)]
+    places = [block for text in pages.values() for block in names(text)]
     assert sorted(places) == sorted(BLOCKS), "each block stands on one page, once"
     markers = sum(text.count("<!-- figures:") for text in pages.values())
     assert markers == 2 * len(BLOCKS), "a marker is misspelt, so that its figures could drift"
@@ -104,17 +104,3 @@ def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_
     slower = {**stored, "rows": [{**row, "reference_us_a_use": 15.0} for row in stored["rows"]]}
     monkeypatch.setattr(quoted_plans, "load", lambda name: slower)
     assert "takes 15.0 us for each use of a unit" in " ".join(quoted_plans.simulator().split())
-
-
-@pytest.mark.usefixtures("bench_folder")
-@pytest.mark.parametrize(("stored", "said"), [
-    ({"machine": {}, "load_1min": {"begin": 0.1, "end": 2.1}}, ""),
-    ({"machine": {}, "load_1min": {"begin": 7.0, "end": 2.1}},
-     "taken on a busy machine: load 7.0 at its beginning and 2.1 at its end, with 2 ranks"),
-    ({"machine": {"load_1min_at_end": 12.88}}, "taken on a busy machine: load 12.9 at its end, with 2 ranks"),
-    ({"machine": {}}, "load not recorded"),
-])  # fmt: skip
-def test_a_busy_machine_is_named(stored: dict[str, object], said: str) -> None:
-    from bench.quoted import busy
-
-    assert busy(stored, 2) == said

@@ -31,6 +31,10 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
     ("name", "wrong", "said"),
     [
         ("timeout_s", "600", "a positive number of seconds"),
+        ("lost_after_s", "2", "a number of seconds, 1 to 3600"),
+        ("lost_after_s", 0.5, "a number of seconds, 1 to 3600"),
+        ("lost_after_s", math.inf, "a number of seconds, 1 to 3600"),
+        ("lost_after_s", True, "a number of seconds, 1 to 3600"),
         ("reproducible", "no", "True or False"),
         ("trace", 0, "True or False"),
         ("prefetch", True, "a whole number of units, 0 or more"),

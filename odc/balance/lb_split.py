@@ -71,7 +71,7 @@ def lb_split(
         floor: tokens that a piece has at least, see `floor_of`. Only a cap makes pieces shorter.
         wait: added to the cost of every piece, for the time in which it waits for the others.
         one_slice: cut into contiguous pieces of equal cost, for which `cost` must be right. Zig-zag pieces, the
-            default, cost the same under any cost model.
+            default, cost the same unless the model has windows.
 
     Raises PlanError for bad input, and for a sample whose pieces are above the cap on the most ranks it may take.
     """

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from odc.errors import UnsupportedError
+
 
 class Resettable(Protocol):
     """What is reset with a root's iteration: its parameter groups."""
@@ -75,7 +77,7 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
         "all_states", "iter_forward_root", "is_last_backward", "post_backward_final_callback_queued",
     ),
     (FSDPCommContext, "lazy_init"): ("post_forward_order", "all_gather_stream", "reduce_scatter_stream"),
-    (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size",),
+    (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size", "shard_mesh_rank", "shard_process_group"),
     (FSDPParam, "__init__"): ("all_gather_outputs", "_param_fqn", "_module_info"),
     (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
 }  # fmt: skip
@@ -243,12 +245,25 @@ def forget_forward_order(module: FSDPModule) -> None:
 
 
 def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
-    """(global ranks replica-major, shards, whether there is a shard dimension at all) of a group's mesh."""
+    """(global ranks by replica and shard, shards, whether there is a shard dimension at all) of a group's mesh.
+
+    A rank's shard is its number in the process group of its replica, which torch sorts, not its place in the mesh.
+    UnsupportedError if torch gave this rank another shard.
+    """
     info = group.mesh_info
-    ranks = tuple(int(rank) for rank in info.mesh.mesh.flatten().tolist())
+    ranks = [int(rank) for rank in info.mesh.mesh.flatten().tolist()]
     if not isinstance(info, FSDPMeshInfo):
-        return ranks, 1, False
-    return ranks, int(info.shard_mesh_size), True
+        return tuple(ranks), 1, False
+    shards, mine = int(info.shard_mesh_size), dist.get_process_group_ranks(info.shard_process_group)
+    # Of the groups of other replicas this rank knows the ranks alone.
+    replicas = sorted(sorted(ranks[i : i + shards]) for i in range(0, len(ranks), shards))
+    replicas = [mine] if len(replicas) == 1 else replicas
+    if mine not in replicas or mine.index(dist.get_rank()) != info.shard_mesh_rank:
+        raise UnsupportedError(
+            f"rank {dist.get_rank()} has shard {info.shard_mesh_rank} in a process group of ranks {mine}; on a 2-D "
+            "mesh the ranks of a process group must rise"
+        )
+    return tuple(rank for replica in replicas for rank in replica), shards, True
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -262,9 +277,8 @@ def device_of(group: FSDPParamGroup) -> torch.device:
 
 
 def process_group_of(group: FSDPParamGroup) -> dist.ProcessGroup | None:
-    """A process group of exactly the ranks of the group's mesh, in their order; None where there is none."""
-    mesh = group.mesh_info.mesh
-    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    """A process group of exactly the ranks of the group's mesh, in the order of `mesh_of`; None where there is none."""
+    mesh, ranks = group.mesh_info.mesh, list(mesh_of(group)[0])
     candidates = [mesh.get_group()] if mesh.ndim == 1 else []
     if dist.group.WORLD is not None:
         candidates.append(dist.group.WORLD)

@@ -101,9 +101,14 @@ class ShardedParam:
         with torch.no_grad(), preserve(target):
             torch.cat(chunks, dim=self.shard_dim, out=target.view(whole))
 
+    @property
+    def was_unsharded(self) -> bool:
+        """Whether the unsharded parameter has been made, which happens at the unit's first use and lasts."""
+        return hasattr(self._param, "_unsharded_param")
+
     def ready(self) -> None:
         """Make the unsharded parameter of the filled storage; once made, it is a view of whatever is filled in."""
-        if not hasattr(self._param, "_unsharded_param"):
+        if not self.was_unsharded:
             with torch.inference_mode(False):
                 self._param.init_unsharded_param()
 
@@ -118,7 +123,7 @@ class ShardedParam:
             grad = param.unsharded_accumulated_grad_data
             param.unsharded_accumulated_grad = None
             return grad
-        if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
+        if self.was_unsharded and param._unsharded_param.grad is not None:
             grad = param.unsharded_grad_data
             param._unsharded_param.grad = None
             return grad

@@ -84,6 +84,8 @@ def fully_shard(
         ValueError: an unknown `optimizer_sharding`.
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
+    if dist.is_initialized():  # first: peers must learn of whatever goes wrong here on this rank alone
+        hooks.watch_exit(compat.default_store(), dist.get_rank())
     _refuse_options(settings, offload_policy)
     mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
@@ -108,7 +110,7 @@ def fully_shard(
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
-    _join_job(dist.get_rank(), settings or Settings())
+    _join_job(dist.get_rank(), settings)
     return module
 
 
@@ -116,13 +118,12 @@ def fully_shard(
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
 
 
-def _join_job(rank: int, settings: Settings) -> None:
+def _join_job(rank: int, settings: Settings | None) -> None:
     """What a process needs from its first sharded module on."""
     global _joined, _at_exit
     server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
-        announce_process(JobStore(store, settings.timeout_s, rank), rank)
-        hooks.watch_exit(store, rank)
+        announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)
         _joined = os.getpid(), weakref.ref(store)
     server.watch_hosts(store, settings)
     hooks.guard_steps()

@@ -79,16 +79,17 @@ class OdcParamGroup(FetchedGroup):
         """Push this backward's gradients; torch reshards. Safe to call on a group without gradients, as torch does.
 
         They are taken *before* torch's no-sync path, which would upcast them to the reduce dtype: the owner does it.
+        That path fails on a unit that no microbatch has used yet, which has nothing to reshard either.
         """
         partial = len(self.modules) > 1 and compat.is_forward(self)  # as torch finds it out
         taken = [(i, param, param.take_gradient()) for i, param in enumerate(self.odc_params)]
+        if not any(param.was_unsharded for param in self.odc_params):
+            return
         wanted, self.reduce_grads = self.reduce_grads, False
         try:
             super().post_backward(*unused)
         finally:
             self.reduce_grads = wanted
-        if self.odc_root is None:
-            return
         shards = self.odc_minibatch.shards
         gradients = [
             Gradient(i, flatten(grad, param.shard_dim, shards)) for i, param, grad in taken if grad is not None

@@ -37,9 +37,10 @@ class ShardCall:
 
 
 def register(modules: list[nn.Module], ranks: tuple[int, ...], rank: int, settings: Settings | None) -> None:
-    """Note a call of `fully_shard` on `modules` over a mesh of `ranks`."""
-    entry = ShardCall(_calls[ranks], rank, settings)
-    _calls[ranks] += 1
+    """Note a call of `fully_shard` on `modules` over a mesh of `ranks`, whose order does not count."""
+    members = tuple(sorted(ranks))
+    entry = ShardCall(_calls[members], rank, settings)
+    _calls[members] += 1
     for module in modules:
         _entries[module] = entry
 

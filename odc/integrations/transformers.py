@@ -36,6 +36,7 @@ from odc.integrations.transformers_balance import (
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import TrainerPieces, refuse_documents, refuse_unsplittable, row_of
+from odc.integrations.transformers_rows import refuse_mixed_rows
 from odc.settings import Settings
 from odc.split import ranks_of_host
 
@@ -172,6 +173,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         lengths = lengths_of(self.train_dataset, args.length_column_name)
         if self._split:
             refuse_documents(self.train_dataset)
+        refuse_mixed_rows(self.model, stock)
         steps = PlannedSteps(
             self._get_train_sampler(self.train_dataset),
             lengths,

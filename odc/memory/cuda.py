@@ -258,6 +258,10 @@ class CudaHeap(NamedHeap):
     def fd(self) -> int:
         return self._host.fd
 
+    @property
+    def read_only_fd(self) -> int:
+        return self._host.read_only_fd
+
     def bytes_by_name(self) -> dict[str, int]:
         return self._host.bytes_by_name() | {name: request.nbytes for name, request in self._requests.items()}
 

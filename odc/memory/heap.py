@@ -93,8 +93,9 @@ class SymmetricHeap(Protocol):
     """A heap of one rank. Methods that reach a peer attach to it on demand, and may be called from any thread.
 
     `identity` names the heap, the same on every rank; `me` is this rank's member index; `nbytes` is the size of this
-    rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers,
-    where the backend has one; data regions lie on `device`, whose work `lanes` orders.
+    rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers
+    and `read_only_fd` that for readers outside the job, where the backend has them; data regions lie on `device`, whose
+    work `lanes` orders.
     """
 
     identity: str
@@ -111,6 +112,8 @@ class SymmetricHeap(Protocol):
     def digest(self) -> str: ...
     @property
     def fd(self) -> int: ...
+    @property
+    def read_only_fd(self) -> int: ...
     @property
     def layout(self) -> Layout: ...
 

@@ -104,7 +104,7 @@ class Mapping:
         for start in range(0, self.nbytes, _STEP):
             before_step(self.nbytes - start)
             size = min(_STEP, self.nbytes - start)
-            # Populating by reading maps pages that exist already twice as fast, and leaves them writable.
+            # Populating by reading maps pages that exist already faster, and leaves them writable.
             code = _populate(self.address + start, size, _MADV_POPULATE_WRITE if fresh else _MADV_POPULATE_READ)
             if code == errno.EINVAL:
                 self._touch(start, size, fresh)
@@ -134,8 +134,8 @@ def _populate(address: int, nbytes: int, advice: int) -> int:
 def advise_huge(buffer: torch.Tensor) -> None:
     """Ask for huge pages under `buffer` (contiguous, on the CPU) if it is large; best effort, never raises.
 
-    Where transparent huge pages are given on request ("madvise", the usual default) this saves two thirds of the
-    page-fault time of filling fresh memory.
+    Where transparent huge pages are given on request ("madvise", the usual default) this saves most of the page faults
+    of filling fresh memory.
     """
     if buffer.nbytes >= _HUGE_FROM_BYTES:
         start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class ShmHeap(NamedHeap):
         self.lanes: Lanes = HostLanes()
         self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
         self._requests: dict[str, Request] = {}
-        self._fd = -1
+        self._fd = self._read_only = -1
         self._closed = False
         self._mappings: list[Mapping | None] = [None] * len(self.ranks)
         self._locks = [threading.Lock() for _ in self.ranks]
@@ -225,6 +226,16 @@ class ShmHeap(NamedHeap):
             raise OdcError(f"{self._who()}: the heap is {'closed' if self._closed else 'not sealed yet'}")
         return self._fd
 
+    @property
+    def read_only_fd(self) -> int:
+        """A descriptor of this rank's memory through which nobody can write, for processes outside the job; the heap
+        owns it. Raises OSError where there is no procfs. From one thread at a time.
+        """
+        if self._read_only < 0:
+            os.fchmod(self.fd, stat.S_IRUSR)  # or its holder could open it anew for writing
+            self._read_only = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._read_only
+
     def bytes_by_name(self) -> dict[str, int]:
         if self._layout is None:
             return {name: request.nbytes for name, request in self._requests.items()}
@@ -232,9 +243,10 @@ class ShmHeap(NamedHeap):
 
     def close(self) -> None:
         self._closed = True
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        descriptors, self._fd, self._read_only = (self._fd, self._read_only), -1, -1
+        for fd in descriptors:
+            if fd >= 0:
+                os.close(fd)
         # Views hold their mapping, so the memory is released with the last of them.
         self._mappings = [None] * len(self.ranks)
         self._words = {}

@@ -72,7 +72,8 @@ class Arena:
 
     Without `hosts` all ranks share this host, and construction waits for nobody. With it they may be on several, which
     equally many share; construction waits until every rank has called `fully_shard` or made such an arena, and raises
-    as `locate` does. Of `hosts` address, secret_file and engine count, and only where this process has no listener yet.
+    as `locate` does. Of `hosts` address, secret_file, engine and lost_after_s count, and only where this process
+    has no listener yet.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Arena:
             address=network.address,
             secret_file=network.secret_file,
             engine=network.engine,
+            lost_after_s=network.lost_after_s,
         )
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
         self._rendezvous = member.rendezvous

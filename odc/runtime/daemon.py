@@ -19,6 +19,7 @@ from typing import Any
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.memory import ProcessHandle
+from odc.runtime.accepting import remedy
 from odc.runtime.host_link import HostLink
 from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
 from odc.runtime.network import HostNetwork
@@ -122,14 +123,19 @@ class Daemon:
         self._receptions.append(reception)
         self._selector.register(reception.fileno(), selectors.EVENT_READ, reception.answer)
 
-    def watch_hosts(self, store: Any, settings: Settings) -> None:
+    def watch_hosts(self, store: Any, settings: Settings | None) -> None:
         """Watch this rank's neighbours on other hosts, where torchrun runs the job on several (see `HostWatch`).
 
+        Called by each `fully_shard`; None where it was given no settings, which the root may still have.
         Raises as a JobStore does; where this host cannot be listened at, the first root says so.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
-            if self._watch_over_hosts is None and (around := neighbours(self.rank)):
-                watch = self._watch_over_hosts = HostWatch(store, self.rank, around, settings, self._some_rank_ended)
+            if self._watch_over_hosts is not None:
+                if settings is not None:
+                    self._watch_over_hosts.wait_for_network(settings.lost_after_s)
+            elif around := neighbours(self.rank):
+                watch = HostWatch(store, self.rank, around, settings or Settings(), self._some_rank_ended)
+                self._watch_over_hosts = watch
                 self._do(lambda: self._drive(watch))
 
     def _drive(self, watch: HostWatch) -> None:
@@ -287,8 +293,9 @@ class Daemon:
         reply = service.answer_attach(request, reading=reading)
         if "error" in reply:
             return reply, ()
-        fd = service.layout.heap.fd
-        return reply, (fd,) if reading else (fd, self.doorbell)
+        heap = service.layout.heap
+        # Peers write to each other's heaps: pushes, and ABORT on every board. Readers outside the job must not.
+        return reply, (heap.read_only_fd,) if reading else (heap.fd, self.doorbell)
 
 
 _daemon: Daemon | None = None
@@ -296,11 +303,19 @@ _lock = threading.RLock()  # the garbage collector may end a root, which asks fo
 
 
 def daemon(rank: int) -> Daemon:
-    """The daemon of this process, started on first use; a forked child starts its own."""
+    """The daemon of this process, started on first use; a forked child starts its own.
+
+    Raises UnsupportedError where that is impossible: this process has too few file descriptors, for example.
+    """
     global _daemon
     with _lock:
         if _daemon is None or not _daemon.alive():
-            _daemon = Daemon(rank)
+            try:
+                _daemon = Daemon(rank)
+            except OSError as error:
+                other = "look at what the container or sandbox of this process allows (odc doctor)"
+                said = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
+                raise UnsupportedError(said) from error
         return _daemon
 
 

@@ -11,9 +11,12 @@ from odc.memory import ShmHeap
 from odc.runtime.admission import export_purpose
 from odc.runtime.layout import HeapLayout
 from odc.runtime.network import HostNetwork
-from odc.runtime.words import BOARD_WORDS
+from odc.runtime.words import Word
 
-BOARD = struct.Struct(f"!{BOARD_WORDS}q64s")  # words, digest of the heap's layout; the reason as text follows
+#: The words of the board that a reader outside the job needs, and is told.
+READER_WORDS = (Word.PUBLISHED, Word.PUBLISHING, Word.PROGRESS, Word.ABORT, Word.LEFT)
+#: These words and the digest of the heap's layout. Why the job ended follows as text.
+BOARD = struct.Struct(f"!{len(READER_WORDS)}q64s")
 
 
 def board_name(identity: str) -> str:
@@ -25,13 +28,15 @@ class ExposedHeap:
     """This rank's heap of one root, exposed under the root's identity until `close`.
 
     `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
-    exposed to readers outside the job, which are admitted by a secret of the root's own and get nothing else.
+    exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the published
+    shards and are told `READER_WORDS`; every other byte of the heap is refused.
     """
 
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
         self._identity, self._network, self._names = identity, network, [*answers]
+        self._readable = {identity: layout.published_range, board_name(identity): range(0)}
         for part, memory in layout.heap.parts().items():
             self._names.append(identity + part)
             network.engine.expose(identity + part, memory)
@@ -44,7 +49,7 @@ class ExposedHeap:
 
     def _visited(self, connection: socket.socket, rank: int) -> None:
         """By a reader; on the daemon's thread."""
-        self._network.engine.adopt(connection, rank, only=[self._identity, board_name(self._identity)])
+        self._network.engine.adopt(connection, rank, only=self._readable)
 
     def close(self) -> None:
         """Expose nothing any more; on the daemon's thread, or when there is none."""
@@ -55,6 +60,6 @@ class ExposedHeap:
 
 def _board(layout: HeapLayout) -> bytes:
     """On a thread of the engine."""
-    board = layout.mine.board
-    words = [board.load(i) for i in range(BOARD_WORDS)]
-    return BOARD.pack(*words, layout.heap.digest.encode()) + layout.mine.reason.encode()
+    words = {word: layout.mine.board.load(word) for word in READER_WORDS}
+    reason = layout.mine.reason if words[Word.ABORT] or words[Word.LEFT] else ""
+    return BOARD.pack(*words.values(), layout.heap.digest.encode()) + reason.encode()

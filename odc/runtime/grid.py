@@ -14,8 +14,8 @@ from odc.errors import UnsupportedError
 class RankGrid:
     """The ranks of one root's mesh, by replica and by shard: global ranks of the members, and `shards` to a replica.
 
-    Memory is addressed by *member*: replica * shards + shard, the order of the mesh; `me` is this rank's. Messages name
-    global ranks, never members.
+    Memory is addressed by *member*: replica * shards + shard, with the shards as torch numbers them, which is not
+    always the order of the mesh; `me` is this rank's. Messages name global ranks, never members.
 
     `hosts` numbers the host of each member, from 0 in the order of the members; () where all share this rank's. Every
     host has equally many, and a member's `index` is its place among those of its host.
@@ -66,7 +66,7 @@ class RankGrid:
 
     @property
     def replica_group(self) -> tuple[int, ...]:
-        """Members that own the same shard as this rank, in rank order; this rank alone without hybrid sharding."""
+        """Members that own the same shard as this rank, by replica; this rank alone without hybrid sharding."""
         return tuple(range(self.shard, len(self.ranks), self.shards))
 
     def others(self) -> tuple[int, ...]:

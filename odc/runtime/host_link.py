@@ -14,23 +14,35 @@ import termios
 
 from odc.memory import close_after_fork
 from odc.runtime.frames import Frame
+from odc.runtime.keep_alive import keep_alive, silent_for_long
+from odc.settings import LOST_AFTER_S
 
 #: Bytes of the other end's buffer that are left to words: more than those of the two epochs that ranks may be apart.
 RESERVED = 1 << 14
-_KEEPALIVE_S, _KEEPALIVES = 1, 1
-_UNACKNOWLEDGED_MS = 2300  # between the second and the third probe: one that is lost on a busy network ends nothing
-_SEND_S = 5.0  # that a full buffer is waited for: the other host's daemon has been stopped for long
+_SEND_S = (
+    2.7  # that a full buffer is waited for, beyond `lost_after_s`: the other host's daemon has been stopped for long
+)
+_TIMEVAL = struct.Struct("ll")
 _WINDOW = struct.Struct("228xI")  # tcpi_snd_wnd in Linux's struct tcp_info, from 5.4 on
+_HEARD = struct.Struct("52xII")  # tcpi_last_data_recv and tcpi_last_ack_recv there, milliseconds ago
 _CLOSED = b"\7"  # TCP_CLOSE, its tcpi_state
 
 
 class HostLink:
     """One connection, to `member`. The daemon receives; who sends sees to it that it is one at a time."""
 
-    def __init__(self, member: int, connection: socket.socket) -> None:
+    def __init__(self, member: int, connection: socket.socket, lost_after_s: float = LOST_AFTER_S) -> None:
         self.member, self._connection = member, connection
-        _keep_alive(connection)
+        self.wait_for_network(lost_after_s)
         close_after_fork(self)
+
+    def wait_for_network(self, lost_after_s: float) -> None:
+        """Have the link end once the other host has acknowledged nothing for so long (see `keep_alive`)."""
+        self._lost_after_s = lost_after_s
+        keep_alive(self._connection, lost_after_s)
+        seconds, rest = divmod(lost_after_s + _SEND_S, 1)
+        limit = _TIMEVAL.pack(int(seconds), int(rest * 1e6))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -71,6 +83,11 @@ class HostLink:
             return b"" if found[:1] == _CLOSED else found
         return b""
 
+    def silent(self) -> bool:
+        """Whether the other host has been silent for nearly as long as ends a link, or the link has ended."""
+        told = self._told()
+        return len(told) < _HEARD.size or silent_for_long(min(_HEARD.unpack_from(told)) / 1000, self._lost_after_s)
+
     def hang_up(self) -> None:
         """Close it; what was acknowledged before can still be read there."""
         with contextlib.suppress(OSError):  # the other end was quicker
@@ -81,13 +98,12 @@ class HostLink:
         self._connection.close()
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Have a host that has vanished noticed within two to three seconds; one that is stopped still answers."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-    seconds = int(_SEND_S)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+def side_to_blame(here: set[int], beyond: set[int], first: int) -> tuple[set[int], str]:
+    """The side to name of hosts, as numbers, between which the network has been cut, and why that one.
+
+    It is the side with fewer hosts, and of two equal sides the one without host `first`. Both sides come to the same,
+    though neither hears the other.
+    """
+    if len(here) != len(beyond):
+        return min(here, beyond, key=len), "the smaller side"
+    return (beyond if first in here else here), "the side without the lowest rank"

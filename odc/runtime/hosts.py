@@ -9,7 +9,7 @@ from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.runtime.grid import RankGrid
-from odc.runtime.store import JobStore, failure, host_identity, host_of
+from odc.runtime.store import JobStore, failure, host_identity, host_of, store_address, underlying
 from odc.runtime.wait import Backoff, Deadline
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
@@ -65,13 +65,13 @@ def own_address(store: Any, address: str = "") -> str:
     """
     if address:
         return address
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if not host or not port:
+    hosted_at = store_address(store)
+    if hosted_at is None:
+        name = type(underlying(store)).__name__
         raise UnsupportedError(
-            f"this host's address cannot be told from a {type(store).__name__}; set Settings(address=...) on each host"
+            f"this host's address cannot be told from a {name}; set Settings(address=...) on each host"
         )
+    host, port = hosted_at
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, there = found[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -144,9 +144,9 @@ class HeapLayout:
             ("pushes", max(1, members * self.param_base[-1]) * 8),
             ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
         ]
-        for unit in self.units:
-            requests.append((f"published/{unit.index}", max(64, self.buffers * unit.published_bytes)))
-            requests.append((f"accumulator/{unit.index}", max(64, self.sources * unit.accumulator_bytes)))
+        # Side by side, because readers outside the job may read this range and nothing else: see `published_range`.
+        requests += [(f"published/{one.index}", max(64, self.buffers * one.published_bytes)) for one in self.units]
+        requests += [(f"accumulator/{one.index}", max(64, self.sources * one.accumulator_bytes)) for one in self.units]
         if self.stages:
             for distance in range(1, len(self.grid.nodes.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
@@ -249,6 +249,14 @@ class HeapLayout:
         """Whether `memory`, of the heap of a rank of this host, is of this rank's."""
         mine = self.heap.whole(self.grid.me)
         return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
+
+    @property
+    def published_range(self) -> range:
+        """Bytes of the heap that hold the published shards of all units, and nothing else."""
+        if not self.units:
+            return range(0)
+        place, last = self.heap.layout, f"published/{len(self.units) - 1}"
+        return range(place.offset("published/0"), place.offset(last) + place.size(last))
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
         """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""

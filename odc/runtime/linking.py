@@ -35,7 +35,7 @@ class HostMeeting:
     ) -> None:
         self._layout, self._grid = layout, layout.grid
         self._network, self._abort, self._attend = network, abort, attend
-        self.links = Links(layout, abort)
+        self.links = Links(layout, abort, network.lost_after_s)
         self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
         self._purpose = f"link {identity}"
         self._closed = False

@@ -11,18 +11,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
-from odc.runtime.host_link import HostLink
+from odc.runtime.host_link import HostLink, side_to_blame
 from odc.runtime.layout import HeapLayout
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.peers.remote import RemotePeer
 from odc.runtime.wait import Backoff, Deadline
 from odc.runtime.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
+from odc.settings import LOST_AFTER_S
 
 _REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
@@ -65,8 +66,10 @@ class Links:
     called from any thread.
     """
 
-    def __init__(self, layout: HeapLayout, abort: Callable[[str, int], None]) -> None:
-        self._layout, self._grid, self._abort = layout, layout.grid, abort
+    def __init__(
+        self, layout: HeapLayout, abort: Callable[[str, int], None], lost_after_s: float = LOST_AFTER_S
+    ) -> None:
+        self._layout, self._grid, self._abort, self._lost_after_s = layout, layout.grid, abort, lost_after_s
         self._links: dict[int, HostLink] = {}
         # Reentrant: the garbage collector may end a root, which tells the others, while this thread tells something.
         self._changing = threading.RLock()
@@ -90,7 +93,7 @@ class Links:
 
     def add(self, partner: int, connection: socket.socket) -> HostLink | None:
         """Use an admitted connection to `partner`: tell it how this rank fares. None if there is a link already."""
-        link = HostLink(partner, connection)
+        link = HostLink(partner, connection, self._lost_after_s)
         with self._changing:
             if self._closed or partner in self._links:
                 link.close()
@@ -299,15 +302,35 @@ class Links:
             return
         at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
         if isinstance(error, _DEAD):
-            reason = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended"
+            reason, culprit = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank
+        elif isinstance(error, MalformedFrameError):
+            there = self._ranks_on([grid.host(link.member)])
+            reason, culprit = f"the host of ranks {there} speaks nonsense {at}: {error}", peer.rank
         else:
-            there = ", ".join(str(grid.ranks[member]) for member in grid.on(grid.host(link.member)))
-            what = "speaks nonsense" if isinstance(error, MalformedFrameError) else "cannot be reached any more"
-            reason = f"the host of ranks {there} {what} {at}: {error}"
+            reason, culprit = self._cut_off(link, f"{at}: {error}")
         with self._changing:
             if not self._closed:
-                self._blame(link.member, reason, peer.rank)
-        self._abort(reason, peer.rank)
+                self._blame(link.member, reason, culprit)
+        self._abort(reason, culprit)
+
+    def _cut_off(self, link: HostLink, how: str) -> tuple[str, int]:
+        """Why the network is divided and whom to blame, the same on every rank of both sides: see `side_to_blame`."""
+        grid = self._grid
+        with self._changing:
+            silent = {one.member for one in self._links.values() if one is link or one.silent()}
+        beyond = {grid.host(member) for member in silent}
+        here = {grid.host(member) for member in grid.members} - beyond
+        named, why = side_to_blame(here, beyond, grid.host(grid.ranks.index(min(grid.ranks))))
+        others = beyond if named == here else here
+        reason = (
+            f"the host of ranks {self._ranks_on(named)} cannot be reached any more from that of ranks "
+            f"{self._ranks_on(others)} {how} (named as {why}: which side was cut off, or died, cannot be told)"
+        )
+        return reason, min(grid.ranks[member] for host in named for member in grid.on(host))
+
+    def _ranks_on(self, hosts: Collection[int]) -> str:
+        grid = self._grid
+        return ", ".join(str(rank) for rank in sorted(grid.ranks[one] for host in hosts for one in grid.on(host)))
 
     def unheard(self) -> list[int]:
         """Partners whose host has not acknowledged all that this rank has said. Hanging up before may lose the rest."""

@@ -8,7 +8,6 @@ it (SCM_RIGHTS). Nothing here blocks the daemon: a silent client costs one descr
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from odc.memory import close_after_fork
+from odc.runtime.accepting import Acceptor
 from odc.runtime.wait import Backoff, Deadline
 
 MAX_REQUEST = 64 << 10
@@ -107,12 +107,12 @@ class Listener:
         self._connections: dict[int, _Connection] = {}
         self._epoll = select.epoll()  # close-on-exec; readable as soon as any of its descriptors is
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # given up to accept one client when there is no other left
+        self._acceptor: Acceptor | None = None
         try:
             self._socket.setblocking(False)
             self._socket.bind(abstract)
             self._socket.listen(_BACKLOG)
-            self._epoll.register(self._socket, select.EPOLLIN)
+            self._acceptor = Acceptor(self._socket, self._epoll, address)
         except OSError as error:
             self.close()
             raise OSError(error.errno, f"cannot listen at {address!r}: {os.strerror(error.errno or 0)}") from error
@@ -134,13 +134,8 @@ class Listener:
             self._end(late)
 
     def _accept(self) -> None:
-        for _ in range(_MAX_CONNECTIONS):
-            try:
-                accepted, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._refuse_one()
-                return
+        assert self._acceptor is not None
+        for accepted in self._acceptor.accept(_MAX_CONNECTIONS):
             try:
                 self._begin(accepted)
             except OSError:
@@ -158,20 +153,6 @@ class Listener:
         connection = _Connection(accepted, peer, Deadline(self._connection_s))
         self._connections[accepted.fileno()] = connection
         self._advance(connection, select.EPOLLIN)  # most have asked by now
-
-    def _refuse_one(self) -> None:
-        """Out of descriptors: hang up on one client, or the daemon would be woken for it without end."""
-        _log.warning("listener %s: out of file descriptors (ulimit -n), a connection was refused", self.address)
-        self._drop_spare()
-        with contextlib.suppress(OSError):
-            self._socket.accept()[0].close()
-        with contextlib.suppress(OSError):  # another thread was quicker; the next client may find a descriptor
-            self._spare = os.open(os.devnull, os.O_RDONLY)
-
-    def _drop_spare(self) -> None:
-        spare, self._spare = self._spare, -1
-        if spare >= 0:
-            os.close(spare)
 
     def _advance(self, connection: _Connection, events: int) -> None:
         try:
@@ -241,7 +222,8 @@ class Listener:
         self._connections.clear()
         self._socket.close()
         self._epoll.close()
-        self._drop_spare()
+        if self._acceptor is not None:
+            self._acceptor.close()
 
 
 class NoAnswerError(ConnectionError):

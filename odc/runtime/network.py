@@ -14,17 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.runtime.accepting import remedy
 from odc.runtime.admission import READER, AdmissionError, HungUpError, admit, export_purpose, job_secret, secret_for
 from odc.runtime.engines import PURPOSE, Engine, make_engine
 from odc.runtime.hosts import own_address
 from odc.runtime.reception import Reception
 from odc.runtime.store import JobStore
 from odc.runtime.wait import Backoff, Deadline
-from odc.settings import Settings
+from odc.settings import LOST_AFTER_S, Settings
 
 _CONNECT_S = 30.0  # that a live rank may take to answer: its daemon may wait for the interpreter lock
 _TRIES = 6  # where the other end hangs up during admission
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.02
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
 
 Welcome = Callable[[socket.socket, int], None]
 
@@ -45,19 +47,26 @@ class HostNetwork:
         try:
             self.reception = Reception(address, self._secret, rank, self._welcome)
         except OSError as error:
+            other = "set Settings(address=...) to an address of this host that the others reach"
             raise UnsupportedError(
-                f"rank {rank} cannot listen at {address} ({error}); set Settings(address=...) to an address of this "
-                "host that the others reach"
+                f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
-        self.engine: Engine = make_engine(settings.engine, rank, self._dial_engine, settings.timeout_s, address)
+        self.engine: Engine = make_engine(settings, rank, self._dial_engine, address)
         self._purposes[PURPOSE] = self.engine.adopt
         self._store.set(_key(rank), json.dumps([self.reception.address, self.reception.port]))
 
+    @property
+    def lost_after_s(self) -> float:
+        """As in the settings; of all that this process has of the network."""
+        return self._settings.lost_after_s
+
     def refuse_others(self, settings: Settings) -> None:
-        """Raise UnsupportedError if `settings` name another address or secret file than this listener was made with."""
-        for name in ("address", "secret_file"):
-            asked, have = getattr(settings, name), getattr(self._settings, name)
-            if asked not in ("", have):
+        """Raise UnsupportedError if `settings` name another address, secret file or lost_after_s than this listener was
+        made with. Their defaults name none.
+        """
+        for name in ("address", "secret_file", "lost_after_s"):
+            asked, have, default = (getattr(one, name) for one in (settings, self._settings, Settings()))
+            if asked not in (default, have):
                 raise UnsupportedError(
                     f"rank {self.rank} listens already, with {name}={have!r} and not {asked!r}: give the first model, "
                     "or exchange, these settings"
@@ -86,7 +95,7 @@ class HostNetwork:
         address, deadline = self.address(rank, check), Deadline(self._store.timeout_s)
         while True:
             try:
-                return connect(address, self._secret, self.rank, rank, purpose, check)
+                return connect(address, self._secret, self.rank, rank, purpose, check, self.lost_after_s)
             except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
                 check(f"connecting to rank {rank}")
                 if deadline.passed():
@@ -95,7 +104,8 @@ class HostNetwork:
 
     def _dial_engine(self, rank: int) -> socket.socket:
         """As `dial`, but asks once, as an engine asks again by itself: TimeoutError if the rank does not answer."""
-        return connect(self.address(rank), self._secret, self.rank, rank, PURPOSE)
+        address = self.address(rank)
+        return connect(address, self._secret, self.rank, rank, PURPOSE, lost_after_s=self.lost_after_s)
 
     def export_secret(self, identity: str) -> bytes:
         """What a process outside the job must know to read the weights of a root."""
@@ -127,19 +137,24 @@ def connect(
     rank: int,
     purpose: str,
     check: Callable[[str], None] = lambda doing: None,
+    lost_after_s: float = LOST_AFTER_S,
 ) -> socket.socket:
     """An admitted connection of `me` to `rank`, which listens at `address`; blocking.
 
-    Raises PeerLostError, TimeoutError where the rank's host takes the connection and the rank does not answer, and what
-    `check` does between two tries.
+    A host that cannot be reached is tried again for `lost_after_s`. Raises PeerLostError, TimeoutError where the rank's
+    host takes the connection and the rank does not answer, and what `check` does between two tries.
     """
     who = "reader" if me == READER else f"rank {me}"
     where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
-    tries, backoff = 0, Backoff(_POLL_S, 1.0, growth=4.0)
+    tries, backoff, unreachable = 0, Backoff(_POLL_S, 1.0, growth=4.0), Deadline(lost_after_s)
     while True:
         try:
-            connection = socket.create_connection(address, _CONNECT_S)
+            connection = socket.create_connection(address, max(_CONNECT_S, lost_after_s))
         except OSError as error:
+            if error.errno in _UNREACHABLE and not unreachable.passed():
+                check(f"connecting to rank {rank}")
+                backoff.sleep()
+                continue
             raise PeerLostError(
                 f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
                 culprit=rank,

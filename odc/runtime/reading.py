@@ -19,7 +19,7 @@ from odc.memory.mapping import Mapping as SharedMemory
 from odc.runtime.admission import READER, export_purpose
 from odc.runtime.connect import ask_member
 from odc.runtime.engines import SocketEngine
-from odc.runtime.exposing import BOARD, board_name
+from odc.runtime.exposing import BOARD, READER_WORDS, board_name
 from odc.runtime.network import connect
 from odc.runtime.peers.board import REASON_BYTES
 from odc.runtime.words import BOARD_WORDS, Word
@@ -34,8 +34,8 @@ class ReadOnlyMember(ABC):
     rank: int
 
     @abstractmethod
-    def look(self) -> Sequence[int]:
-        """Its board now: a value for each `Word`. What is copied later is no older."""
+    def look(self) -> Mapping[Word, int]:
+        """The `READER_WORDS` of its board now. What is copied later is no older."""
 
     @abstractmethod
     def expect(self, extents: Sequence[tuple[int, int]]) -> None:
@@ -53,7 +53,7 @@ class ReadOnlyMember(ABC):
     def refuse_if_gone(self, doing: str) -> None:
         """Raise `PeerLostError` if the rank died, shut down or aborted."""
 
-    def _refuse(self, doing: str, words: Sequence[int], reason: bytes) -> None:
+    def _refuse(self, doing: str, words: Mapping[Word, int], reason: bytes) -> None:
         if words[Word.ABORT]:
             culprit, said = words[Word.ABORT] - 1, reason.split(b"\0", 1)[0].decode("utf-8", "replace")
             raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
@@ -112,8 +112,8 @@ class MappedMember(ReadOnlyMember):
         self._board = Words(self._memory.address + board, BOARD_WORDS, self._memory)
         self._process = ProcessHandle(answer.pid)
 
-    def look(self) -> Sequence[int]:
-        return [self._board.load(i) for i in range(BOARD_WORDS)]
+    def look(self) -> Mapping[Word, int]:
+        return {word: self._board.load(word) for word in READER_WORDS}
 
     def expect(self, extents: Sequence[tuple[int, int]]) -> None:
         return
@@ -160,12 +160,12 @@ class RemoteMember(ReadOnlyMember):
         if self._ask()[1] != digest:
             raise _refuse_other_heap(rank)
 
-    def _ask(self) -> tuple[tuple[int, ...], str, bytes]:
+    def _ask(self) -> tuple[dict[Word, int], str, bytes]:
         said = self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
         *words, digest = BOARD.unpack_from(said)
-        return tuple(words), digest.decode(), said[BOARD.size :]
+        return dict(zip(READER_WORDS, words, strict=True)), digest.decode(), said[BOARD.size :]
 
-    def look(self) -> Sequence[int]:
+    def look(self) -> Mapping[Word, int]:
         return self._ask()[0]
 
     def expect(self, extents: Sequence[tuple[int, int]]) -> None:

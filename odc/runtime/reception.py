@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 
 from odc.memory import close_after_fork
+from odc.runtime.accepting import Acceptor
 from odc.runtime.admission import ADMISSION_S, AdmissionError, Visitor
 from odc.runtime.wait import Deadline
 
@@ -39,11 +40,12 @@ class Reception:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._epoll = select.epoll()
+        self._acceptor: Acceptor | None = None
         try:
             self._socket.setblocking(False)
             self._socket.bind((address, 0))
             self._socket.listen(_BACKLOG)
-            self._epoll.register(self._socket, select.EPOLLIN)
+            self._acceptor = Acceptor(self._socket, self._epoll, f"{address}:{self._socket.getsockname()[1]}")
         except OSError:
             self.close()
             raise
@@ -71,11 +73,8 @@ class Reception:
             self._release(late).close()
 
     def _accept(self) -> None:
-        for _ in range(_MAX_VISITORS):
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # none waits, or there are no descriptors left: the next event tries again
-                return
+        assert self._acceptor is not None
+        for connection in self._acceptor.accept(_MAX_VISITORS):
             connection.setblocking(False)
             while len(self._guests) >= _MAX_VISITORS:  # the oldest has kept silent for longest
                 self._release(next(iter(self._guests.values()))).close()
@@ -115,3 +114,5 @@ class Reception:
         self._guests.clear()
         self._socket.close()
         self._epoll.close()
+        if self._acceptor is not None:
+            self._acceptor.close()

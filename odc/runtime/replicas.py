@@ -1,4 +1,4 @@
-"""Hybrid sharding: what the replicas of a shard accumulated is added up, in rank order, so that all hold the same bits.
+"""Hybrid sharding: what the replicas of a shard accumulated is added up in one order, so that all hold the same bits.
 
     two replicas    wait: COMPLETE | read the other's accumulators | add
     N > 2           wait: COMPLETE | read the others' N-ths | add this rank's N-th up | REDUCED
@@ -51,8 +51,8 @@ def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence
 def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
 
-    Per-source accumulators and those of replicas come in rank order, sums of nodes in the order of the nodes, whoever
-    adds them. Parts from other hosts are those that were gathered.
+    Per-source accumulators come by shard, those of replicas by replica, sums of nodes by node, whoever adds them. Parts
+    from other hosts are those that were gathered.
     """
     if layout.grid.nodes.shards_span_hosts:
         return node_parts(layout, unit)

@@ -3,6 +3,9 @@
 torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
 process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
 
+While a call takes long, the caller also asks whether anything listens at the store's address: a new connection to a
+store that is gone would be tried again until torch's timeout.
+
 A rank says which process it is when it first shards a module, so that a peer that waits for its heap sees the process
 end at once. Only ranks that see the same process ids (one host, one PID namespace) can look.
 """
@@ -13,6 +16,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +28,7 @@ from odc.memory import ProcessHandle
 from odc.runtime.wait import Backoff, Deadline
 
 _LOOK_S = 0.1  # between two looks at why the caller should wait no longer
+_FIRST_PROBE_S, _PROBE_S = 0.5, 1.0  # of a call, before the store's address is probed; that a probe may take
 _DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
 _FAILED = "odc/failed"
 _NOTHING = secrets.token_hex(16)  # what no key has as its value
@@ -48,6 +53,7 @@ class _Call:
 
 def _serve(store: Any, calls: SimpleQueue[_Call | None]) -> None:
     try:
+        socket.socket().close()  # raises where no descriptor is left, for which torch would try again and again
         connection = store.clone()
     except Exception:  # a store that cannot be cloned, or whose server is gone: the calls will say so
         connection = store
@@ -157,10 +163,13 @@ class JobStore:
     def _call(self, name: str, *arguments: Any) -> Any:
         call = _Call(name, arguments)
         self._connection.calls.put(call)
-        deadline = Deadline(self.timeout_s)
+        deadline, probe = Deadline(self.timeout_s), Deadline(_FIRST_PROBE_S)
         try:
             while not call.done.wait(min(_LOOK_S, self.timeout_s)):
                 self._watch()
+                if probe.passed():
+                    self._refuse_gone()
+                    probe = Deadline(2 * probe.timeout_s)  # a store that is stopped accepts, but only so many
                 if deadline.passed():
                     raise WaitTimeoutError(
                         f"{self._who()}the job's key-value store{self._where()} has not answered for "
@@ -172,6 +181,16 @@ class JobStore:
         if call.error is not None:
             raise self._lost(call.error) from call.error
         return call.result
+
+    def _refuse_gone(self) -> None:
+        """Raise PeerLostError if the store's host says that nothing listens at its address any more."""
+        try:
+            if (address := self._address()) is not None:
+                socket.create_connection(address, _PROBE_S).close()
+        except ConnectionRefusedError as error:
+            raise self._lost(error) from error
+        except OSError:  # it may be slow, or cut off for a moment
+            return
 
     def _lost(self, error: BaseException) -> OdcError:
         said = str(error).strip().splitlines()
@@ -196,11 +215,26 @@ class JobStore:
         return "" if self._rank is None else f"rank {self._rank}: "
 
     def _where(self) -> str:
-        store = self._connection.store
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        host, port = getattr(store, "host", None), getattr(store, "port", None)
-        return f" at {host}:{port}" if host and port else ""
+        address = self._address()
+        return "" if address is None else f" at {address[0]}:{address[1]}"
+
+    def _address(self) -> tuple[str, int] | None:
+        """Where the store is hosted; None of one that no process hosts, such as a FileStore."""
+        return store_address(self._connection.store)
+
+
+def underlying(store: Any) -> Any:
+    """A torch store without its prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def store_address(store: Any) -> tuple[str, int] | None:
+    """Host and port of a torch store; None of one that no process hosts, such as a FileStore."""
+    store = underlying(store)
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (str(host), int(port)) if host and port else None
 
 
 def _hosting_rank() -> int | None:

@@ -1,6 +1,6 @@
 """Every wait of odc: how a thread polls, when its deadline passes, and which rank is to blame.
 
-A waiting thread first yields, then sleeps, from 50 us growing to 1 ms: a few percent of a core. Over hosts, where waits
+A waiting thread first yields, then sleeps, from 50 us growing to 1 ms. Over hosts, where waits
 are long, it sleeps until the word is stored. A deadline belongs to one peer and starts anew whenever that peer calls
 into odc. Deaths arrive through the ABORT word.
 """

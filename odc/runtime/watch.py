@@ -25,7 +25,7 @@ from odc.errors import OdcError, UnsupportedError
 from odc.memory import close_after_fork
 from odc.runtime.admission import job_secret
 from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
-from odc.runtime.host_link import HostLink
+from odc.runtime.host_link import HostLink, side_to_blame
 from odc.runtime.hosts import own_address
 from odc.runtime.network import connect
 from odc.runtime.peers.board import REASON_BYTES
@@ -70,6 +70,7 @@ class HostWatch:
 
     def __init__(self, store: Any, rank: int, neighbours: Sequence[int], settings: Settings, ended: Ended) -> None:
         self._rank, self._neighbours, self._ended = rank, neighbours, ended
+        self._lost_after_s = settings.lost_after_s
         self._store = JobStore(store, max(5.0, settings.timeout_s), rank)
         self._secret = job_secret(self._store, settings.secret_file)
         self._lock = threading.Lock()
@@ -92,6 +93,14 @@ class HostWatch:
         """The neighbours whose death would be noticed now."""
         return {neighbour.link.member for neighbour in list(self._connected.values()) if neighbour.watches}
 
+    def wait_for_network(self, lost_after_s: float) -> None:
+        """Take an interruption of the network for a death only after so long, from now on."""
+        with self._lock:
+            self._lost_after_s = lost_after_s
+            for neighbour in self._connected.values():
+                with contextlib.suppress(OSError):  # it has ended, which whoever reads will notice
+                    neighbour.link.wait_for_network(lost_after_s)
+
     # connections -------------------------------------------------------------------------------------------------
 
     def _dial(self) -> None:
@@ -101,7 +110,8 @@ class HostWatch:
                 found = self._store.find(_key(rank))
                 if found is not None and not self._closed:
                     address, port = json.loads(found)
-                    self._adopt(connect((address, port), self._secret, self._rank, rank, PURPOSE), rank)
+                    where, limit = (address, port), self._lost_after_s
+                    self._adopt(connect(where, self._secret, self._rank, rank, PURPOSE, lost_after_s=limit), rank)
 
     def _welcome(self, purpose: str, rank: int, connection: socket.socket) -> None:
         if purpose == PURPOSE and rank in self._neighbours:
@@ -110,7 +120,7 @@ class HostWatch:
             connection.close()
 
     def _adopt(self, connection: socket.socket, rank: int) -> None:
-        link = HostLink(rank, connection)
+        link = HostLink(rank, connection, self._lost_after_s)
         with self._lock:
             if self._closed:
                 link.close()
@@ -150,15 +160,26 @@ class HostWatch:
             neighbour.link.close()
         if neighbour.left or not neighbour.watches:
             return
-        ended = isinstance(error, ConnectionResetError | BrokenPipeError)
-        how = "died" if ended else "cannot be reached any more"
-        why = "has ended" if ended else f"is broken ({error})"
-        rank = neighbour.link.member
-        reason = f"rank {rank} {how}: its connection to rank {self._rank}, which watches it, {why}"
-        self.tell(rank, reason, rank)
+        rank = named = neighbour.link.member
+        if isinstance(error, ConnectionResetError | BrokenPipeError):
+            reason = f"rank {rank} died: its connection to rank {self._rank}, which watches it, has ended"
+        elif isinstance(error, MalformedFrameError):
+            reason = f"rank {rank} speaks nonsense: its connection to rank {self._rank} is broken ({error})"
+        else:
+            named, other = self._cut_off(rank)
+            reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
+        self.tell(rank, reason, named)
         # The daemon, on whose thread this is, must not wait for the store.
-        arguments = (self._store.within(_TELL_S), reason, rank)
+        arguments = (self._store.within(_TELL_S), reason, named)
         threading.Thread(target=announce_failure, args=arguments, name="odc-watch", daemon=True).start()
+
+    def _cut_off(self, rank: int) -> tuple[int, int]:
+        """Of this rank and the neighbour `rank`, between which the network has been cut: the one to name, the other."""
+        with self._lock:
+            silent = {one.link.member for one in self._connected.values() if one.link.silent()} | {rank}
+        known = {self._rank, *self._neighbours}
+        named, _ = side_to_blame(known - silent, silent, min(known))
+        return (rank, self._rank) if rank in named else (self._rank, rank)
 
     def tell(self, rank: int, reason: str, culprit: int) -> None:
         """Note that `rank` has ended, and pass it on around the ring. On any thread; waits for nobody."""

@@ -27,10 +27,15 @@ class PieceHandle:
     """What a model passes to its layers as `odc_piece`.
 
     A piece is a dataclass, which FSDP copies where it casts a module's arguments (`cast_forward_inputs`); this is none.
+
+    Attributes:
+        positions: of the piece's tokens in the sample, int64 [1, tokens of the piece].
+        vouched: the model was given these positions (`odc.split.positions`).
     """
 
-    def __init__(self, piece: Attends) -> None:
+    def __init__(self, piece: Attends, positions: Tensor) -> None:
         self.attend = piece.attend
+        self.positions, self.vouched = positions, False
 
 
 @_torch_private.without_dynamo
@@ -57,9 +62,15 @@ def attend(
     Returns [1, heads, tokens of the piece, width].
 
     Raises:
-        UnsupportedError: keys and values differ in shape, dtype or device.
+        UnsupportedError: keys and values differ in shape, dtype or device, or another model runs the piece than the
+            one that the Splitter was made with.
         PeerLostError, WaitTimeoutError: of a rank that holds another piece.
     """
+    if not piece.vouched:
+        raise UnsupportedError(
+            f"layer {layer} attends for a piece of a split sample, but the model that the Splitter was made with was "
+            "not called, so that nothing vouches for the piece's position_ids: call that model"
+        )
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -5,6 +5,9 @@ docs/protocol.md, "Pieces of split samples", says why nobody hangs.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import nn
 
 from odc.errors import OdcError
@@ -71,3 +74,23 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
         return None
     root.minibatch.begin()
     return PieceMinibatch(root)
+
+
+@contextlib.contextmanager
+def ending_no_minibatch(model: nn.Module) -> Iterator[None]:
+    """Inside, a backward through the model ends no minibatch, whatever it is marked as. It must leave no gradients."""
+    before = [(root.minibatch, root.minibatch.explicit) for root in map(root_of, _tops(model))]
+    try:
+        for machine, _ in before:
+            machine.explicit = True
+        yield
+    finally:
+        for machine, explicit in before:
+            machine.explicit = explicit
+
+
+def _tops(model: nn.Module) -> list[OdcModule]:
+    """The sharded modules of `model` that lie in no other sharded one."""
+    if isinstance(model, OdcModule):
+        return [model]
+    return [top for child in model.children() for top in _tops(child)]

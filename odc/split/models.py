@@ -12,8 +12,8 @@ from odc.errors import UnsupportedError
 from odc.split.attention import attend
 
 _PREFIX = "odc_split_"
-# Keywords that models hand down to every layer, and that say nothing about attention.
-_HARMLESS = frozenset(
+#: Keywords that models hand down to every layer, and that say nothing about attention.
+HARMLESS = frozenset(
     {
         "position_ids",
         "cache_position",
@@ -36,6 +36,15 @@ def is_of_transformers(model: nn.Module) -> bool:
 def layers_of(model: nn.Module) -> int:
     """Attention layers of a model of transformers, by its config."""
     return int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
+
+
+def windows_of(config: Any, layers: int) -> list[int | None]:
+    """By layer the tokens that a token sees by a model's config, itself included; None sees all before it."""
+    window = getattr(config, "sliding_window", None) or None
+    if config is None or window is None or getattr(config, "use_sliding_window", None) is False:
+        return [None] * layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def hook(model: nn.Module) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def _attend(
     **others: Any,
 ) -> Tensor:
     layer = getattr(module, "layer_idx", None)
-    unknown = sorted(name for name, one in others.items() if one is not None and name not in _HARMLESS)
+    unknown = sorted(name for name, one in others.items() if one is not None and name not in HARMLESS)
     reasons = [f"it passes {', '.join(unknown)} to attention"] if unknown else []
     if dropout:
         reasons.append(f"its attention has a dropout of {dropout}")

@@ -93,9 +93,10 @@ class SamplePiece:
         """
         if targets is None:
             targets = targets_of(tokens if labels is None else labels)
-        positions = self.cut.positions(self.place, tokens.device)
-        inputs = {"input_ids": self.cut.take(self.place, tokens)[None], "position_ids": positions[None]}
-        return PieceInputs({**inputs, **self.extra, "odc_piece": PieceHandle(self)}, self.cut.take(self.place, targets))
+        positions = self.cut.positions(self.place, tokens.device)[None]
+        inputs = {"input_ids": self.cut.take(self.place, tokens)[None], "position_ids": positions}
+        handle = PieceHandle(self, positions)
+        return PieceInputs({**inputs, **self.extra, "odc_piece": handle}, self.cut.take(self.place, targets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
         """See `odc.split.attend`."""

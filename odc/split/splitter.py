@@ -91,11 +91,11 @@ class Splitter:
     def prepare(self) -> Rooms:
         """Check the model on a random sample and make the arenas; the first plan with pieces does so by itself.
 
-        Runs the model four times without gradients, so for a sharded model all ranks call it. Returns what the arenas
-        of this rank hold.
+        Runs the model six times, so for a sharded model all ranks call it; see `odc.split.rehearsal`. Returns what
+        the arenas of this rank hold.
 
         Raises:
-            UnsupportedError: the model's output of a split sample is not that of the whole; names the difference.
+            UnsupportedError: outputs or gradients of a split sample are not those of the whole; names the difference.
             HeapMemoryError: the arenas do not fit into memory.
         """
         if self._exchange is None:

@@ -62,6 +62,37 @@ def test_speeds_caps_and_groups_are_kept(data, lengths, ranks, cost, options):
     assert plan.longest <= lb_mini(lengths, ranks, caps, cost, speeds=speeds, groups=names).longest * (1 + 1e-9)
 
 
+# Samples above the cap, which have to be split, and all in one slice where that is asked for.
+LONG = st.lists(st.one_of(st.integers(1, 60), st.integers(1, 4 * CAP)), min_size=1, max_size=16)
+TIGHT = st.fixed_dictionaries({"one_slice": st.sampled_from([True, True, False]), "floor": st.sampled_from([1, 8])})
+
+
+@given(LONG, st.integers(2, 9), COSTS, OPTIONS, TIGHT)
+def test_samples_above_the_cap_keep_it_in_every_piece(lengths, ranks, cost, options, tight):
+    options = {**options, **tight}
+    try:
+        plan = lb_split(lengths, ranks, CAP, cost, **options)
+    except PlanError:
+        assert max(lengths) > CAP
+        return
+    plan.validate(len(lengths))
+    follows_the_rules(plan, lengths, [CAP] * ranks, options)
+
+
+@given(st.data(), LONG, st.integers(2, 8), COSTS, OPTIONS, TIGHT)
+def test_samples_above_unequal_caps_keep_them_in_every_piece(data, lengths, ranks, cost, options, tight):
+    options = {**options, **tight}
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 0.9, 1.0]), min_size=ranks, max_size=ranks))
+    caps = [CAP, *data.draw(st.lists(st.integers(0, CAP), min_size=ranks - 1, max_size=ranks - 1))]
+    try:
+        plan = lb_split(lengths, ranks, caps, cost, speeds=speeds, **options)
+    except PlanError:
+        assert max(lengths) > CAP
+        return
+    plan.validate(len(lengths))
+    follows_the_rules(plan, lengths, caps, options)
+
+
 def test_a_host_holds_as_many_pieces_as_its_largest_aligned_block_has_ranks():
     assert [most_pieces(ranks) for ranks in range(1, 10)] == [1, 2, 2, 4, 4, 4, 4, 8, 8]
     for node in range(1, 10):
@@ -77,7 +108,8 @@ def follows_the_rules(plan: Plan, lengths: list[int], caps: list[int], options: 
         assert first // node == split.ranks[-1] // node and first % node % size == 0
         assert split.length == lengths[split.sample]
         assert max(split.tokens) <= min(caps[rank] for rank in split.ranks)
-        assert split.length >= size * options["floor"]
+        # A cap outweighs the floor.
+        assert split.length >= size * options["floor"] or split.length > max(caps)
     for microbatches, cap in zip(plan.ranks, caps, strict=True):
         assert all(sum(lengths[i] for i in mb) <= cap for mb in microbatches)
     sizes = [len(split.ranks) for split in plan.splits]

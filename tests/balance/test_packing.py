@@ -59,6 +59,11 @@ def test_lower_bound_counts_what_cannot_share():
     assert fewest_possible([6, 6, 6, 6], 20) == 2
 
 
+def test_a_sample_of_just_the_cap_less_the_threshold_may_share():
+    assert fewest_possible([15, 5], 20) == 1
+    assert fewest_possible([16, 16, 4, 4], 20) == 2
+
+
 @given(LENGTHS, st.integers(0, 5))
 def test_pack_evenly_is_valid_and_finds_what_best_fit_finds(lengths: list[int], more: int):
     count = len(best_fit_decreasing(lengths, range(len(lengths)), CAP)) + more

@@ -99,6 +99,22 @@ def test_missing_ones_may_be_allowed():
     assert run_together(2, gather) == [[0, 3], None]
 
 
+@pytest.mark.parametrize(
+    ("dealt", "message"),
+    [
+        ([[0, 3], [3]], "1 doubled: 3 from ranks 4 and 7"),
+        ([[0], [9]], "1 not expected: 9 from rank 7"),
+    ],
+)
+def test_only_missing_ones_are_allowed(dealt: list[list[int]], message: str):
+    def gather(peers: Peers) -> Any:
+        return gather_results(dealt[peers.me], dealt[peers.me], peers, expected=6, allow_missing=True)
+
+    first, _ = run_together(2, gather)
+    assert isinstance(first, ResultsError), first
+    assert str(first).endswith(f"do not fit: {message}")
+
+
 def test_one_index_a_row():
     def gather(peers: Peers) -> Any:
         return gather_results([1, 2], [1], peers)

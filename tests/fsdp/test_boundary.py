@@ -161,6 +161,24 @@ def step_too_early(rank: int, world: int) -> list[str]:
     return messages
 
 
+def load_too_early(rank: int, world: int) -> None:
+    """The root has no parameter of its own, and its buffer would be loaded before those of the layers are refused."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model.register_buffer("scale", torch.ones(1))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_is_last_backward(False)
+    model(torch.ones(2, 4)).sum().backward()
+    loaded = {**model.state_dict(), "scale": torch.full((1,), 2.0)}
+    raised(UnfinishedMinibatchError, lambda: model.load_state_dict(loaded))
+    assert model.scale.item() == 1.0, "a part was loaded"
+    model.finish_minibatch()
+    model.load_state_dict(loaded)
+    assert model.scale.item() == 2.0
+
+
 def step_inside(rank: int, world: int) -> str:
     model, optimizer = new(world)
     unrelated = torch.nn.Parameter(torch.ones(1))
@@ -178,6 +196,10 @@ def test_a_step_with_gradients_still_on_their_way_is_refused(ranks: Pools) -> No
         for message, what in zip(messages, ["optimizer.step()", "publish()", "load_state_dict()"], strict=True):
             assert f"rank {rank} (epoch 1)" in message
             assert what in message
+
+
+def test_a_load_with_gradients_still_on_their_way_loads_nothing(ranks: Pools) -> None:
+    ranks(2).run(load_too_early)
 
 
 def test_a_step_inside_a_minibatch_is_refused(ranks: Pools) -> None:

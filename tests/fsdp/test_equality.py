@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support.compare import Oracle, assert_close, assert_same
 from support.models import Case, Run, adamw, build, mark, next_token_loss, own_gradients, token_share, tokens, train
 from support.ranks import RankPool
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -42,7 +44,15 @@ WITH_NONE = ((1, 3), (2, 0), (0, 2), (0, 1), (3, 1))
 @functools.cache
 def _reference(case: Case, rank: int, world: int, pad: bool) -> Run:
     """FSDP2's run, kept in the rank: many tests share one."""
-    return train(torch_fully_shard, case, rank, world, pad=pad)
+    return train(_used_once if case.skipped else torch_fully_shard, case, rank, world, pad=pad)
+
+
+def _used_once(module: nn.Module, **options: Any) -> Any:
+    """FSDP2's no-sync path fails on a unit that has never been unsharded."""
+    sharded = torch_fully_shard(module, **options)
+    sharded.unshard()
+    sharded.reshard()
+    return sharded
 
 
 def same_unchanged(rank: int, world: int, case: Case, settings: Settings | None) -> None:
@@ -156,6 +166,21 @@ def test_many_microbatches_per_source(ranks: Pools, variant: str, low_precision:
 def test_every_idiom(ranks: Pools, idiom: str, counts: tuple[tuple[int, int], ...]) -> None:
     case = Case(counts=counts, idiom=idiom)  # type: ignore[arg-type]
     ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))
+
+
+@pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("idiom", ["last_backward", "gradient_sync", "minibatch", "finish"])
+def test_layers_that_the_first_microbatch_leaves_out(ranks: Pools, idiom: str, prefetch: int) -> None:
+    """A tower before the first image, an expert without a token: its parameters have never been unsharded."""
+    case = Case(counts=UNEQUAL, idiom=idiom, low_precision=True, skipped=(0, 2))  # type: ignore[arg-type]
+    ranks(2).run(same_deferred, case, Settings(accumulate="per_source", prefetch=prefetch))
+
+
+@pytest.mark.parametrize("counts", [ONE, ((3, 3),)], ids=["one", "three"])
+def test_layers_that_the_first_microbatch_of_an_unchanged_loop_leaves_out(
+    ranks: Pools, counts: tuple[tuple[int, int], ...]
+) -> None:
+    ranks(2).run(same_unchanged, Case(counts=counts, low_precision=True, skipped=(0, 2)), None)
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])

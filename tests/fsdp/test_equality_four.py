@@ -129,17 +129,19 @@ def two_roots(rank: int, world: int, how: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def tensor_parallel(rank: int, world: int) -> None:
+def tensor_parallel(rank: int, world: int, ranks: list[list[int]]) -> None:
+    grid = DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "inner"))
+
     def run(shard: Callable[..., object]) -> Run:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(18, 34), nn.GELU(), nn.Linear(34, 18)) for _ in range(2)])
         for block in model:
-            parallelize_module(block, grid()["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            shard(block, mesh=grid()["outer"])
-        shard(model, mesh=grid()["outer"])
+            parallelize_module(block, grid["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            shard(block, mesh=grid["outer"])
+        shard(model, mesh=grid["outer"])
         optimizer = adamw(model)
         run = Run()
-        data = grid().get_local_rank("outer")
+        data = grid.get_local_rank("outer")
         for step in range(3):
             x = torch.randn(4, 18, generator=torch.Generator().manual_seed(10 * step + data))
             loss = F.mse_loss(model(x), x.roll(1, 0))
@@ -199,5 +201,6 @@ def test_two_roots_in_one_backward_in_opposite_orders(ranks: Pools, how: str) ->
     ranks(4).run(two_roots, how)
 
 
-def test_tensor_parallel_inside(ranks: Pools) -> None:
-    ranks(4).run(tensor_parallel)
+@pytest.mark.parametrize("ranks_of_mesh", [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], ids=["rising", "falling"])
+def test_tensor_parallel_inside(ranks: Pools, ranks_of_mesh: list[list[int]]) -> None:
+    ranks(4).run(tensor_parallel, ranks_of_mesh)

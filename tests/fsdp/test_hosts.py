@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import Exact, SignStep, await_sums_in_backward, batch
+from support.compare import differences
+from support.exact import Exact, SignStep, await_sums_in_backward, batch, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -27,53 +28,11 @@ from odc.runtime.daemon import ask_all
 HostPools = Callable[[int, int], Any]
 
 
-def train(
-    shard: Callable[..., Any],
-    rank: int,
-    world: int,
-    counts: tuple[tuple[int, ...], ...],
-    settings: Settings | None,
-    marks: str = "none",
-) -> list[torch.Tensor]:
-    """Whole parameters after every step, and the outputs of an evaluation between them. `marks`: which backwards are
-    marked as the rank's last, "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all".
-    """
-    model, mine = Exact(), shard is fully_shard
-    options = {"settings": settings} if mine and settings is not None else {}
-    for layer in model.layers:
-        shard(layer, **options)
-    shard(model, **options)
-    optimizer = SignStep(model.parameters())
-    found: list[torch.Tensor] = []
-    for step, row in enumerate(counts):
-        if mine:
-            with model.minibatch():
-                for i in range(row[rank]):
-                    last = i == row[rank] - 1 and (rank, step) != (0, 1)
-                    model.set_is_last_backward(marks == "all" or (marks == "last" and last))
-                    model(batch(rank, step, i)).sum().backward()
-        else:
-            most = max(row)
-            for i in range(most):
-                model.set_requires_gradient_sync(i == most - 1)
-                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
-        found += [p.grad.full_tensor() if p.grad is not None else torch.zeros(1) for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found.append(model(batch(rank, step, 99)))
-    return found + [values.full_tensor() for values in model.state_dict().values()]
-
-
-def same(
-    rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings | None, marks: str = "none"
-) -> int:
-    ours = train(fully_shard, rank, world, counts, settings, marks)
-    theirs = train(torch_fully_shard, rank, world, counts, None)
-    assert len(ours) == len(theirs)
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
-    return sum(int(one.count_nonzero()) for one in ours)
+def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings, marks: str = "none") -> int:
+    ours, theirs = train(fully_shard, rank, counts, marks, settings=settings), train(torch_fully_shard, rank, counts)
+    wrong = differences(ours, theirs, None)
+    assert not wrong, "\n".join(wrong)
+    return sum(int(one.count_nonzero()) for one in ours.values() if one is not None)
 
 
 SHAPES = [(2, 2, "last")] + [
@@ -109,24 +68,13 @@ def same_hybrid(rank: int, world: int, replicas: int, optimizer_sharding: str) -
     """Shards within a host, replicas over hosts, and in an unchanged loop."""
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicas", "ranks"))
     theirs = mesh if optimizer_sharding == "mesh" else init_device_mesh("cpu", (world,))
-    results = []
-    for shard in (fully_shard, torch_fully_shard):
-        model = Exact()
-        mine = {"mesh": mesh, "optimizer_sharding": optimizer_sharding}
-        options: dict[str, Any] = mine if shard is fully_shard else {"mesh": theirs}
-        for layer in model.layers:
-            shard(layer, **options)
-        shard(model, **options)
-        optimizer = SignStep(model.parameters())
-        found = []
-        for step in range(3):
-            model(batch(rank, step, 0)).sum().backward()
-            found += [p.grad.full_tensor() for p in model.layers.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(found + [values.full_tensor() for values in model.state_dict().values()])
-    for number, (one, other) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
+    counts = ((1,) * world,) * 3
+    wrong = differences(
+        train(fully_shard, rank, counts, "each", mesh=mesh, optimizer_sharding=optimizer_sharding),
+        train(torch_fully_shard, rank, counts, "each", mesh=theirs),
+        None,
+    )
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(

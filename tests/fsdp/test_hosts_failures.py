@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
+from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended, until_watched
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import next_token_loss, tokens
@@ -107,20 +107,85 @@ def test_the_last_message_of_torchrun_names_a_killed_rank_on_every_host(two: Hos
 
 
 @pytest.mark.thorough
-def test_a_host_that_vanishes_is_named_by_its_ranks() -> None:
+@pytest.mark.parametrize("gone", [0, 1])
+def test_after_a_cut_all_ranks_name_the_same_side(gone: int) -> None:
+    """Of two hosts, neither of which can tell who was cut off, that without rank 0."""
     need_hosts()
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, train_on) as job:
         trained(job)
         cut = time.monotonic()
-        hosts.drop(1)
+        hosts.drop(gone)
         until_ended(job, range(WORLD))
         outcomes = job.outcomes
         for outcome in outcomes:
             assert outcome.error == "PeerLostError", outcome.describe()
-            there = "2, 3" if outcome.rank < 2 else "0, 1"
-            assert f"ranks {there} cannot be reached" in outcome.message, outcome.message
+            said = "the host of ranks 2, 3 cannot be reached any more from that of ranks 0, 1"
+            assert said in outcome.message and "the side without the lowest rank" in outcome.message, outcome.message
             assert outcome.at - cut < NOTICED_S
         print(f"the cut was named by every rank within {max(one.at for one in outcomes) - cut:.3f} s")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gone", [0, 2])
+def test_of_three_hosts_that_one_is_named_which_is_cut_off(gone: int) -> None:
+    need_hosts()
+    with Hosts(3) as hosts, spawn_on_hosts(hosts, 1, train_on) as job:
+        trained(job)
+        hosts.drop(gone)
+        until_ended(job, range(3))
+        rest = ", ".join(str(rank) for rank in range(3) if rank != gone)
+        for outcome in job.outcomes:
+            assert outcome.error == "PeerLostError", outcome.describe()
+            said = f"the host of ranks {gone} cannot be reached any more from that of ranks {rest}"
+            assert said in outcome.message and "the smaller side" in outcome.message, outcome.message
+
+
+CUT_S = 14.0  # longer than ends links, and engines' reads, by default
+
+
+def train_through(rank: int, world: int, cut: str, pause: int) -> list[float]:
+    """Train 8 steps, from step `pause` on once the file `cut` is there; the sum of each parameter's gradients."""
+    torch.manual_seed(0)
+    settings = Settings(timeout_s=600.0, lost_after_s=120.0, reproducible=True)
+    model, optimizer = job(rank, world, settings=settings)
+    found = list[float]()
+    for step in range(8):
+        if step == pause:
+            until_watched(world)
+            tell("trains")
+            while not Path(cut).exists():
+                time.sleep(0.01)
+        with model.minibatch():
+            for i in range((rank + step) % 3):
+                backward(model, rank, step, i)
+        found += [float(one.grad.to_local().double().sum()) for one in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pause", [0, 4])
+def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tmp_path: Path, pause: int) -> None:
+    """Before the first minibatch there is no link, and ranks watch each other."""
+    need_hosts()
+    found = []
+    with Hosts(2) as hosts:
+        for cuts in (True, False):
+            file = tmp_path / f"cut {cuts}"
+            with spawn_on_hosts(hosts, 2, train_through, str(file), pause) as job:
+                trained(job)
+                if cuts:
+                    hosts.drop(1)
+                file.touch()
+                if cuts:
+                    time.sleep(CUT_S)
+                    assert not any(outcome.answered or outcome.failed for outcome in job.outcomes), "it was not cut"
+                    hosts.undrop(1)
+                outcomes = end(job, [])
+            assert not any(outcome.error for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+            found.append([outcome.value for outcome in outcomes])
+    assert found[0] == found[1], "the cut has changed gradients"
 
 
 @pytest.mark.thorough

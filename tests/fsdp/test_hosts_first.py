@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended
+from support.failing import NOTICED_S, assert_all_noticed, backward, end, job, until_ended, until_watched
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.rank_worker import tell
 
 from odc import Settings
 from odc.fsdp.root import Root
-from odc.runtime import Member, daemon
+from odc.runtime import Member
 from odc.runtime.network import HostNetwork
 
 PATIENT = Settings(timeout_s=600.0)
@@ -35,14 +34,6 @@ def stay(point: str) -> None:
     """Say that this rank has come so far, and go no further."""
     tell(point)
     time.sleep(10_000)
-
-
-def until_watched(world: int) -> None:
-    """Wait until this rank's neighbours are connected: a death before is noticed only by whoever connects later."""
-    watch = daemon(int(os.environ["RANK"]))._watch_over_hosts
-    assert watch is not None
-    while len(watch.watched()) < min(2, world - 1):
-        time.sleep(0.01)
 
 
 def stopped_at(rank: int, world: int, culprit: int, point: str) -> None:

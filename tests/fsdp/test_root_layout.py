@@ -26,6 +26,14 @@ def test_calls_are_numbered_by_mesh() -> None:
     assert [registered(module).sequence for module in modules] == [0, 0, 1, 1]
 
 
+def test_the_order_of_ranks_does_not_make_another_mesh() -> None:
+    """Two roots on the same ranks would have one name, as torch sorts them."""
+    modules = [nn.Linear(1, 1) for _ in range(2)]
+    for module, ranks in zip(modules, [RANKS, RANKS[::-1]], strict=True):
+        register([module], ranks, 1001, None)
+    assert [registered(module).sequence for module in modules] == [0, 1]
+
+
 def test_modules_of_one_call_share_its_number() -> None:
     pair, after = [nn.Linear(1, 1), nn.Linear(1, 1)], nn.Linear(1, 1)
     settings = Settings(prefetch=2)

@@ -16,13 +16,21 @@ import torch.distributed as dist
 from support.handover_jobs import Numbered, changed, read_a_trained_model, second_dimension_first
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.models import Case, build
+from support.models import Case, build, next_token_loss, tokens
 from support.rank_worker import tell
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
+from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
+from odc.handover.handle import WeightHandle
+from odc.runtime.admission import READER
+from odc.runtime.engines.engine import no_check
+from odc.runtime.engines.nixl import EXTRA, installed
+from odc.runtime.engines.server import DESCRIBE, REFUSED, request
+from odc.runtime.exposing import BOARD, READER_WORDS, board_name
+from odc.runtime.network import connect
 
 HostPools = Callable[[int, int], Any]
 CASES = {
@@ -57,12 +65,72 @@ def read_what_is_not_admitted(rank: int, world: int) -> None:
             engine.sockets.read(other, region, 0, torch.zeros(8, dtype=torch.uint8))
         with pytest.raises(PeerLostError, match="does not answer"):
             engine.sockets.ask(other, f"{region}/board")
-        engine.sockets.read(other, json.loads(handle)["root"], 0, torch.zeros(8, dtype=torch.uint8))
+        first = json.loads(handle)["parameters"][0]["offset"]
+        engine.sockets.read(other, json.loads(handle)["root"], first, torch.zeros(8, dtype=torch.uint8))
     dist.barrier()
 
 
 def test_who_is_not_admitted_is_told_why(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(read_what_is_not_admitted)
+
+
+def wrong_reads(region: range, published: range) -> list[tuple[int, int]]:
+    """(offset, bytes) at both ends of a region, and across the ends of what may be read."""
+    found = [(region.start, 8), (region.stop - 8, 8), (region.start, len(region))]
+    return [*found, (published.start - 8, 16), (published.stop - 8, 16), (0, published.stop), (1 << 63, 8)]
+
+
+def read_what_is_private(rank: int, world: int, engine: str) -> None:
+    """Every rank reads from one on the other host, with a weight handle alone."""
+    settings = Settings(timeout_s=60.0, queue_bytes=1 << 12, engine=engine)  # type: ignore[arg-type]
+    model: Any = build(fully_shard, CASES["plain"][0], init_device_mesh("cpu", (world,)), settings=settings)
+    with model.minibatch():
+        for x in model.claim([{"x": tokens(rank, 0, n)} for n in range(2)]):
+            (next_token_loss(model(x["x"]), x["x"]) / 18).backward()
+    handle = WeightHandle.from_json(weight_handle(model))
+    heap = root_of(model).layout.heap
+    places = {one.name: range(*_place(heap.layout, one.name)) for one in heap.layout.requests}
+    open_to_all = [place for name, place in places.items() if name.startswith("published/")]
+    published = range(open_to_all[0].start, open_to_all[-1].stop)
+    private = {name: place for name, place in places.items() if not name.startswith("published/")}
+    assert private.keys() >= {"queue", "claimed", "board", "reason", "abandoned", "pushes", "arrived/0", "heap/layout"}
+    assert not [
+        name for name, place in private.items() if place.start < published.stop and place.stop > published.start
+    ]
+    other = (rank + world // 2) % world
+    with Reader(handle.to_json()) as reader:
+        assert reader._engine is not None
+        sockets = reader._engine.sockets
+        for name, place in private.items():
+            for offset, nbytes in wrong_reads(place, published):
+                with pytest.raises(PeerLostError, match="exposes no"):
+                    sockets.read(other, handle.root, offset, torch.zeros(nbytes, dtype=torch.uint8), what=name)
+        for place in open_to_all:
+            sockets.read(other, handle.root, place.start, torch.zeros(len(place), dtype=torch.uint8))
+        for suffix in ("/claim", "/claims"):
+            with pytest.raises(PeerLostError, match="does not answer"):
+                sockets.ask(other, handle.root + suffix)
+        told = sockets.ask(other, board_name(handle.root))
+        with sockets._connections.lend(other, "what would open more", no_check) as answers:
+            assert answers.ask(request(DESCRIBE, handle.root), memoryview(b"")) == REFUSED
+    assert len(told) == BOARD.size and len(READER_WORDS) == 5, (
+        "no more than readers need, and no text of a job that runs"
+    )
+    for purpose in ("read", "watch", f"link {handle.root}"):
+        with pytest.raises(PeerLostError, match="hung up"):
+            connect(handle.owners[other].listener, bytes.fromhex(handle.secret), READER, other, purpose)
+    dist.barrier()
+
+
+def _place(layout: Any, name: str) -> tuple[int, int]:
+    return layout.offset(name), layout.offset(name) + layout.size(name)
+
+
+@pytest.mark.parametrize(
+    "engine", ["sockets", pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs {EXTRA}"))]
+)
+def test_a_weight_handle_opens_the_published_shards_and_no_other_byte(host_ranks: HostPools, engine: str) -> None:
+    host_ranks(2, 2).run(read_what_is_private, engine)
 
 
 READ = """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
+import mmap
 import os
 from collections import Counter
 from pathlib import Path
@@ -35,6 +38,26 @@ def test_a_weight_handle_opens_nothing_but_reading(job: Job) -> None:
     owner = job.owners[0]
     answer = ask(owner.address, {"op": "attach", "root": "group", "token": owner.token}, 60.0)
     assert answer.reply == {"error": "wrong token"} and not answer.fds
+
+
+def test_a_reader_cannot_write_through_what_it_is_handed(job: Job) -> None:
+    owner = job.owners[0]
+    request = {"op": "read", "root": "group", "token": owner.token}
+    for _ in range(2):  # the rank keeps the descriptor for the next reader
+        answer = ask(owner.address, request, 60.0)
+        (fd,) = answer.fds
+        size = answer.reply["nbytes"]
+        try:
+            assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            mmap.mmap(fd, size, prot=mmap.PROT_READ).close()
+            for protection in (mmap.PROT_WRITE, mmap.PROT_READ | mmap.PROT_WRITE):
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
+            for write, *arguments in (os.write, b"x"), (os.pwrite, b"x", 0), (os.ftruncate, 0):
+                with pytest.raises(OSError, match=f"Errno ({errno.EBADF}|{errno.EINVAL})"):
+                    write(fd, *arguments)
+        finally:
+            os.close(fd)
 
 
 def test_a_wrong_token(job: Job) -> None:

@@ -19,7 +19,7 @@ from odc.integrations._evaluation_harness import characters, document_owners
 from odc.integrations.lm_eval import evaluate
 
 needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: pip install 'odc-fsdp[lm-eval]'"
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: make test-integrations"
 )
 COLOURS = ["red", "green", "blue", "yellow", "violet", "brown"]
 

@@ -19,7 +19,7 @@ from odc.eval import session
 from odc.integrations.lmms_eval import evaluate
 
 needs_lmms_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lmms_eval") is None, reason="needs lmms-eval: pip install 'odc-fsdp[lmms-eval]'"
+    importlib.util.find_spec("lmms_eval") is None, reason="needs lmms-eval: make test-integrations"
 )
 REPEATS = 3
 NAMES = ["tiny_choice", "tiny_generation"]

@@ -12,6 +12,8 @@ import torch
 from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples
 
+from odc.errors import ConfigError
+
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,
     reason="needs transformers and accelerate: make test-integrations",
@@ -287,6 +289,40 @@ def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
     resumed = ranks(2).run(rebalanced, tmp_path / "more", "sequential", 64, str(tmp_path / "planned" / "checkpoint-3"))
     assert max(differences(resumed[0][0], plain[0][0])) < 1e-4
     assert [found[1] for found in resumed] == [rows[3:] for rows in counts], "only the last step is left"
+
+
+def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> str:
+    """What a planned Trainer says to a model of this kind and a collator that joins samples."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+    from odc.integrations.transformers import OdcTrainer
+
+    as_torchrun(rank, world)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **sizes, **({"num_local_experts": 4} if kind == "gpt_oss" else {}))
+    net = AutoModelForCausalLM.from_config(config)
+    collate = DataCollatorWithFlattening(return_position_ids=positions)
+    args = arguments(folder, gradient_accumulation_steps=1)
+    trainer = OdcTrainer(model=net, args=args, train_dataset=samples(), data_collator=collate, max_tokens=64)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "says"),
+    [
+        ("llama", True, "trained"),
+        ("llama", False, "samples end to end in one row, where llama models"),
+        # Its masks are made without the positions.
+        ("gpt_oss", True, "samples end to end in one row, where gpt_oss models with 'eager' attention"),
+    ],
+)
+def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, says: str) -> None:
+    assert says in ranks(2).run(joined, tmp_path, kind, positions)[0]
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,20 @@ def long_steps(rank: int, world: int) -> None:
             get(out, torch.tensor([memory.data_ptr()]), 0, offset, block=4096)
             get_reference(expected, [memory], 0, offset)
             assert same_bits(out, expected), f"{n} from byte {offset}"
+
+
+def promises(rank: int, world: int) -> None:
+    from support.promises import promising
+
+    memory = numbers(0, ROOM, F64)
+    assert memory.data_ptr() % 16 == 0
+    promising[(1,)](memory.data_ptr() + 32)
+    with pytest.raises(Exception, match="is promised to be a multiple of 16"):
+        promising[(1,)](memory.data_ptr() + 8)
+
+
+def test_a_promise_of_alignment_is_kept_in_all_that_is_interpreted(interpreted: Pools) -> None:
+    interpreted(1).run(promises)
 
 
 def test_any_share(interpreted: Pools) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -188,6 +189,29 @@ def test_what_is_no_heap_at_all_is_refused() -> None:
         two.words(0, "flags")
     one.close()
     two.close()
+
+
+def reopen_as_a_user(rank: int, world: int) -> str:
+    """What a process without privileges gets when it opens the descriptor of readers anew, for writing."""
+    if os.geteuid() == 0:  # root may write to any file
+        os.setuid(54321)
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: or /proc/self would belong to root from now on
+    heap = lone()
+    heap.allocate("data", 4096)
+    heap.seal()
+    fd = os.dup(heap.read_only_fd)
+    os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+    try:
+        os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    except OSError as error:
+        return error.strerror or ""
+    return "opened"
+
+
+def test_the_descriptor_of_readers_cannot_be_opened_anew_for_writing() -> None:
+    with spawn_ranks(1, reopen_as_a_user) as job:
+        (user,) = job.wait()
+    assert user.value == "Permission denied", user.describe()
 
 
 def test_what_connect_raises_comes_through_and_may_be_tried_again() -> None:

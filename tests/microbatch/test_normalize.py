@@ -145,6 +145,20 @@ def test_counts_on_the_device_are_not_waited_for() -> None:
     assert off(gradients(model), _alone(4)) < 1e-12
 
 
+@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
+def test_a_count_of_0_on_the_device_adds_nothing(normalization: Normalization) -> None:
+    """Losses are masked by a product, through which an infinite weight would become NaN in the gradients."""
+    normalizer, model = LossNormalizer(3, normalization=normalization), build()
+    for m, labels in enumerate([0, 4, 0]):
+        x, y = microbatch(m, 9, labels)
+        masked = cross_entropy(model(x), y.clamp(min=0), reduction="none") * (y != IGNORED)
+        normalizer.scaled(masked.sum(), (y != IGNORED).sum()).backward()
+    normalizer.finish(model.parameters())
+    expected = build()
+    (loss_sum(expected, *microbatch(1, 9, 4)) / 4).backward()
+    assert off(gradients(model), gradients(expected)) < 1e-12
+
+
 def _alone(labels: int) -> torch.Tensor:
     model = build()
     (loss_sum(model, *microbatch(0, 9, labels)) / labels).backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from odc.errors import PeerLostError
-from odc.memory import Attachment, ShmHeap
+from odc.memory import Attachment, ShmHeap, Words
 from odc.runtime import Endpoint, HeapLayout, RankGrid, Word
 from odc.runtime.arena_protocol import ArenaWords
 from odc.runtime.frames import FrameKind
@@ -114,6 +114,32 @@ def test_an_entry_is_seen_by_the_readers_host_and_what_it_takes_by_the_owner(are
     assert not arenas.words[0].copied(1, 6, 3) and not arenas.words[0].copied(0, 5, 3)
     arenas.layouts[1].remote(3).attach()
     assert not arenas.words[1].copied(1, 5, 3), "it is another owner's"
+
+
+class Looked:
+    """Words of a mirror, and what another process would see in its first entry after each store."""
+
+    def __init__(self, words: Words, seen: list[tuple[int, ...]]) -> None:
+        self._words, self._seen = words, seen
+
+    def store(self, at: int, value: int) -> None:
+        self._words.store(at, value)
+        self._seen.append(tuple(self._words.load(i) for i in range(4)))
+
+
+def test_no_reader_sees_a_step_with_the_entry_before_it(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers are other processes, and may look between two stores."""
+    arenas.join().pass_on()
+    first, second = (4, 0, 36, 11), (5, 64, 100, 77)
+    arenas.words[0].show(0, *first, [2])
+    arenas.pass_on()
+    peer, seen = arenas.layouts[2].remote(0), list[tuple[int, ...]]()
+    mirror = peer.mirrored
+    monkeypatch.setattr(peer, "mirrored", lambda name: Looked(mirror(name), seen))
+    arenas.words[0].show(0, *second, [2])
+    arenas.pass_on()
+    assert len(seen) == 4 and seen[-1] == second
+    assert {entry[0] for entry in seen[:-1]} == {4}, seen
 
 
 def test_an_entry_goes_to_the_hosts_of_its_readers_only(arenas: Arenas) -> None:

@@ -12,7 +12,8 @@ from support.hosts import Hosts, need_hosts
 from odc.runtime import Word
 from odc.runtime.engines.engine import set_for_reader, set_for_server
 from odc.runtime.frames import Frame, FrameKind
-from odc.runtime.host_link import HostLink
+from odc.runtime.host_link import HostLink, side_to_blame
+from odc.settings import LOST_AFTER_S
 
 CUT_S, NEXT_PROBE_S = 1.4, 1.9  # each end probes the other after a second of silence, and a second later again
 QUIET_S = 2.5  # in which a connection that is taken for dead ends
@@ -58,8 +59,8 @@ def link(*ends: socket.socket) -> Callable[[], bool]:
 
 def engine(reader: socket.socket, server: socket.socket) -> Callable[[], bool]:
     """An engine's connection; returns whether an answer comes."""
-    set_for_reader(reader)
-    set_for_server(server)
+    set_for_reader(reader, LOST_AFTER_S)
+    set_for_server(server, LOST_AFTER_S)
 
     def carries() -> bool:
         reader.send(b"request")
@@ -90,3 +91,35 @@ def test_a_probe_that_is_lost_on_a_busy_network_is_no_death(connect: Callable[..
                     assert carries()
                     return
     pytest.skip("this machine is too busy to lose one probe only")
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5])
+def test_both_sides_of_a_cut_name_the_same(hosts: int) -> None:
+    every = set(range(hosts))
+    for picked in range(1, 2**hosts - 1):
+        one = {host for host in every if picked >> host & 1}
+        other = every - one
+        named, _ = side_to_blame(one, other, 0)
+        assert named == side_to_blame(other, one, 0)[0], (one, other)
+        assert len(named) <= hosts / 2, "the larger side is named"
+        assert len(one) != len(other) or 0 not in named
+
+
+def test_a_link_that_hears_nothing_is_told_from_one_that_is_idle() -> None:
+    """So that a rank knows which other hosts are beyond a cut when the first of its links has ended."""
+    need_hosts()
+    with Hosts(3) as hosts:
+        listener = hosts[0].within(lambda: socket.create_server((hosts[0].address, 0)))
+        links = []
+        with listener:
+            for number in (1, 2):
+                hosts[number].within(lambda: links.append(socket.create_connection(listener.getsockname(), 60.0)))
+                links.append(listener.accept()[0])
+        mine, one, theirs, other = (HostLink(number, end, 3.0) for number, end in enumerate(links))
+        hosts.drop(2)
+        while not (theirs.silent() and other.silent()):
+            time.sleep(0.01)
+        quiet = [not mine.silent(), not one.silent()]
+        for each in (mine, one, theirs, other):
+            each.close()
+    assert quiet == [True, True], "an idle link whose probes are answered is taken for lost"

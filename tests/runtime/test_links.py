@@ -314,13 +314,13 @@ def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> 
         linked.group.members[3].protocol.waiter.until(lambda: False, 0, "rank 10 to publish epoch 1")
 
 
-def test_a_host_that_cannot_be_reached_is_named_by_its_ranks(linked: Linked) -> None:
+@pytest.mark.parametrize(("me", "other"), [(2, 0), (0, 2)])
+def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, other: int) -> None:
     linked.join()
-    link = linked.links[2]._links[0]
-    linked.links[2]._lost(link, TimeoutError(110, "Connection timed out"))
-    ((reason, culprit),) = linked.aborts[2]
-    assert reason.startswith("the host of ranks 10, 13 cannot be reached any more in epoch 0")
-    assert culprit == 10
+    linked.links[me]._lost(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
+    ((reason, culprit),) = linked.aborts[me]
+    assert reason.startswith("the host of ranks 16, 19 cannot be reached any more from that of ranks 10, 13 in epoch 0")
+    assert culprit == 16
 
 
 def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: Linked) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -185,5 +187,33 @@ def test_who_cannot_be_reached_is_named(make: Make) -> None:
     with pytest.raises(WaitTimeoutError, match="rank 0, waiting for rank 3 to listen for other hosts") as caught:
         one.network.dial(3, "link 0.a")
     assert caught.value.culprit == 3
-    with pytest.raises(UnsupportedError, match="rank 5 cannot listen at 192.0.2.77"):
-        HostNetwork(store, 5, Settings(address="192.0.2.77"))
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        (errno.EADDRNOTAVAIL, r"set Settings\(address=...\) to an address of this host that the others reach"),
+        (errno.EMFILE, r"raise this process's limit of open files \(ulimit -n\)"),
+        (errno.ENFILE, r"raise this machine's limit of open files \(sysctl fs.file-max\)"),
+    ],
+)
+def test_a_rank_that_cannot_listen_is_told_what_helps(code: int, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if code != errno.EADDRNOTAVAIL:
+
+        def reception(*unused: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(network, "Reception", reception)
+    with pytest.raises(
+        UnsupportedError, match=rf"rank 5 cannot listen at 192.0.2.77 \(.*{os.strerror(code)}\); {cure}$"
+    ):
+        HostNetwork(dist.HashStore(), 5, Settings(address="192.0.2.77"))
+
+
+def test_another_limit_than_the_first_is_refused_and_the_default_is_none(make: Make) -> None:
+    one = make(dist.HashStore(), 0, lost_after_s=20.0).network
+    assert one.lost_after_s == 20.0
+    one.refuse_others(Settings())
+    one.refuse_others(Settings(lost_after_s=20.0))
+    with pytest.raises(UnsupportedError, match="rank 0 listens already, with lost_after_s=20.0 and not 30.0"):
+        one.refuse_others(Settings(lost_after_s=30.0))

@@ -10,8 +10,7 @@ import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError
 from odc.runtime import RemoteMember, Word
-from odc.runtime.exposing import BOARD
-from odc.runtime.words import BOARD_WORDS
+from odc.runtime.exposing import BOARD, READER_WORDS
 
 DIGEST = "d" * 64
 
@@ -23,7 +22,7 @@ class Fake:
 
     def __init__(self, nbytes: int) -> None:
         self.heap = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        self.board, self.reason = [0] * BOARD_WORDS, b""
+        self.board, self.reason = dict.fromkeys(READER_WORDS, 0), b""
         self.reads: list[tuple[int, int]] = []
 
     @property
@@ -32,7 +31,7 @@ class Fake:
 
     def ask(self, rank: int, name: str, **unused: Any) -> bytes:
         assert (rank, name) == (3, "0.a/board")
-        return BOARD.pack(*self.board, DIGEST.encode()) + self.reason
+        return BOARD.pack(*self.board.values(), DIGEST.encode()) + self.reason
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         assert (rank, region) == (3, "0.a")

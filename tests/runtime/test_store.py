@@ -131,6 +131,19 @@ def host() -> Iterator[tuple[subprocess.Popen[str], Any]]:
             process.kill()
 
 
+def test_a_store_that_was_gone_before_this_process_connected_to_it(host: tuple[subprocess.Popen[str], Any]) -> None:
+    """Connecting would be tried again until torch's own timeout."""
+    process, raw = host
+    raw.set_timeout(timedelta(seconds=600))
+    process.kill()
+    process.wait()
+    store = JobStore(dist.PrefixStore("job", raw), 120.0, 5)
+    with pytest.raises(
+        PeerLostError, match=rf"^rank 5: .* at 127\.0\.0\.1:{raw.port} is gone .*: the process that hosts"
+    ):
+        store.check(["a"])
+
+
 def test_a_store_whose_host_was_stopped_or_killed(host: tuple[subprocess.Popen[str], Any]) -> None:
     """A stopped one is silent: torch's own `check` would wait for as long as it is."""
     process, raw = host

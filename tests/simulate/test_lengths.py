@@ -47,7 +47,7 @@ def test_unknown_names_list_the_known() -> None:
 
 
 def test_a_datasets_folder(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the datasets extra")
+    datasets = pytest.importorskip("datasets", reason="needs the datasets extra: make test-integrations")
     datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]}).save_to_disk(str(tmp_path / "data"))
     assert lengths_named(str(tmp_path / "data")) == LengthSample((2, 1))
 

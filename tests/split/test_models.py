@@ -63,7 +63,8 @@ SMALL = {
         ("gemma2", "caps the scores .* attention is 'eager'"),
         ("bloom", "attention is 'eager'"),
         ("falcon", "does not hand its attention|fails with"),
-        ("stablelm", "does not hand its attention|fails with"),
+        ("stablelm", "no layer hands its attention over .* before it fails with RuntimeError"),
+        ("nemotron", "no layer hands its attention over .* before it fails with RuntimeError"),
         ("qwen3_next", "layers of type linear_attention"),
         ("llama4_text", "chunked_attention.* attends in chunks"),
         ("deepseek_v3", "latent"),
@@ -138,3 +139,12 @@ def test_keywords_and_masks_that_attention_does_not_know_are_refused() -> None:
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match="a mask of its own|mask"):
         model(input_ids=tokens, odc_piece=object(), **{**extra, "attention_mask": mask})
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    """By the module's own word, whatever its layer passes."""
+    model: Any = model_of("llama")
+    extra = models.hook(model)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(UnsupportedError, match=r"its attention is not causal \(layer 1\)"):
+        rehearse(model, models.layers_of(model), extra)

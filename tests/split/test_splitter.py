@@ -18,6 +18,7 @@ from support.rank_worker import die
 from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, step_of, tokens_of
 
+from odc.balance import Plan, SplitSample
 from odc.errors import OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.split import Splitter
 
@@ -96,8 +97,8 @@ def test_a_thousand_random_minibatches(ranks: Any) -> None:
 
 def in_their_own_orders(rank: int, world: int, name: str, job: list[tuple[Minibatch, list[int]]]) -> str:
     """Each rank runs the split samples in an order of its own; returns what it was told, or nothing."""
-    splitter = splitter_of(model_of("own"), name)
     model, said = model_of("own"), ""
+    splitter = splitter_of(model, name)
     for minibatch, seeds in job:
         random.Random(seeds[rank]).shuffle(minibatch.splits)
         try:
@@ -245,6 +246,32 @@ def test_opposite_orders_are_named_at_once(splits: list[Any]) -> None:
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
 
+def cuts_differ(rank: int, world: int, name: str) -> None:
+    """Rank 0 waits for nobody in forward: all that rank 1 asks for lies there when it comes."""
+    model = model_of("own")
+    splitter = splitter_of(model, name, timeout_s=7200.0)
+    border = 16 if rank else 20
+    splits = [SplitSample(0, [0, 1], [[(0, border)], [(border, 40)]], [1.0, 1.0])]
+    pieces = splitter.pieces(Plan.of([[], []], [40], splits=splits))
+    if rank == 0:
+        loss = loss_of(model, *next(pieces).of(tokens_of(0, 40)))
+        dist.barrier()
+        with pytest.raises((PlanError, PeerLostError), match="have different plans or models for split sample"):
+            loss.backward()
+    else:
+        piece = next(pieces)
+        dist.barrier()
+        with pytest.raises(PlanError, match="rank 1 and rank 0 have different plans or models for split sample kv0"):
+            loss_of(model, *piece.of(tokens_of(0, 40)))
+    dist.barrier()
+
+
+def test_slices_that_differ_are_named_where_the_peers_keys_lie_there_already() -> None:
+    with spawn_ranks(2, cuts_differ, uuid.uuid4().hex) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
 def stays_away(rank: int, world: int, name: str) -> None:
     """Rank 1 does not come to the only split sample, but has made its splitter."""
     model = model_of("own")
@@ -321,21 +348,22 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(seed: int) -> None:
     assert_all_noticed(outcomes, culprit, died)
 
 
-def fails_in_a_piece(splitter: Splitter, world: int) -> None:
+def fails_in_a_piece(model: Any, splitter: Splitter, world: int) -> None:
     for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
-        loss_of(model_of("own"), *piece.of(tokens_of(0, 40)))
+        loss_of(model, *piece.of(tokens_of(0, 40)))
         raise ZeroDivisionError
 
 
 def raises_in_a_piece(rank: int, world: int, name: str) -> None:
     """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients, for hours if nobody told it."""
-    splitter = splitter_of(model_of("own"), name, timeout_s=7200.0)
+    model = model_of("own")
+    splitter = splitter_of(model, name, timeout_s=7200.0)
     if rank == 1:
         with pytest.raises(ZeroDivisionError):
-            fails_in_a_piece(splitter, world)
+            fails_in_a_piece(model, splitter, world)
     else:
         with pytest.raises(PeerLostError, match="rank 1 left its piece of sample 0 unfinished"):
-            step_of(model_of("own"), splitter, Minibatch([(40, [0, 1], "zigzag")]), rank, world)
+            step_of(model, splitter, Minibatch([(40, [0, 1], "zigzag")]), rank, world)
     dist.barrier()
 
 

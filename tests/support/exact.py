@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 HIDDEN, LAYERS = 24, 3
 
@@ -48,6 +49,51 @@ class SignStep(torch.optim.Optimizer):
 def batch(rank: int, step: int, i: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(1000 * step + 100 * i + rank)
     return torch.randint(-2, 3, (4, HIDDEN), generator=draw).float()
+
+
+def train(
+    shard: Callable[..., Any], rank: int, counts: Sequence[Sequence[int]], marks: str = "none", **options: Any
+) -> dict[str, torch.Tensor | None]:
+    """Outputs of an evaluation after every step; gradients and parameters, whole and the rank's own shards of them.
+
+    `counts`: microbatches by step and rank, which FSDP2 pads. `marks`: which backwards are marked as the rank's last,
+    "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all"; "each" ends the minibatch, as in an
+    unchanged loop.
+    """
+    model, mine = Exact(), shard is not torch_fully_shard
+    for layer in model.layers:
+        shard(layer, **options)
+    sharded = shard(model, **options)
+    optimizer = SignStep(model.parameters())
+    found: dict[str, torch.Tensor | None] = {}
+    for step, row in enumerate(counts):
+        if mine and marks != "each":
+            with sharded.minibatch():
+                for i in range(row[rank]):
+                    last = i == row[rank] - 1 and (rank, step) != (0, 1)
+                    sharded.set_is_last_backward(marks == "all" or (marks == "last" and last))
+                    model(batch(rank, step, i)).sum().backward()
+        else:
+            most = max(row)
+            for i in range(most):
+                if marks != "each":
+                    sharded.set_requires_gradient_sync(i == most - 1)
+                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
+        for name, p in model.named_parameters():
+            found |= _whole_and_own(f"step {step} gradient of {name}", p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found[f"step {step} output"] = model(batch(rank, step, 99))
+    for name, value in model.state_dict().items():
+        found |= _whole_and_own(name, value)
+    return found
+
+
+def _whole_and_own(name: str, value: Any) -> dict[str, torch.Tensor | None]:
+    if value is None:
+        return {name: None}
+    return {name: value.full_tensor(), f"{name}, own shard": value.to_local().clone()}
 
 
 def await_sums_in_backward(model: Any) -> list[int]:

@@ -6,6 +6,8 @@ other as soon as the error has left its loop.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
+from odc.runtime import daemon
 from support.models import Case, build, next_token_loss, tokens
 from support.ranks import RankOutcome, RankProcesses
 
@@ -53,3 +56,11 @@ def until_ended(job: RankProcesses, ranks: Collection[int]) -> None:
     """Wait until these ranks have returned, raised or died."""
     while any(not job.outcomes[rank].answered and job.outcomes[rank].exit_code is None for rank in ranks):
         job.receive(0.05)
+
+
+def until_watched(world: int) -> None:
+    """Wait until this rank's neighbours are connected: a death before is noticed only by whoever connects later."""
+    watch = daemon(int(os.environ["RANK"]))._watch_over_hosts
+    assert watch is not None
+    while len(watch.watched()) < min(2, world // int(os.environ["LOCAL_WORLD_SIZE"]) - 1):
+        time.sleep(0.01)

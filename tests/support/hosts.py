@@ -48,7 +48,7 @@ def unavailable() -> str | None:
 
 
 def need_hosts() -> None:
-    """Skip the test where hosts cannot be made."""
+    """Skip the test where hosts cannot be made; in CI that is a failure (see `support.skips`)."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)

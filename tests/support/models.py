@@ -33,6 +33,7 @@ class Case:
         idiom: how microbatches of a step are marked; "each" marks nothing: every backward ends a minibatch.
         low_precision: compute in bf16, reduce in fp32.
         frozen: the second layer, or all but the layers' narrow adapters and scales.
+        skipped: layers that the first microbatch of all leaves out.
         norm: gradients are clipped to it.
     """
 
@@ -46,6 +47,7 @@ class Case:
     checkpointing: Literal["", "wrapper", "function"] = ""
     compiled: bool = False
     fused: bool = False
+    skipped: tuple[int, ...] = ()
     norm: float = 0.5
 
     def of(self, step: int) -> tuple[int, ...]:
@@ -229,7 +231,8 @@ def train_step(
     def microbatch(i: int) -> None:
         x = tokens(rank, step, i)
         real = i < counts[rank]
-        loss = next_token_loss(model(x), x) * (share if real else 0.0)
+        skip = case.skipped if (step, i) == (0, 0) else ()
+        loss = next_token_loss(model(x, skip=skip), x) * (share if real else 0.0)
         loss.backward()
         if real:
             losses.append(loss.item())

@@ -71,7 +71,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, *, checkpoint: bool 
     else:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(kind, **{**_SIZES, **KINDS[kind], **more})
+        config = AutoConfig.for_model(kind, **{**_SIZES, **KINDS.get(kind, {}), **more})
         config._experts_implementation = "eager"  # grouped matrix products take no fp64
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     for name, parameter in model.named_parameters():

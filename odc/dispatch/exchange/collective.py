@@ -24,6 +24,7 @@ class CollectiveExchange:
 
     All ranks of the group (None: of the job) construct it together, under a name unlike that of any other exchange of
     these ranks. It makes process groups for data, heads and planning, so planning may run on another thread.
+    UnsupportedError if the group's ranks do not rise.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from odc.dispatch.rearrangement import Ints
-from odc.errors import OdcError, PlanError, WaitTimeoutError
+from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.runtime import KeyValueStore
 
 T = TypeVar("T")
@@ -25,9 +25,12 @@ class Meeting:
     """A process group with marks, used by one thread at a time. All of these global ranks make it together.
 
     The name is the same on every rank and unlike that of any other meeting. `timeout_s` holds for every collective.
+    UnsupportedError if the ranks do not rise: those of its group do.
     """
 
     def __init__(self, store: KeyValueStore, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
+        if list(ranks) != sorted(ranks):
+            raise UnsupportedError(f"an exchange of {name!r} by collectives over ranks {ranks}, which do not rise")
         self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
         self.me = ranks.index(dist.get_rank())
         self._number = 0

@@ -30,7 +30,8 @@ from odc.experiments.grpo.rollout import SampleFeed
 from odc.experiments.grpo.samples import Sample, SampleBatch, Task, UpperHalf, batch_of, token_log_probs
 from odc.experiments.preflight import model_source
 from odc.experiments.results import JobResult, StepRecord
-from odc.experiments.text.model import build_model, config_of
+from odc.experiments.text.model import build_model, causal_config, config_of
+from odc.experiments.text.packing_check import check_documents_once
 from odc.experiments.update import agree, gather, update
 from odc.experiments.workload import Trainer
 from odc.trace import OPTIMIZER, piece_of, recorder
@@ -98,8 +99,9 @@ class GrpoTrainer(Trainer):
         self._held: dict[str, Any] | None = None
 
     def build(self) -> None:
-        config = self.config
-        self.model = build_model(model_source(config.model), dtype=torch.float32, seed=config.seed)
+        config, source = self.config, model_source(self.config.model)
+        check_documents_once(causal_config(source), config.longest)
+        self.model = build_model(source, dtype=torch.float32, seed=config.seed)
         shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
         if self.arm.splits:
             self.pieces = ResponsePieces(self.model, config)

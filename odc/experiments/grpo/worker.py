@@ -31,13 +31,18 @@ from odc.handover import Reader
 _SIGMA, _MEDIAN_SHARE = 1.0, 0.15
 
 
+def _own_attention(model: Any) -> str:
+    """An attention of transformers that computes what the model says: SDPA knows neither sinks nor capped scores."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 class Generator:
     """The rollout's own copy of the model, with the ranks' initial weights, and one to keep if there is a KL term."""
 
     def __init__(self, config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> None:
         self.config, self.stop_ids = config, list(stop_ids)
         self.model = build_model(source, dtype=torch.float32, seed=config.seed)
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation(_own_attention(self.model))
         self.model.eval().requires_grad_(False)
         if self.stop_ids and max(self.stop_ids) >= self.model.config.vocab_size:
             raise ConfigError(f"stop token {max(self.stop_ids)} is not in the model's vocabulary")

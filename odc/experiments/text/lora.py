@@ -55,7 +55,6 @@ def merged(empty: Any, config: JobConfig, weights: dict[str, Any]) -> dict[str, 
 
     tuner = LoraModel(empty, _lora_config(config), _ADAPTER)
     tuner.model.load_state_dict(weights, strict=False, assign=True)
-    tuner.model.tie_weights()
     return dict(tuner.merge_and_unload().state_dict())
 
 

@@ -19,7 +19,8 @@ from odc.experiments.data.packing import IGNORED
 _BLOCK_LOGITS = 1 << 24  # fp32 logits that exist at once: 64 MiB
 
 # Config fields by which some models change their logits after the head.
-_LOGIT_FIELDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_FIELDS = ("logit_scale", "logits_scaling")
+_CAP_FIELD = "final_logit_softcapping"
 
 
 def loss_scale(world_size: int, total_label_tokens: int) -> float:
@@ -28,12 +29,19 @@ def loss_scale(world_size: int, total_label_tokens: int) -> float:
 
 
 def token_loss_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, block_logits: int = _BLOCK_LOGITS
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cap: float | None = None,
+    block_logits: int = _BLOCK_LOGITS,
 ) -> Tensor:
     """Cross-entropy of `linear(hidden, weight, bias)` against `labels`, summed: a scalar, fp32, differentiable once.
 
     `hidden` is [..., width], `weight` [vocab, width] of the same dtype, `labels` int64 [...] with -100 for none, `bias`
-    [vocab]. At most `block_logits` logits exist at once. Without any label the loss is 0 and gradients are zeros.
+    [vocab]; with `cap` logits are `cap * tanh(logits / cap)`. At most `block_logits` logits exist at once. Without any
+    label the loss is 0 and gradients are zeros.
     """
     if not torch.is_grad_enabled():  # the forward would compute gradients all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
@@ -43,7 +51,7 @@ def token_loss_sum(
     if where.numel() != targets.numel():
         flat, targets = flat.index_select(0, where), targets.index_select(0, where)
     block = max(1, block_logits // weight.shape[0])
-    loss: Tensor = _BlockedLoss.apply(flat, weight, bias, targets, block)  # type: ignore[no-untyped-call]
+    loss: Tensor = _BlockedLoss.apply(flat, weight, bias, targets, block, cap)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -51,7 +59,15 @@ class _BlockedLoss(torch.autograd.Function):
     """Loss and gradients block by block in the forward; backward only scales what is there."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, block: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        block: int,
+        cap: float | None,
+    ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -60,13 +76,21 @@ class _BlockedLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], block):
             rows = hidden[start : start + block]
             target = targets[start : start + block]
-            scores = log_softmax(linear(rows, weight, bias), dim=-1, dtype=torch.float32)
+            logits = linear(rows, weight, bias)
+            bend = None
+            if cap is not None:
+                bent = (logits.float() / cap).tanh()
+                bend = 1.0 - bent.square()
+                logits = bent.mul_(cap)
+            scores = log_softmax(logits, dim=-1, dtype=torch.float32)
             total -= scores.gather(1, target[:, None]).sum()
             if not any(wanted):
                 continue
             # d loss / d logits = softmax(logits) - one_hot(target), in the scores' own memory.
             slope = scores.exp_()
             slope[torch.arange(len(target), device=target.device), target] -= 1.0
+            if bend is not None:
+                slope *= bend
             narrow = slope.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(narrow, weight, out=grad_hidden[start : start + block])
@@ -85,7 +109,7 @@ class _BlockedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Saved tensors are scaled out of place: a retained graph may run backward again.
         scaled = (None if saved is None else saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 def _add_product(total: Tensor, slope: Tensor, rows: Tensor) -> None:
@@ -99,8 +123,11 @@ def use_document_loss(model: Any) -> Any:
     """Makes `model(labels=..., ...)` return the summed loss of shifted labels instead of logits; returns the model.
 
     `model` is a transformers causal LM. Call it before `fully_shard`, so that the head's weight is gathered there.
-    Raises UnsupportedError if logits change after the head, or if the head is not one linear layer.
+    Raises UnsupportedError if logits change after the head other than by a cap, if the head is not one linear layer, or
+    if the model has no base model below it.
     """
+    if model.base_model is model:
+        raise UnsupportedError(f"{type(model).__name__} has no base model that returns hidden states")
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise UnsupportedError(f"the head of {type(model).__name__} is not one linear layer")
@@ -118,4 +145,4 @@ def _forward(model: Any, *args: Any, labels: Tensor | None = None, **inputs: Any
     hidden = model.base_model(*args, **inputs).last_hidden_state
     weight, bias = head.weight, getattr(head, "bias", None)
     assert isinstance(weight, Tensor)
-    return token_loss_sum(hidden, weight, labels, bias)
+    return token_loss_sum(hidden, weight, labels, bias, cap=getattr(model.config, _CAP_FIELD, None))

@@ -54,6 +54,11 @@ def empty_model(source: Path) -> Any:
         return _random(config, path, torch.float32, 0)
 
 
+def causal_config(source: Path) -> Any:
+    """The config of `source` as transformers' own object; ConfigError as in `build_model`."""
+    return _config(_config_path(source)[0])
+
+
 def config_of(source: Path) -> dict[str, Any]:
     """The parsed config of `source`, for cost models; ConfigError as in `build_model`. Does not load transformers."""
     return _parsed(_config_path(source)[0])
@@ -113,6 +118,11 @@ def _random(config: Any, path: Path, dtype: torch.dtype, seed: int) -> Any:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=register(), dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(f"model: {path} is not a causal language model: {error}") from error
+    except (KeyError, AttributeError, TypeError) as error:  # of a model that has only attentions of its own
+        raise ConfigError(
+            f"model: {config.model_type} models cannot be built with attention per document: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     for parameter in model.parameters():  # buffers (rotary frequencies) keep fp32, as in a loaded checkpoint
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
@@ -127,6 +137,6 @@ def _pretrained(source: Path, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             str(source), attn_implementation=register(), dtype=dtype, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise ConfigError(f"model: the checkpoint {source} cannot be loaded: {error}") from error
     return model.train()

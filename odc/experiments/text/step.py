@@ -35,7 +35,8 @@ from odc.experiments.results import SkippedStep, StepRecord
 from odc.experiments.text.export import export
 from odc.experiments.text.lora import add_adapters
 from odc.experiments.text.loss import loss_scale, use_document_loss
-from odc.experiments.text.model import build_model, config_of
+from odc.experiments.text.model import build_model, causal_config, config_of
+from odc.experiments.text.packing_check import check_documents_once
 from odc.experiments.text.pieces import DocumentPieces
 from odc.experiments.text.validation import validation_loss
 from odc.experiments.update import adamw, agree, set_rate, update
@@ -90,6 +91,8 @@ class TextTrainer(Trainer):
         """
         config, vocab = self.config, self.dataset.tokenizer.vocab_size
         source = model_source(config.model)
+        documents = [*self.dataset.lengths, *map(len, self.dataset.valid)]
+        check_documents_once(causal_config(source), max(documents))
         model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
         if config.lora:
             add_adapters(model, config)

@@ -8,7 +8,7 @@ from odc.errors import UnsupportedError
 from odc.runtime.engines.engine import Dial, Engine
 from odc.runtime.engines.nixl import EXTRA, NixlEngine, installed, rdma_devices
 from odc.runtime.engines.sockets import SocketEngine
-from odc.settings import EngineName
+from odc.settings import EngineName, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def choose_engine(wanted: EngineName) -> EngineName:
     return "nixl" if devices and installed() is not None else "sockets"
 
 
-def make_engine(wanted: EngineName, me: int, dial: Dial, timeout_s: float, address: str) -> Engine:
+def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
     """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
-    if choose_engine(wanted) == "nixl":
-        return NixlEngine(me, dial, timeout_s, address)
-    return SocketEngine(me, dial, timeout_s)
+    if choose_engine(settings.engine) == "nixl":
+        return NixlEngine(me, dial, settings.timeout_s, address, settings.lost_after_s)
+    return SocketEngine(me, dial, settings.timeout_s, lost_after_s=settings.lost_after_s)

@@ -82,8 +82,10 @@ class Answers:
 class Connections:
     """Connections to the servers of other ranks, each lent to one thread at a time."""
 
-    def __init__(self, me: int, dial: Dial, timeout_s: float, most: int = _MOST_CONNECTIONS) -> None:
-        self.me, self.timeout_s = me, timeout_s
+    def __init__(
+        self, me: int, dial: Dial, timeout_s: float, lost_after_s: float, most: int = _MOST_CONNECTIONS
+    ) -> None:
+        self.me, self.timeout_s, self._lost_after_s = me, timeout_s, lost_after_s
         self._dial, self._most = dial, most
         self._changed = threading.Condition()
         self._idle: dict[int, list[socket.socket]] = {}
@@ -153,7 +155,7 @@ class Connections:
         while True:
             try:
                 made = self._dial(rank)
-                set_for_reader(made)
+                set_for_reader(made, self._lost_after_s)
                 return made
             except OSError as error:
                 if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:  # the latter is the kernel's

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from odc.errors import PeerLostError
 from odc.runtime.admission import READER
+from odc.runtime.keep_alive import keep_engine_alive
 
 PURPOSE = "read"  # what a connection to the engine of another rank says at its admission
 #: Connects to the listener of a rank (global) and goes through admission for `PURPOSE`. Raises OSError.
@@ -21,8 +22,6 @@ Check = Callable[[str], None]
 
 MOST_ANSWERED = 1 << 16
 LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
-_KEPT_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 4}  # a busy network loses some probes
-_UNACKNOWLEDGED_MS = 10_000
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -57,10 +56,11 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         """Answer the reads of `rank`, which was admitted on this connection for `PURPOSE`; the engine owns it now.
 
-        With `only` it is a process outside the job, which gets nothing but regions and answers of these names.
+        With `only` it is a process outside the job, which gets nothing but the answers and regions of these names, and
+        of a region only bytes within the range.
         """
         ...
 
@@ -93,32 +93,18 @@ class Engine(Protocol):
         ...
 
 
-def set_for_reader(connection: socket.socket) -> None:
-    """Have a receive wait for `LOOK_S` at most, and fail when the other host has been gone for ten seconds.
-
-    Not sooner: the links tell of it by ABORT within three, and a read that fails because the network is busy ends the
-    job.
-    """
-    _keep_alive(connection)
+def set_for_reader(connection: socket.socket, lost_after_s: float) -> None:
+    """Have a receive wait for `LOOK_S` at most, and fail some seconds after a link to that host would."""
+    keep_engine_alive(connection, lost_after_s, sends_bulk=False)
     limit = _TIMEVAL.pack(int(LOOK_S), int(LOOK_S % 1 * 1e6))
     connection.setblocking(True)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def set_for_server(connection: socket.socket) -> None:
-    """Have no call wait, and the connection end with the reader's host, but not because the reader takes its time: the
-    kernel's user timeout also ends one that carries bulk to a reader that is merely stopped.
-    """
-    _keep_alive(connection)
+def set_for_server(connection: socket.socket, lost_after_s: float) -> None:
+    """Have no call wait, and the connection end with the reader's host, but not because the reader takes its time."""
+    keep_engine_alive(connection, lost_after_s, sends_bulk=True)
     connection.setblocking(False)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEPT_ALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -3,7 +3,7 @@
 NIXL itself admits anybody who has an agent's metadata, so metadata crosses admitted connections only, and its listener
 is never on. It does not tell of deaths either: a read watches the admitted connection to the same rank.
 
-Two defaults are changed, which on processors that train cost 3 to 10 times the speed: the progress thread would spin,
+Two defaults are changed, which on processors that train cost much of the speed: the progress thread would spin,
 and UCX's TCP segments are small. What the environment sets for UCX stays.
 """
 
@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,7 @@ from odc.runtime.engines.connections import Answers, Connections, late
 from odc.runtime.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
 from odc.runtime.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.runtime.wait import Backoff, Deadline
+from odc.settings import LOST_AFTER_S
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 EXTRA = install("nixl")
@@ -139,11 +140,11 @@ class NixlEngine:
 
     name, only_into_own = "nixl", True
 
-    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str) -> None:
+    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str, lost_after_s: float = LOST_AFTER_S) -> None:
         self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
         self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
-        self._server = RegionServer(self._describe)
-        self._connections = Connections(me, dial, timeout_s, _MOST_READS)
+        self._server = RegionServer(lost_after_s, self._describe)
+        self._connections = Connections(me, dial, timeout_s, lost_after_s, _MOST_READS)
         self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
         self._known: dict[tuple[int, str], _Remote] = {}
         self._lock = threading.Lock()
@@ -169,7 +170,7 @@ class NixlEngine:
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:

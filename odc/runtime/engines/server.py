@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ def request(operation: bytes, region: str, offset: int = 0, nbytes: int = 0) -> 
 class _Conversation:
     sock: socket.socket
     rank: int
-    allowed: frozenset[bytes] | None  # of a process outside the job: digests of the names it may ask for
+    allowed: dict[bytes, range] | None  # of a process outside the job: by digest of a name, the bytes it may read
     asked: bytearray = field(default_factory=bytearray)
     answer: list[memoryview] = field(default_factory=list)
     rest: Generator[memoryview] | None = None  # what follows it
@@ -78,8 +78,10 @@ class RegionServer:
     Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(self, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None) -> None:
-        self._describe, self._stages = describe, stages or Stages()
+    def __init__(
+        self, lost_after_s: float, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None
+    ) -> None:
+        self._lost_after_s, self._describe, self._stages = lost_after_s, describe, stages or Stages()
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
         self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()
@@ -106,9 +108,9 @@ class RegionServer:
         self._regions.pop(digest(name), None)
         self._functions.pop(digest(name), None)
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
-        allowed = None if only is None else frozenset(digest(name) for name in only)
-        set_for_server(connection)
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
+        allowed = None if only is None else {digest(name): within for name, within in only.items()}
+        set_for_server(connection, self._lost_after_s)
         with self._lock:
             if self._closed:
                 hang_up(connection)
@@ -184,7 +186,7 @@ class RegionServer:
 
     def _answer(self, one: _Conversation, asked: bytes) -> None:
         operation, offset, nbytes, name = REQUEST.unpack(asked)
-        if one.allowed is not None and (name not in one.allowed or operation == DESCRIBE):  # what that says opens more
+        if one.allowed is not None and not _allows(one.allowed, operation, name, offset, nbytes):
             _refuse(one)
             return
         if operation == ASK:
@@ -215,6 +217,14 @@ class RegionServer:
             with contextlib.suppress(OSError):  # a forked child may hold a copy for a moment
                 epoll.unregister(one.sock)
             one.close()
+
+
+def _allows(allowed: Mapping[bytes, range], operation: bytes, name: bytes, offset: int, nbytes: int) -> bool:
+    """Whether a process outside the job may ask for this. What DESCRIBE says would open the whole region."""
+    within = allowed.get(name)
+    if within is None or operation == DESCRIBE:
+        return False
+    return operation != READ or within.start <= offset <= offset + nbytes <= within.stop
 
 
 def _refuse(one: _Conversation) -> None:

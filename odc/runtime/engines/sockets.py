@@ -8,7 +8,7 @@ a device goes through pinned memory at its end.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from odc.runtime.engines.connections import Answers, Connections
 from odc.runtime.engines.engine import Check, Dial, bytes_of, no_check, refuse_odd, refused
 from odc.runtime.engines.server import READ, RegionServer, request
 from odc.runtime.engines.staging import Stages
+from odc.settings import LOST_AFTER_S
 
 
 class SocketEngine:
@@ -23,10 +24,17 @@ class SocketEngine:
 
     name, only_into_own = "sockets", False
 
-    def __init__(self, me: int, dial: Dial, timeout_s: float, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        me: int,
+        dial: Dial,
+        timeout_s: float,
+        stages: Stages | None = None,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
         self.me, self._stages = me, stages or Stages()
-        self._server = RegionServer(stages=self._stages)
-        self._connections = Connections(me, dial, timeout_s)
+        self._server = RegionServer(lost_after_s, stages=self._stages)
+        self._connections = Connections(me, dial, timeout_s, lost_after_s)
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
         refuse_odd(memory)
@@ -38,7 +46,7 @@ class SocketEngine:
     def withdraw(self, name: str) -> None:
         self._server.withdraw(name)
 
-    def adopt(self, connection: socket.socket, rank: int, only: Collection[str] | None = None) -> None:
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
         self._server.adopt(connection, rank, only)
 
     def read(

@@ -136,7 +136,7 @@ def test_datasets_folder_without_the_package(tmp_path: Path, monkeypatch: pytest
 
 
 def test_datasets_folder(tmp_path: Path):
-    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    datasets = pytest.importorskip("datasets", reason="needs the datasets extra: make test-integrations")
     datasets.Dataset.from_dict({"text": ["a", "", "c"]}).save_to_disk(str(tmp_path / "plain"))
     assert read_source(tmp_path / "plain") == [RawDocument("plain[0]", "a"), RawDocument("plain[2]", "c")]
     chat = datasets.Dataset.from_dict({"messages": [CHAT]})

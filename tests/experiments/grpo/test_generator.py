@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.small_model import toy
+from transformers import AutoConfig
 
 from odc.errors import ConfigError
 from odc.experiments.grpo.samples import Sample, batch_of, token_log_probs
@@ -56,6 +58,33 @@ def test_log_probabilities_are_those_that_training_finds(tmp_path: Path, lengths
     assert (batch.log_probs - batch.reference).abs().max() > 1e-3, "the two models differ"
     owners = [i for i, sample in enumerate(samples) for _ in sample.response]
     assert batch.advantages.tolist() == [float(i) for i in owners]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma2", {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 0.5}),
+        ("gpt_oss", {"head_dim": 8, "sliding_window": 5, "num_local_experts": 4}),
+    ],
+)
+def test_rollouts_have_the_sinks_and_caps_of_training(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+    config = toy(tmp_path)
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 24}
+    shape |= {"num_hidden_layers": 2, "vocab_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    AutoConfig.for_model(kind, **shape, **more).save_pretrained(tmp_path)
+    (tmp_path / "config.json").rename(config.model)
+    generator = Generator(config, Path(config.model), STOPS)
+    trained = build_model(Path(config.model), dtype=torch.float32, seed=config.seed)
+    draw = torch.Generator().manual_seed(0)
+    for parameter in generator.model.parameters():  # so that attention matters
+        parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
+    trained.load_state_dict(generator.model.state_dict())
+    made = generator.respond(PROMPTS, 0)
+    samples = [Sample(0, PROMPTS[i // config.group], r.tokens, r.log_probs, None, 0.0) for i, r in enumerate(made)]
+    batch = batch_of(samples, [0.0 for _ in samples])
+    with torch.no_grad():
+        logits = trained(**batch.inputs.model_inputs(labels=False)).logits
+    torch.testing.assert_close(token_log_probs(logits, batch.inputs.labels), batch.log_probs, rtol=0, atol=2e-4)
 
 
 def test_drawn_lengths_are_skewed_and_do_not_depend_on_the_model(tmp_path: Path) -> None:

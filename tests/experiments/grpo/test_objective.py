@@ -14,7 +14,7 @@ from odc.errors import ConfigError
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.objective import Objective, grpo_advantages, kl_estimate, objective_named, policy_losses
 
-needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
+needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: make test-integrations")
 
 
 # the formulae, a number at a time, as the papers have them -----------------------------------------------------------

@@ -34,7 +34,7 @@ def test_where_verl_raises(lengths: list[int], says: str) -> None:
         verl_plan(lengths, 2, 100, linear_cost)
 
 
-@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed")
+@pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: make test-integrations")
 @pytest.mark.filterwarnings("ignore")
 @given(LENGTHS)
 def test_as_verl_partitions(lengths: list[int]) -> None:

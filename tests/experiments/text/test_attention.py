@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from odc.errors import UnsupportedError
-from odc.experiments.text.attention import document_attention, register
+from odc.experiments.text import attention
+from odc.experiments.text.attention import document_attention, register, window_mask
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -113,9 +114,11 @@ def test_compiled_blocks_give_the_same():
     torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_generation_steps_one_token_at_a_time():
+@pytest.mark.parametrize("window", [None, 4])
+def test_generation_steps_one_token_at_a_time(window: int | None):
     ids = torch.randint(0, 61, (1, 6))
-    mine, reference = tiny(register()).eval(), tiny("eager").eval()
+    changes = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+    mine, reference = tiny(register(), **changes).eval(), tiny("eager", **changes).eval()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)
     assert torch.equal(
@@ -130,12 +133,93 @@ def test_padding_is_refused():
         model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
-def test_sliding_window_shorter_than_a_document_is_refused():
-    changes = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
-    inputs = packed((7, 20))
-    tiny(register(), **changes)(**inputs, use_cache=False)
-    with pytest.raises(UnsupportedError, match="33 tokens exceeds the model's sliding window of 20"):
-        tiny(register(), **changes)(**packed(LENGTHS), use_cache=False)
+FORMS = [
+    {"window": window, "softcap": softcap, "sinks": sinks}
+    for window in (None, 1, 5, 20, 100)
+    for softcap in (None, 2.0)
+    for sinks in (False, True)
+]
+
+
+@pytest.mark.parametrize("scores", [1 << 26, 200])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_windows_caps_and_sinks(form: dict, scores: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "_BLOCK_SCORES", scores)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, sum(LENGTHS), 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if form["sinks"] else None
+    weight = torch.randn(1, sum(LENGTHS), 4, 8, dtype=torch.float64)
+    starts = packed(LENGTHS)["cu_seq_lens_q"]
+    options = {"scaling": 0.3, "sliding_window": form["window"], "softcap": form["softcap"], "s_aux": sinks}
+    output = document_attention(torch.nn.Identity(), q, k, v, cu_seq_lens_q=starts, **options)[0]
+    expected = whole_matrix(q, k, v, **form | {"sinks": sinks})
+    torch.testing.assert_close(output, expected)
+    leaves = [q, k, v, *([] if sinks is None else [sinks])]
+    grads = torch.autograd.grad((output * weight).sum(), leaves)
+    torch.testing.assert_close(grads, torch.autograd.grad((expected * weight).sum(), leaves))
+
+
+def whole_matrix(q, k, v, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The definition: all scores of the row at once."""
+    scores = 0.3 * q @ k.repeat_interleave(2, 1).mT
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    own = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    behind = torch.arange(sum(LENGTHS))[:, None] - torch.arange(sum(LENGTHS))
+    seen = (own[:, None] == own) & (behind >= 0) & (behind < (window or sum(LENGTHS)))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return (scores.softmax(3)[..., : sum(LENGTHS)] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+def test_a_window_that_only_the_mask_knows():
+    q = torch.randn(1, 1, 9, 4, dtype=torch.float64)
+    named = document_attention(torch.nn.Identity(), q, q, q, sliding_window=3)[0]
+    mask = window_mask(q_length=9, kv_length=9, local_size=3)
+    torch.testing.assert_close(document_attention(torch.nn.Identity(), q, q, q, mask)[0], named)
+    assert not torch.allclose(document_attention(torch.nn.Identity(), q, q, q)[0], named)
+    assert window_mask(q_length=9, kv_length=9, local_size=9) is None
+
+
+@pytest.mark.parametrize("form", [{"sliding_window": 3}, {"softcap": 0.5}, {"s_aux": torch.tensor([0.7])}], ids=str)
+def test_one_new_token_sees_what_the_last_of_a_row_sees(form: dict):
+    """With a cache that holds more than the window, as static ones do."""
+    q = torch.randn(1, 1, 9, 4)
+    whole = document_attention(torch.nn.Identity(), q, q, q, **form)[0]
+    one = document_attention(torch.nn.Identity(), q[:, :, -1:], q, q, **form)[0]
+    torch.testing.assert_close(one, whole[:, -1:])
+
+
+def test_windows_equal_transformers_own_masks():
+    changes = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    inputs = packed(LENGTHS)
+    starts = inputs.pop("cu_seq_lens_q")
+    masked = tiny("eager", **changes)(**inputs, use_cache=False).logits
+    mine = tiny(register(), **changes)(**inputs, cu_seq_lens_q=starts, use_cache=False).logits
+    torch.testing.assert_close(mine, masked, rtol=1e-5, atol=1e-6)
+
+
+def test_masks_that_are_no_windows_are_refused():
+    for wrong in ({"use_vmap": True}, {"allow_is_bidirectional_skip": True}):
+        with pytest.raises(UnsupportedError, match="the model's mask is not"):
+            window_mask(q_length=9, kv_length=9, **wrong)
+    chunked = transformers.Qwen2Config(attention_chunk_size=4)
+    with pytest.raises(UnsupportedError, match="chunks of 4"):
+        window_mask(q_length=9, kv_length=9, local_size=4, config=chunked)
+
+
+def test_keywords_that_change_attention_are_refused_by_name():
+    q = torch.zeros(1, 2, 6, 8)
+    module = torch.nn.Identity()
+    document_attention(module, q, q, q, position_bias=None, position_ids=torch.zeros(1, 6), max_length_k=6)
+    with pytest.raises(UnsupportedError, match="does not know head_mask, position_bias of Identity"):
+        document_attention(module, q, q, q, position_bias=q, head_mask=q)
+    with pytest.raises(UnsupportedError, match="that of Identity is not"):
+        document_attention(module, q, q, q, is_causal=False)
+    module.is_causal = False
+    with pytest.raises(UnsupportedError, match="that of Identity is not"):
+        document_attention(module, q, q, q)
 
 
 def test_bad_arguments():

@@ -28,17 +28,20 @@ def inputs(dtype: torch.dtype, *, bias: bool, seed: int = 0):
     return hidden, weight, labels, torch.randn(VOCAB, dtype=dtype, requires_grad=True) if bias else None
 
 
-def reference(hidden, weight, labels, bias):
+def reference(hidden, weight, labels, bias, cap=None):
     logits = linear(hidden, weight, bias).float()
+    if cap is not None:
+        logits = (logits / cap).tanh() * cap
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("block_logits", [1, VOCAB * 5, 1 << 24])
-def test_equals_plain_cross_entropy(bias: bool, block_logits: int):
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_equals_plain_cross_entropy(bias: bool, block_logits: int, cap: float | None):
     mine, plain = inputs(torch.float32, bias=bias), inputs(torch.float32, bias=bias)
-    loss = token_loss_sum(*mine[:3], mine[3], block_logits=block_logits)
-    expected = reference(*plain)
+    loss = token_loss_sum(*mine[:3], mine[3], cap=cap, block_logits=block_logits)
+    expected = reference(*plain, cap)
     torch.testing.assert_close(loss, expected)
     (loss * 0.3).backward()
     (expected * 0.3).backward()
@@ -171,8 +174,8 @@ def test_under_fsdp_the_head_is_gathered_when_the_loss_needs_it(one_rank, reshar
 
 def test_unsuitable_heads_are_refused():
     model = tiny()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(UnsupportedError, match="final_logit_softcapping"):
+    model.config.logit_scale = 0.5
+    with pytest.raises(UnsupportedError, match="logit_scale"):
         use_document_loss(model)
     model = tiny()
     model.set_output_embeddings(torch.nn.Sequential(torch.nn.Linear(32, VOCAB)))

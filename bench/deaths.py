@@ -1,0 +1,91 @@
+"""How long after `kill -9` of one rank every other rank has raised.
+
+Run as `OMP_NUM_THREADS=1 python -m bench.deaths --results bench/results`, as root for ranks on several hosts, which are
+network namespaces. Everything is *measured*: the jobs of tests/fsdp/test_failures.py and test_hosts_failures.py train a
+small model with unequal counts. On one host a rank kills itself in its third step, in turn at every point of POINTS; on
+two hosts each rank in turn is killed from outside, at whatever it does. The time runs from just before the signal until
+the error has left the loop of the last rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from odc.bench.report import store
+from odc.provenance import begin
+
+_TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(_TESTS), str(_TESTS / "fsdp")]  # the jobs are those of the tests
+
+
+def noticed(outcomes: list[Any], culprit: int, died: float) -> float:
+    """Seconds until the last survivor had raised; all have to name the rank that died."""
+    from support.failing import assert_all_noticed
+
+    assert_all_noticed(outcomes, culprit, died)
+    return max(outcome.at for outcome in outcomes if outcome.rank != culprit) - died
+
+
+def on_one_host(world: int, repeats: int) -> list[tuple[float, str]]:
+    """Seconds, and what the killed rank did."""
+    from support.ranks import spawn_ranks
+    from test_failures import POINTS, train_until_the_end
+
+    found = []
+    for number, point in enumerate(POINTS * repeats):
+        culprit = number % world
+        with spawn_ranks(world, train_until_the_end, point, culprit) as job:
+            outcomes = job.wait()
+        found.append((noticed(outcomes, culprit, outcomes[culprit].told[-1][0]), point))
+    return found
+
+
+def on_two_hosts(repeats: int) -> list[tuple[float, str]]:
+    """Seconds, and the rank that was killed, of 2 on each of two hosts."""
+    from support.host_ranks import spawn_on_hosts
+    from support.hosts import Hosts
+    from test_hosts_failures import WORLD, train_on, trained
+
+    found = []
+    with Hosts(2) as hosts:
+        for number in range(WORLD * repeats):
+            culprit = number % WORLD
+            with spawn_on_hosts(hosts, WORLD // 2, train_on) as job:
+                trained(job)
+                died = job.kill(culprit)
+                outcomes = job.wait()
+            found.append((noticed(outcomes, culprit, died), f"rank {culprit}"))
+    return found
+
+
+def row_of(ranks: str, found: list[tuple[float, str]]) -> dict[str, Any]:
+    """One line of the table."""
+    seconds = [took for took, _ in found]
+    print(f"{ranks}: {found}", file=sys.stderr, flush=True)
+    return {
+        "ranks": ranks,
+        "kills": len(seconds),
+        "median_s": median(seconds),
+        "most_s": max(seconds),
+        "slowest at": max(found)[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--repeats", type=int, default=2, help="kills of each kind")
+    arguments = parser.parse_args()
+    begun = begin()
+    rows = [row_of(str(world), on_one_host(world, arguments.repeats)) for world in (2, 3, 4)]
+    rows.append(row_of("2 x 2 on two hosts", on_two_hosts(arguments.repeats)))
+    title = "Seconds from `kill -9` of a rank until every other rank has raised, naming it"
+    store(arguments.results, "deaths", title, rows, begun=begun)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Figures that README and docs/ quote: all taken at one commit, on a clean tree, each by a step of `make figures`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import figures, pages, quoted, readme
+
+STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in quoted.RESULTS.glob("*.json")}
+
+
+def test_every_stored_result_is_quoted_and_has_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, read_text = set[str](), Path.read_text
+
+    def noted(self: Path, *args: Any, **kwargs: Any) -> str:
+        if self.parent == quoted.RESULTS:
+            read.add(self.stem)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    readme.section()
+    for made in pages.BLOCKS.values():
+        made()
+    stored = [name for step in figures.STEPS for name in step.stores]
+    assert set(STORED) == read == set(stored)
+    assert len(stored) == len(set(stored))
+
+
+@pytest.mark.parametrize("name", sorted(STORED))
+def test_a_stored_result_says_where_it_comes_from(name: str) -> None:
+    result = STORED[name]
+    assert re.fullmatch(r"[0-9a-f]{40}", str(result.get("commit"))), "taken on a dirty tree, or at an unknown commit"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert set(result["load_1min"]) == {"begin", "end"}
+    assert result["command"]
+
+
+def test_all_quoted_figures_were_taken_at_one_commit() -> None:
+    commits = {name: result.get("commit") for name, result in STORED.items()}
+    assert len(set(commits.values())) == 1, f"run `make figures`: {commits}"
+
+
+def step_that(stores: str, program: str) -> figures.FigureStep:
+    """A step that runs `program` as a module of the folder that is patched in as ROOT."""
+    (figures.ROOT / f"{stores}_step.py").write_text(program)
+    return figures.FigureStep(f"{stores}_step", (stores,))
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where steps run and store."""
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    return tmp_path
+
+
+def storing(name: str, commit: str) -> str:
+    return f"open('{name}.json', 'w').write('{{\"commit\": \"{commit}\"}}'); open('ran', 'a').write('{name} ')"
+
+
+def test_a_run_skips_what_is_stored_and_goes_on_after_a_failure(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        step_that("kept", storing("kept", "abc")),
+        step_that("fails", "raise SystemExit(3)"),
+        step_that("dirty", storing("dirty", "abc+dirty")),
+        step_that("new", storing("new", "abc")),
+    ]
+    (folder / "kept.json").write_text('{"commit": "abc"}')
+    (folder / "new.json").write_text('{"commit": "older"}')
+    failed = figures.take_all(steps, "abc", limit_s=0.0)
+    assert [one.partition(":")[0] for one in failed] == ["fails", "dirty"]
+    assert (folder / "ran").read_text() == "dirty new "
+    said = capsys.readouterr().out
+    assert "[1/4] kept: stored at this commit" in said
+    assert re.search(r"\[4/4\] new: done \(\d+ s, .* load \d+\.\d\d before\)", said)
+    assert not figures.take_all([steps[0], steps[3]], "abc", limit_s=0.0)
+    assert (folder / "ran").read_text() == "dirty new ", "all was stored"
+    assert not figures.take_all([steps[0]], "abc", again=True, limit_s=0.0)
+    assert (folder / "ran").read_text() == "dirty new kept "
+
+
+@pytest.mark.parametrize("state", [None, "abc+dirty"])
+def test_a_dirty_tree_is_refused(state: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "commit", lambda: state)
+    monkeypatch.setattr(sys, "argv", ["figures"])
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("it began"))
+    with pytest.raises(SystemExit, match="clean checkout"):
+        figures.main()
+
+
+def test_pages_name_what_is_stale_or_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quoted, "load", lambda name: {"commit": "a" * 40})
+
+    def noted(commit: str | None, begin: float | None) -> str:
+        load = {} if begin is None else {"load_1min": {"begin": begin, "end": 50.0}}
+        return quoted.note({"commit": commit, **load})
+
+    assert noted("a" * 40, 0.9) == "", "ranks make the load at the end"
+    assert noted("a" * 40, 1.4) == " (Taken on a busy machine: load 1.4 before it began.)"
+    assert noted("b" * 40, 0.0) == " (Taken at commit bbbbbbb.)"
+    assert noted(None, None) == " (Taken at an unknown commit, at an unknown load.)"

@@ -1,0 +1,42 @@
+"""The table of `.ci/run`, with a `make` that does nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAKE = """#!/bin/sh
+case "$*" in
+    "test "*) echo "12 passed, 3 skipped in 4.50s" ;;
+    test-integrations*) echo "== 5 passed, 10 skipped, 1 warning in 70.00s (0:01:10) =="; echo "2 skipped in 0.10s" ;;
+    {failing}*) echo "1 failed, 7 skipped in 2.00s"; exit 2 ;;
+esac
+"""
+
+
+def table(folder: Path, failing: str) -> tuple[int, dict[str, tuple[int, str]]]:
+    """The exit code, and of each part its skipped tests and whether it failed."""
+    (folder / "make").write_text(MAKE.replace("{failing}", failing))
+    (folder / "make").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False)
+    _, _, rows = done.stdout.rpartition("part ")
+    found = re.findall(r"^(\S.*?) +\d+ +(\d+)( +failed)?$", rows, re.MULTILINE)
+    return done.returncode, {name: (int(skipped), failed.strip()) for name, skipped, failed in found}
+
+
+def test_every_part_is_timed_and_its_skips_are_counted(tmp_path: Path) -> None:
+    code, parts = table(tmp_path, failing="nothing")
+    assert code == 0
+    assert {"lint", "demo"} < parts.keys() and not any(failed for _, failed in parts.values())
+    assert (parts["tests, quick"][0], parts["tests, rest"][0], parts["tests, integrations"][0]) == (3, 0, 12)
+
+
+def test_a_part_that_fails_is_the_last(tmp_path: Path) -> None:
+    code, parts = table(tmp_path, failing="test-all")
+    assert code == 2
+    assert list(parts)[-2:] == ["tests, quick", "tests, rest"]
+    assert parts["tests, rest"] == (7, "failed")
