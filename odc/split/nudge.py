@@ -140,6 +140,9 @@ class NudgedWeights(TorchFunctionMode):
         if getattr(func, "__name__", "") in _COMPUTE:
             args = [self._moved(one) for one in args]
             kwargs = {name: self._moved(one) for name, one in kwargs.items()}
+        if getattr(func, "__name__", "") == "grad":  # a mode is off in its own functions, and layers may be recomputed
+            with self:
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _moved(self, given: Any) -> Any:
