@@ -130,7 +130,7 @@ def _window_of(mask: Tensor | None) -> int | None:
         return None
     if mask.ndim != 4 or mask.shape[2] != 0:
         raise UnsupportedError("attention per document takes no attention mask; pack documents without padding")
-    return mask.shape[3]
+    return mask.shape[3] or None  # a wholly empty one is how `odc.split` has none built
 
 
 def _least(*windows: int | None) -> int | None:

@@ -180,6 +180,8 @@ def test_a_window_that_only_the_mask_knows():
     torch.testing.assert_close(document_attention(torch.nn.Identity(), q, q, q, mask)[0], named)
     assert not torch.allclose(document_attention(torch.nn.Identity(), q, q, q)[0], named)
     assert window_mask(q_length=9, kv_length=9, local_size=9) is None
+    none = document_attention(torch.nn.Identity(), q, q, q, torch.empty(1, 1, 0, 0))[0]
+    torch.testing.assert_close(none, document_attention(torch.nn.Identity(), q, q, q)[0])
 
 
 @pytest.mark.parametrize("form", [{"sliding_window": 3}, {"softcap": 0.5}, {"s_aux": torch.tensor([0.7])}], ids=str)

@@ -178,6 +178,10 @@ def test_unsuitable_heads_are_refused():
     with pytest.raises(UnsupportedError, match="logit_scale"):
         use_document_loss(model)
     model = tiny()
+    model.base_model_prefix = "missing"
+    with pytest.raises(UnsupportedError, match="has no base model"):
+        use_document_loss(model)
+    model = tiny()
     model.set_output_embeddings(torch.nn.Sequential(torch.nn.Linear(32, VOCAB)))
     with pytest.raises(UnsupportedError, match="not one linear layer"):
         use_document_loss(model)

@@ -162,22 +162,11 @@ def test_windows_longer_than_the_checks_documents_are_checked(monkeypatch: pytes
     assert config.sliding_window == 4096
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {"hidden_size": 4096, "num_hidden_layers": 80, "num_attention_heads": 32, "vocab_size": 128256}),
-        ("gpt_oss", {}),
-        pytest.param("qwen3_moe", {"num_hidden_layers": 48}, marks=pytest.mark.thorough),
-        pytest.param("deepseek_v3", {}, marks=pytest.mark.thorough),
-    ],
-)
-def test_large_models_are_checked_by_small_copies(kind: str, changes: dict[str, Any]):
-    config = transformers.AutoConfig.for_model(kind, **changes)
-    before = config.to_dict()
-    found = packing_error(config)
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_configs_of_their_full_size_are_checked_by_small_copies(kind: str):
+    found = packing_error(transformers.AutoConfig.for_model(kind))
     assert max(found.output, found.gradient) < 1e-5
-    assert found.layers < 10
-    assert config.to_dict() == before
+    assert found.asked == found.layers == 2
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
