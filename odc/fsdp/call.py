@@ -84,8 +84,7 @@ def fully_shard(
         ValueError: an unknown `optimizer_sharding`.
         UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
-    if dist.is_initialized():  # first: peers must learn of whatever goes wrong here on this rank alone
-        hooks.watch_exit(compat.default_store(), dist.get_rank())
+    _watch_exit()
     _refuse_options(settings, offload_policy)
     mesh = _default_mesh(module) if mesh is None else mesh
     _refuse_mesh(mesh)
@@ -116,6 +115,12 @@ def fully_shard(
 
 # torch's own function: the state of a sharded module, None of any other module.
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
+
+
+def _watch_exit() -> None:
+    """First of all, so that peers learn of whatever goes wrong on this rank alone."""
+    if dist.is_initialized():
+        hooks.watch_exit(compat.default_store(), dist.get_rank())
 
 
 def _join_job(rank: int, settings: Settings | None) -> None:

@@ -13,6 +13,7 @@ from odc.runtime import Word
 from odc.runtime.engines.engine import set_for_reader, set_for_server
 from odc.runtime.frames import Frame, FrameKind
 from odc.runtime.host_link import HostLink, side_to_blame
+from odc.runtime.keep_alive import keep_alive
 from odc.settings import LOST_AFTER_S
 
 CUT_S, NEXT_PROBE_S = 1.4, 1.9  # each end probes the other after a second of silence, and a second later again
@@ -123,3 +124,21 @@ def test_a_link_that_hears_nothing_is_told_from_one_that_is_idle() -> None:
         for each in (mine, one, theirs, other):
             each.close()
     assert quiet == [True, True], "an idle link whose probes are answered is taken for lost"
+
+
+@pytest.mark.parametrize("lost_after_s", [1.0, 2.3, 30.0, 3600.0])
+def test_what_an_engine_reads_outlives_the_links(lost_after_s: float) -> None:
+    """In milliseconds: a link, an engine that reads, and one that serves, which has no user timeout but its probes."""
+    sockets = [socket.socket() for _ in range(3)]
+    keep_alive(sockets[0], lost_after_s)
+    set_for_reader(sockets[1], lost_after_s)
+    set_for_server(sockets[2], lost_after_s)
+    tcp = socket.IPPROTO_TCP
+    link, reader, server = (one.getsockopt(tcp, socket.TCP_USER_TIMEOUT) for one in sockets)
+    idle, between, most = (
+        sockets[2].getsockopt(tcp, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    for one in sockets:
+        one.close()
+    assert link == round(lost_after_s * 1000)
+    assert server == 0 and link + 5000 < reader <= 1000 * (idle + between * most)

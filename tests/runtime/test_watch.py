@@ -35,7 +35,7 @@ class Rank:
         self.ended: list[tuple[int, str, int]] = []
         self.noticed = threading.Condition()
         around = sorted({(rank - 1) % WORLD, (rank + 1) % WORLD})
-        settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S)
+        settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S, lost_after_s=20.0)
         self.watch = HostWatch(store, rank, around, settings, self._end)
         self._awake, self._stop = os.eventfd(0), False
         self._thread = threading.Thread(target=self._run)
@@ -100,6 +100,19 @@ def ring(make: Make) -> list[Rank]:
     for number, rank in enumerate(ranks):
         rank.watches((number - 1) % WORLD, (number + 1) % WORLD)
     return ranks
+
+
+def limits(rank: Rank) -> set[int]:
+    """Milliseconds of silence after which the kernel ends its connections to neighbours."""
+    option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    return {one.link._connection.getsockopt(*option) for one in rank.watch._connected.values()}
+
+
+def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(make: Make) -> None:
+    ranks = ring(make)
+    assert [limits(rank) for rank in ranks] == [{20_000}] * WORLD
+    ranks[0].watch.wait_for_network(45.0)  # a root that was sharded later says so
+    assert limits(ranks[0]) == {45_000}
 
 
 def test_a_death_goes_around_the_ring_and_into_the_store(make: Make, store: Any) -> None:
