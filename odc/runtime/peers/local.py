@@ -12,7 +12,7 @@ from odc.runtime.peers.board import TellingPeer
 from odc.runtime.units import UnitSpec
 from odc.runtime.words import Word
 
-# Words that threads sleep on (`Waiter.until_word`). Who sleeps on another one wakes by itself, after `wait.NAP_S`.
+# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after `wait.NAP_S`.
 _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
 
 
