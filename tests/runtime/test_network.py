@@ -212,7 +212,8 @@ def test_a_rank_that_cannot_listen_is_told_what_helps(code: int, cure: str, monk
 
 def test_another_limit_than_the_first_is_refused_and_the_default_is_none(make: Make) -> None:
     one = make(dist.HashStore(), 0, lost_after_s=20.0).network
-    assert one.lost_after_s == 20.0
+    engine: Any = one.engine
+    assert one.lost_after_s == engine._connections._lost_after_s == engine._server._lost_after_s == 20.0
     one.refuse_others(Settings())
     one.refuse_others(Settings(lost_after_s=20.0))
     with pytest.raises(UnsupportedError, match="rank 0 listens already, with lost_after_s=20.0 and not 30.0"):
