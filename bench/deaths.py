@@ -3,14 +3,20 @@
 Run as `OMP_NUM_THREADS=1 python -m bench.deaths --results bench/results`, as root for ranks on several hosts, which are
 network namespaces. Everything is *measured*: the jobs of tests/fsdp/test_failures.py and test_hosts_failures.py train a
 small model with unequal counts. On one host a rank kills itself in its third step, in turn at every point of POINTS; on
-two hosts each rank in turn is killed from outside, at whatever it does. The time runs from just before the signal until
-the error has left the loop of the last rank.
+two hosts each rank in turn is killed from outside, at whatever it does. In the last row the process that hosts the
+job's store is killed before the first minibatch, of jobs that were started in four ways (tests/fsdp/test_store_lost.py).
+The time runs from just before the signal until the error has left the loop of the last rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
+import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +68,27 @@ def on_two_hosts(repeats: int) -> list[tuple[float, str]]:
     return found
 
 
+def before_the_first_minibatch(repeats: int) -> list[tuple[float, str]]:
+    """Seconds, and how the job was started, of three ranks whose store's host ends; of a file, rank 0."""
+    from test_store_lost import WORLD, Started
+
+    found = []
+    for start in ("env", "spawn", "torchrun", "file") * repeats:
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+            job = Started(Path(folder), start, "killed", opened)
+            for rank in range(WORLD):
+                job.text(f"ready{rank}")
+            died = time.time()
+            os.kill(job.processes[0].pid if start == "torchrun" else int(job.text("pid0")), signal.SIGKILL)
+            (job.folder / "go").write_text("go")
+            for rank in range(1, WORLD):
+                if not job.text(f"said{rank}").startswith("PeerLostError: "):
+                    raise SystemExit(job.outputs())
+            last = max((job.folder / f"said{rank}").stat().st_mtime for rank in range(1, WORLD))
+        found.append((last - died, start))
+    return found
+
+
 def row_of(ranks: str, found: list[tuple[float, str]]) -> dict[str, Any]:
     """One line of the table."""
     seconds = [took for took, _ in found]
@@ -83,6 +110,7 @@ def main() -> None:
     begun = begin()
     rows = [row_of(str(world), on_one_host(world, arguments.repeats)) for world in (2, 3, 4)]
     rows.append(row_of("2 x 2 on two hosts", on_two_hosts(arguments.repeats)))
+    rows.append(row_of("3, the store's host before the first minibatch", before_the_first_minibatch(arguments.repeats)))
     title = "Seconds from `kill -9` of a rank until every other rank has raised, naming it"
     store(arguments.results, "deaths", title, rows, begun=begun)
 
