@@ -4,7 +4,7 @@ Run as `OMP_NUM_THREADS=1 python -m bench.deaths --results bench/results`, as ro
 network namespaces. Everything is *measured*: the jobs of tests/fsdp/test_failures.py and test_hosts_failures.py train a
 small model with unequal counts. On one host a rank kills itself in its third step, in turn at every point of POINTS; on
 two hosts each rank in turn is killed from outside, at whatever it does. In the last row the process that hosts the
-job's store is killed before the first minibatch, of jobs that were started in four ways (tests/fsdp/test_store_lost.py).
+job's store is killed before the first minibatch, of jobs started in four ways (tests/fsdp/test_store_lost.py).
 The time runs from just before the signal until the error has left the loop of the last rank.
 """
 
