@@ -68,8 +68,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/runtime/test_engines.py tests/doctor/test_network.py \
-	    tests/handover/test_hosts.py -k "nixl or network" \
-	    --installed nixl_cu13 $(ARGS)
+	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \

@@ -127,7 +127,8 @@ def _place(layout: Any, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["sockets", pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}"))]
+    "engine",
+    ["sockets", pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}"))],
 )
 def test_a_weight_handle_opens_the_published_shards_and_no_other_byte(host_ranks: HostPools, engine: str) -> None:
     host_ranks(2, 2).run(read_what_is_private, engine)
