@@ -24,7 +24,7 @@ TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 GROUND = frozenset({"errors", "settings", "provenance"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
-    frozenset({"balance", "blocks", "copies", "kernels", "memory", "ranks", "trace"}),
+    frozenset({"balance", "blocks", "model_copies", "kernels", "memory", "ranks", "trace"}),
     frozenset({"arms", "microbatch", "runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
     frozenset({"handover", "split"}),
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "trace": frozenset(),
     "arms": frozenset({"balance"}),
     "blocks": frozenset(),
-    "copies": frozenset(),
+    "model_copies": frozenset(),
     "microbatch": frozenset({"trace"}),
     "runtime": frozenset({"kernels", "memory", "trace"}),
     "dispatch": frozenset({"balance", "memory", "runtime", "trace"}),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from odc.copies import LENGTHS, Alone, alone, apart, gradient_of
 from odc.errors import ConfigError, UnsupportedError
+from odc.model_copies import LENGTHS, Alone, alone, apart, gradient_of
 
 _LIMIT = 1e-3  # of a norm: rounding makes less than 1e-4 of it, samples that see each other more than 1e-2
 

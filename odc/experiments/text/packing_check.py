@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.copies import Alone, alone, apart, gradient_of
 from odc.errors import OdcError, UnsupportedError
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
 from odc.experiments.text.attention import document_attention, window_mask
 from odc.experiments.text.loss import use_document_loss
+from odc.model_copies import Alone, alone, apart, gradient_of
 
 _LIMIT = 1e-3  # of a norm: rounding makes less than 1e-4 of it, documents that see each other more than 1e-2
 _COUNTED = "odc_documents_counted"

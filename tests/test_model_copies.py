@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from odc.copies import LENGTHS, alone, apart, gradient_of
 from odc.errors import UnsupportedError
+from odc.model_copies import LENGTHS, alone, apart, gradient_of
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 
