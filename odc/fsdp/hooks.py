@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odc.errors import culprit_of
+from odc.errors import OdcError, culprit_of
 from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
@@ -174,7 +174,22 @@ def last_error() -> str:
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    return f"{type(error).__name__}: {error}", culprit_of(error, _rank)
+    """What peers are told of an error, and whom to blame.
+
+    What runs a rank may fail as it handles odc's error, as `mp.spawn` does where no file can be opened: both are told.
+    """
+    said, handled = f"{type(error).__name__}: {error}", _handled(error)
+    while handled is not None and not isinstance(error, OdcError):
+        if isinstance(handled, OdcError):
+            said += f" (while handling {type(handled).__name__}: {handled})"
+            break
+        handled = _handled(handled)
+    return said, culprit_of(error, _rank)
+
+
+def _handled(error: BaseException) -> BaseException | None:
+    """The error during whose handling `error` was raised, unless that was to be hidden."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _progress() -> int:

@@ -152,4 +152,6 @@ def test_a_rank_that_fails_in_its_first_fully_shard_is_announced_with_its_reason
         said = job.text(f"said{rank}")
         assert cure in said, said
         assert said.startswith("UnsupportedError: rank 2" if rank == 2 else "PeerLostError: "), said
-        assert rank == 2 or "aborted by rank 2: UnsupportedError: rank 2 cannot start its server daemon" in said, said
+        if rank != 2:  # under spawn, storing the error for the parent fails too, as it opens a file
+            assert "aborted by rank 2: " in said, said
+            assert "UnsupportedError: rank 2 cannot start its server daemon" in said, said
