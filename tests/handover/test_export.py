@@ -137,12 +137,13 @@ def test_reading_while_the_job_publishes_without_pause(tmp_path: Path, second: b
         versions = []
         with Reader(text, tries=100_000) as source:
             assert source.left_out == ("steps",)
-            for _ in range(40):
+            # The ranks may get no core for a while: go on until they have published again.
+            while len(versions) < 40 or versions[0] == versions[-1]:
                 number, tensors = source.read()
                 wrong = [name for name, tensor in tensors.items() if (tensor != number).any()]
                 assert not wrong, f"version {number}: {wrong}"
                 versions.append(number)
-        assert versions == sorted(versions) and versions[0] < versions[-1]
+        assert versions == sorted(versions)
         end(running, tmp_path)
 
 
