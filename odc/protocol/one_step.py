@@ -59,10 +59,12 @@ def begin(rank: ToyRank, ranks: Sequence[ToyRank]) -> Steps:
 
 
 def begun(owner: ToyRank, epoch: int) -> Condition:
+    """The owner has begun this minibatch too."""
     return lambda: owner.epoch >= epoch
 
 
 def slot_free(owner: ToyRank, source: int) -> Condition:
+    """The ring from `source` to the owner has room for a block."""
     return lambda: owner.sent[source] - owner.accumulated[source] < SLOTS
 
 

@@ -141,7 +141,7 @@ class Inbox:
         data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
         self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
-        self._words = RingWords(mine, source)
+        self._words = RingWords(layout, grid.me, source)
         self._taken = self._words.added()
 
     def waiting(self) -> int:
