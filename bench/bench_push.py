@@ -71,7 +71,7 @@ class Push:
 
     def __init__(self, dtype: torch.dtype) -> None:
         from odc.fsdp import root_of
-        from odc.runtime import Gradient
+        from odc.protocol import Gradient
 
         root = root_of(held.module)
         self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]

@@ -24,9 +24,9 @@ from typing import Any
 from bench import host_arms
 from bench.host_arms import Work, bytes_out
 from odc.bench.report import store
+from odc.net.engines.nixl import installed
 from odc.provenance import begin
 from odc.ranks.processes import RanksFailed
-from odc.runtime.engines.nixl import installed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
 

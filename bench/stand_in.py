@@ -20,8 +20,8 @@ import torch
 from odc.bench.alone import OWNERS, SLICE, SLICES, Members, host_times
 from odc.bench.report import store
 from odc.memory import HostLanes
+from odc.movers import driver as copies
 from odc.provenance import begin
-from odc.runtime.movers import driver as copies
 from odc.settings import Settings
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def no_driver() -> Iterator[None]:
 
 def row(copy_engine: bool, rounds: int) -> dict[str, Any]:
     """One way to move a unit: what its fetch and push take, and are asked for."""
-    from odc.runtime.movers.compiled import CompiledMover
+    from odc.movers.compiled import CompiledMover
 
     members = Members(CPU, LanesOfNothing(), Settings(), OWNERS, SLICES, SLICE)
     for number, layout in enumerate(members.layouts):

@@ -24,8 +24,8 @@ from odc.memory import (
     free_memory,
     require_add,
 )
+from odc.net.listener import ask
 from odc.runtime import daemon, stop_daemon
-from odc.runtime.listener import ask
 
 _MIB = 1 << 20
 _LOADERS = 64 * _MIB  # Docker's default /dev/shm, in which torch's data loaders hang

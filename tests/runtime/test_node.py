@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/node.py: members of two hosts in one process, with an engine that copies between their heaps."""
+"""Twin of odc/hosts/node.py: members of two hosts in one process, with an engine that copies between their heaps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from support.members import F32, HeapGroup
 from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
+from odc.hosts.node import gather_sums
 from odc.memory import MUTEX_BYTES, RobustMutex
-from odc.runtime import Gradient, HeapLayout, Word, parts, wait
-from odc.runtime import layout as layouts
-from odc.runtime.node import gather_sums
+from odc.protocol import Gradient, HeapLayout, Word, wait
+from odc.protocol import layout as layouts
+from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
 
@@ -270,7 +271,7 @@ def test_a_read_ahead_that_fails_ends_the_job_for_who_waits_for_it(
         spread.fetch(0, unit)
     spread.caches[0].settle()
     spread.publish(5.0)
-    monkeypatch.setattr(wait, "_REASON_S", 0.0)  # no link will explain it
+    monkeypatch.setattr(wait, "REASON_S", 0.0)  # no link will explain it
     spread.engines[0].fails = True
     spread.caches[0]._look_ahead(0, 2)
     claims = spread.group.layouts[0].share(2).claims(spread.group.units[1])

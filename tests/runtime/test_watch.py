@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/watch.py: four ranks' watches in this process, each on a host of its own."""
+"""Twin of odc/hosts/watch.py: four ranks' watches in this process, each on a host of its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from odc.runtime import JobStore, network
-from odc.runtime.admission import admit
-from odc.runtime.frames import Frame, FrameKind
-from odc.runtime.store import failure
-from odc.runtime.wait import Deadline
-from odc.runtime.watch import PURPOSE, HostWatch, _key, neighbours
-from odc.runtime.words import Word
+from odc.deadlines import Deadline
+from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.net import JobStore, network
+from odc.net.admission import admit
+from odc.net.frames import Frame, FrameKind
+from odc.net.store import failure
+from odc.protocol.words import Word
 from odc.settings import Settings
 
 WORLD = 4
@@ -170,7 +170,7 @@ def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
     make: Make, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host takes the connection, and nobody answers; no thread ends with an error either."""
-    monkeypatch.setattr(network, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(network, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         JobStore(store, PATIENCE_S).set(_key(1), json.dumps(list(stopped.getsockname())))
         rank = make(0)
