@@ -61,7 +61,7 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
 
     Args:
         store: store of the job, where rank 0 leaves the unique id. Its timeout is the deadline for that: NVSHMEM's own
-            meeting afterwards has none.
+            collective afterwards has none.
         device: this rank's CUDA device, which must be current.
         nbytes: memory to reserve, from `needed_bytes`.
 
@@ -118,7 +118,7 @@ def exchange_id(library: Any, store: KeyValues, rank: int) -> Any:
 
 
 def initialize_kernels() -> None:
-    """Tell every Triton kernel that links NVSHMEM where its state lies, once, when the kernel is first loaded.
+    """Give every Triton kernel that links NVSHMEM the address of its state, once, when the kernel is first loaded.
 
     Triton has one hook for the whole process; a hook that is installed already is called first.
     """
