@@ -21,7 +21,7 @@ from odc.deadlines import (
     Backoff,
     Deadline,
 )
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
@@ -106,7 +106,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, WORD_SLEEP_S)
+        nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
         self.until(ready, member, what, lane=lane, nap=nap)
 
     def _poll(
@@ -145,7 +145,7 @@ class Waiter:
         peer = self._layout.peer(member)
         culprit = peer.board.load(Word.ABORT) - 1
         reason = peer.reason or "no reason given"
-        raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        raise aborted_by(f"{self._me()}, {doing}", culprit, reason)
 
     def _raise_left(self, member: int, what: str) -> None:
         column = self._grid.column(member)
