@@ -25,7 +25,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         *(plans.planners, plans.policies, plans.post_balancing, plans.node_wise, plans.node_exact, plans.overhead),
-        *(plans.volume, plans.exchange, plans.simulator, plans.trust),
+        *(plans.volume, plans.exchange, plans.trust),
         *(
             runs.evaluation,
             runs.generation,

@@ -171,19 +171,6 @@ def exchange() -> str:
     return f"{prose(moving)}\n\n{prose(planning)}"
 
 
-def simulator() -> str:
-    """bench/results/README.md: how fast the two simulators are."""
-    result = load("simulate")
-    rows = result["rows"]
-    return prose(
-        "`simulate_events` takes "
-        f"{span([r['reference_us_a_use'] for r in rows], '.1f')} us for each use of a unit; `simulate_vectorised` is "
-        "numpy over all ranks, agrees with it to rounding, and is what runs without `--owner-skew` and `--node-cache`: "
-        f"one step of {rows[0]['ranks']} ranks with {rows[0]['microbatches']} microbatches each takes it "
-        f"{span([r['seconds'] for r in rows], '.1f')} s, without planning ([simulate.md](simulate.md)).{note(result)}"
-    )
-
-
 def trust() -> str:
     """bench/results/README.md: simulated against emulated."""
     beside = load("simulated_vs_emulated")

@@ -100,7 +100,9 @@ def test_figures_of_the_pages_are_the_stored_ones() -> None:
 def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from bench import quoted, quoted_plans
 
-    stored = quoted.load("simulate")
-    slower = {**stored, "rows": [{**row, "reference_us_a_use": 15.0} for row in stored["rows"]]}
-    monkeypatch.setattr(quoted_plans, "load", lambda name: slower)
-    assert "takes 15.0 us for each use of a unit" in " ".join(quoted_plans.simulator().split())
+    stored = quoted.load("simulated_vs_emulated")
+    slower = {**stored, "rows": [{**row, "simulated/emulated": 1.5} for row in stored["rows"]]}
+    monkeypatch.setattr(
+        quoted_plans, "load", lambda name: slower if name.startswith("simulated") else quoted.load(name)
+    )
+    assert "simulated step times are 1.50 of the emulated ones" in " ".join(quoted_plans.trust().split())
