@@ -1,4 +1,4 @@
-"""The README's diagram of one step under FSDP2 and under odc: `python -m bench.diagram` writes docs/step.svg.
+"""The README's diagram of one step under FSDP2 and under odc, docs/step.svg, which `bench.readme` writes.
 
 A drawing of six made-up samples, not a measurement. Both halves use the same samples and the same time axis.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-DIAGRAM = Path(__file__).parent.parent / "docs" / "step.svg"
+PICTURE = Path(__file__).parent.parent / "docs" / "step.svg"
 COLLECTIVE = ((6, 2), (3, 5), (2, 3))  # seconds of each rank's microbatches, equal counts
 ON_DEMAND = ((6,), (5, 2), (3, 3, 2))  # the same six samples, dealt out over the whole minibatch
 PASSES = (
@@ -148,8 +148,3 @@ _HEAD = f"""\
 <rect width="6" height="6" fill="#f3f4f6"/><line x1="0" y1="0" x2="0" y2="6" stroke="#9aa0a6" stroke-width="2"/>
 </pattern></defs>
 <rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8" fill="#ffffff" stroke="#d0d7de"/>"""
-
-
-if __name__ == "__main__":
-    DIAGRAM.write_text(svg(), encoding="utf-8")
-    print(f"wrote {DIAGRAM.name}")

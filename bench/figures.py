@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.quoted import QUIET, RESULTS, load
+from bench.stored import QUIET, RESULTS, load
 from odc.provenance import commit
 
 ROOT = Path(__file__).parent.parent
@@ -150,9 +150,8 @@ def main() -> None:
     if wanted is None or wanted.endswith("+dirty"):
         sys.exit("figures need a clean checkout: commit or remove what differs outside docs/ and bench/results")
     failed = take_all(steps, wanted, again=bool(only))
-    for module in ("bench.readme", "bench.quoted_hosts"):
-        if subprocess.run([sys.executable, "-m", module], cwd=ROOT, check=False).returncode:
-            failed.append(f"{module}: could not write the pages")
+    if subprocess.run([sys.executable, "-m", "bench.readme"], cwd=ROOT, check=False).returncode:
+        failed.append("bench.readme: could not write the pages")
     print(f"{len(steps)} steps, {len(failed)} failures; pages are written from {RESULTS.name}", flush=True)
     sys.exit("\n".join(failed) if failed else 0)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.host_arms import Work
-from bench.quoted import Result, find, load
+from bench.stored import Result, find, load
 from odc.bench.report import store
 from odc.provenance import begin
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
