@@ -23,8 +23,8 @@ from typing import Any
 from bench import host_arms
 from bench.host_arms import Work, bytes_out
 from bench.script import Script
+from odc.net.engines.nixl import installed
 from odc.ranks.processes import RanksFailed
-from odc.runtime.engines.nixl import installed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
 

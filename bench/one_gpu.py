@@ -29,10 +29,10 @@ import torch
 
 from odc.bench.alone import OWNERS, SLICE, SLICES, Members, host_times, lanes_of
 from odc.bench.report import facts, table
+from odc.movers import driver
+from odc.movers.choice import DataMover
+from odc.movers.cuda import CudaMover
 from odc.provenance import begin
-from odc.runtime.movers import driver
-from odc.runtime.movers.choice import DataMover
-from odc.runtime.movers.cuda import CudaMover
 from odc.settings import Settings
 
 MIB = 1 << 20
@@ -156,7 +156,7 @@ def _moved_by_hand(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) 
 def movers(here: Here) -> dict[str, DataMover]:
     """Ways to gather a unit."""
     from odc.kernels.launch import BESIDE_COMPUTE
-    from odc.runtime.movers.compiled import CompiledMover
+    from odc.movers.compiled import CompiledMover
 
     return {
         "copy engine": CudaMover(_OWN, 1, driver.copy_all if here.on_gpu else _moved_by_hand),

@@ -44,7 +44,7 @@ class Push:
 
     def __init__(self, way: str, dtype: torch.dtype) -> None:
         from odc.fsdp import root_of
-        from odc.runtime import Gradient
+        from odc.protocol import Gradient
 
         root = root_of(held.modules[way])
         self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]

@@ -21,18 +21,21 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-GROUND = frozenset({"errors", "settings", "provenance"})  # every room may import these
+GROUND = frozenset({"deadlines", "errors", "settings", "provenance"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
     frozenset({"balance", "blocks", "model_copies", "kernels", "memory", "ranks", "trace"}),
-    frozenset({"arms", "microbatch", "runtime"}),
+    frozenset({"arms", "microbatch", "movers", "net"}),
+    frozenset({"protocol"}),
+    frozenset({"hosts"}),
+    frozenset({"runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
     frozenset({"handover", "split"}),
     frozenset({"bench", "doctor", "experiments", "integrations", "simulate"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
-WORK = frozenset().union(*FLOORS[:4])  # what trains, measures and evaluates; tools and adapters stand above it
+WORK = frozenset().union(*FLOORS[:7])  # what trains, measures and evaluates; tools and adapters stand above it
 MAY_IMPORT = {
     "balance": frozenset(),
     "kernels": frozenset(),
@@ -43,25 +46,29 @@ MAY_IMPORT = {
     "blocks": frozenset(),
     "model_copies": frozenset(),
     "microbatch": frozenset({"trace"}),
-    "runtime": frozenset({"kernels", "memory", "trace"}),
-    "dispatch": frozenset({"balance", "memory", "runtime", "trace"}),
-    "eval": frozenset({"runtime"}),
-    "fsdp": frozenset({"memory", "runtime", "trace"}),
-    "handover": frozenset({"fsdp", "memory", "runtime"}),
-    "split": frozenset({"balance", "fsdp", "runtime", "trace"}),
+    "movers": frozenset({"kernels", "memory"}),
+    "net": frozenset({"memory"}),
+    "protocol": frozenset({"memory", "movers", "trace"}),
+    "hosts": frozenset({"memory", "net", "protocol"}),
+    "runtime": frozenset({"hosts", "memory", "net", "protocol", "trace"}),
+    "dispatch": frozenset({"balance", "memory", "net", "protocol", "runtime", "trace"}),
+    "eval": frozenset({"net", "protocol", "runtime"}),
+    "fsdp": frozenset({"memory", "movers", "net", "protocol", "runtime", "trace"}),
+    "handover": frozenset({"fsdp", "memory", "net", "protocol", "runtime"}),
+    "split": frozenset({"balance", "fsdp", "net", "protocol", "runtime", "trace"}),
     "bench": WORK,
-    "doctor": frozenset({"fsdp", "memory", "runtime"}),
+    "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),
     "experiments": WORK,
     "integrations": WORK,
     "simulate": frozenset({"arms", "balance", "trace"}),
-    "cli": WORK | FLOORS[4],
+    "cli": WORK | FLOORS[7],
     "__main__": frozenset({"cli"}),
     "odc": frozenset({"fsdp"}),  # odc/__init__.py
 }
 
 
 def part(name: str) -> str:
-    """The room of a module: `odc.runtime.wait` is part of `runtime`, odc/__init__.py of `odc`."""
+    """The room of a module: `odc.protocol.wait` is part of `runtime`, odc/__init__.py of `odc`."""
     return name.split(".")[1] if "." in name else "odc"
 
 

@@ -19,7 +19,8 @@ from odc.bench.ranks import held
 from odc.bench.rounds import Action
 from odc.memory import Attachment, HostLanes, Lanes, ShmHeap
 from odc.memory.cuda import CudaHeap, CudaLanes
-from odc.runtime import Endpoint, Gradient, HeapLayout, RankGrid, Service, UnitSpec
+from odc.protocol import Gradient, HeapLayout, RankGrid, UnitSpec
+from odc.runtime import Endpoint, Service
 from odc.settings import Settings
 
 _NAMES = ("fetch, host time a unit", "push, host time a unit")

@@ -19,7 +19,7 @@ from odc.bench import baselines
 from odc.bench.ranks import held, meet
 from odc.bench.rounds import Action, Prepare
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
-from odc.runtime.movers.choice import mover_for
+from odc.movers.choice import mover_for
 from odc.settings import Settings
 
 _TRIPS = 100
@@ -102,7 +102,7 @@ def _copies(
 
 def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way of a fetch, which depends on the size, and each way alone."""
-    from odc.runtime.movers import driver
+    from odc.movers import driver
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     raw = [piece.view(torch.uint8) for piece in peers]
@@ -122,7 +122,7 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
 
 def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way in which a push fills a staging slot, and kernels."""
-    from odc.runtime.movers import driver
+    from odc.movers import driver
 
     peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
     ways: Ways = {

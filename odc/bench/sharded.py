@@ -21,9 +21,9 @@ from odc.bench.rounds import Action
 from odc.bench.units import Shape, build, sharded_by
 from odc.fsdp import Root, root_of
 from odc.memory import advise_huge
-from odc.runtime import Adder, Gradient, Piece
-from odc.runtime.movers.choice import DataMover
-from odc.runtime.movers.cuda import CudaMover
+from odc.movers.choice import DataMover
+from odc.movers.cuda import CudaMover
+from odc.protocol import Adder, Gradient, Piece
 from odc.settings import Settings
 
 
@@ -141,7 +141,7 @@ def _gather_ways(root: Root, device: str) -> dict[str, DataMover]:
             f"unit gather, {TORCH_KERNEL}": CudaMover(own, none),
         }
         if triton_is_here():
-            from odc.runtime.movers.compiled import CompiledMover
+            from odc.movers.compiled import CompiledMover
 
             ways[f"unit gather, {TRITON_KERNEL}"] = CompiledMover(own, none)
     return ways

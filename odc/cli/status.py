@@ -55,7 +55,7 @@ def _watch(job: int | None) -> None:
 
 
 def _asked(job: int | None) -> list[RankStatus]:
-    from odc.runtime.daemon import ask_all  # loads torch
+    from odc.runtime.daemon import ask_all
 
     answers = sorted(ask_all(), key=lambda answer: (started_by(answer.pid) or 0, answer.rank, answer.pid))
     return [answer for answer in answers if job is None or started_by(answer.pid) == job]

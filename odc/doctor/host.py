@@ -23,8 +23,8 @@ from odc.memory import (
     free_memory,
     require_add,
 )
+from odc.net.listener import ask
 from odc.runtime import daemon, stop_daemon
-from odc.runtime.listener import ask
 
 _MIB = 1 << 20
 _LITTLE = 256 * _MIB

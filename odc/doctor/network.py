@@ -13,7 +13,7 @@ from pathlib import Path
 
 from odc.doctor.finding import Finding, absent, broken, ok, version_of
 from odc.errors import UnsupportedError, install
-from odc.runtime.engines import choose_engine
+from odc.net.engines import choose_engine
 
 _NIXL = ("nixl-cu13", "nixl-cu12")
 _EXTRA = f"{install('nixl')}, which works without CUDA"

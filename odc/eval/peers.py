@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from odc.deadlines import Backoff, Deadline
 from odc.errors import PeerLostError, ResultsError, WaitTimeoutError
 from odc.eval import plain_json
-from odc.runtime import Backoff, Deadline, JobStore, last_in_chain
+from odc.net import JobStore
+from odc.protocol import last_in_chain
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members

@@ -18,7 +18,7 @@ from torch import nn
 
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
-from odc.runtime import JobStore
+from odc.net import JobStore
 from odc.settings import LONGEST_TIMEOUT_S
 
 

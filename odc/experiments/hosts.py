@@ -15,11 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from odc.deadlines import Backoff, Deadline
 from odc.errors import ConfigError, OdcError, WaitTimeoutError
 from odc.experiments.launch import JobFailedError, LaunchSite, by_blame, launch
 from odc.experiments.results import JobResult
-from odc.runtime.store import JobStore
-from odc.runtime.wait import Backoff, Deadline
+from odc.net.store import JobStore
 from odc.trace import rank_file
 
 _CHUNK = 1 << 20  # bytes of one value; torch's store takes up to 8 MiB

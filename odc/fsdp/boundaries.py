@@ -13,7 +13,7 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import Root, live_roots, root_of
-from odc.runtime import RootState
+from odc.protocol import RootState
 from odc.trace import FETCH, recorder
 
 

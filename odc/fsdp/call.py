@@ -27,7 +27,9 @@ from odc.fsdp.module import OdcModule, add_methods
 from odc.fsdp.root import live_roots, root_above, root_at
 from odc.fsdp.root_layout import register, sharded_modules
 from odc.memory import require_add
-from odc.runtime import JobStore, RootState, announce_process, await_departures, daemon, leave_arenas, stop_daemon
+from odc.net import JobStore, announce_process
+from odc.protocol import RootState
+from odc.runtime import await_departures, daemon, leave_arenas, stop_daemon
 from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False

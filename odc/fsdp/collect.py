@@ -16,7 +16,8 @@ from odc.fsdp import refusals
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
 from odc.memory import advise_huge
-from odc.runtime import Endpoint, HeapLayout, UnitSpec, parts
+from odc.protocol import HeapLayout, UnitSpec
+from odc.runtime import Endpoint, parts
 
 
 class Collector:

@@ -15,7 +15,8 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes, advise_huge
-from odc.runtime import PublishedShards, UnitSpec
+from odc.protocol import UnitSpec
+from odc.runtime import PublishedShards
 from odc.trace import FETCH, recorder
 
 _HOST = HostLanes()

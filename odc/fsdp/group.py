@@ -9,7 +9,7 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import FetchedGroup, Fetcher
 from odc.fsdp.minibatch import Minibatch
-from odc.runtime import Gradient, UnitSpec, flatten
+from odc.protocol import Gradient, UnitSpec, flatten
 from odc.trace import FETCH, recorder
 
 

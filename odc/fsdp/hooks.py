@@ -31,7 +31,9 @@ from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
-from odc.runtime import JobStore, RootState, Word, abort_arenas, announce_failure, tell_hosts
+from odc.net import JobStore, announce_failure
+from odc.protocol import RootState, Word
+from odc.runtime import abort_arenas, tell_hosts
 
 _TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children

@@ -1,6 +1,6 @@
 """The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
 
-`odc.runtime.protocol` says what ranks tell each other; this module says when (docs/protocol.md, "States"). Several
+`odc.protocol.protocol` says what ranks tell each other; this module says when (docs/protocol.md, "States"). Several
 roots close all their epochs before they wait for any.
 """
 
@@ -15,7 +15,8 @@ from odc.fsdp.collect import Collector
 from odc.fsdp.fetcher import FetchedGroup
 from odc.fsdp.last import LastPushes
 from odc.fsdp.sender import Sender
-from odc.runtime import Endpoint, Gradient, Outcome, RootState, UnitSpec
+from odc.protocol import Gradient, Outcome, RootState, UnitSpec
+from odc.runtime import Endpoint
 from odc.trace import Mark, recorder
 
 

@@ -18,8 +18,9 @@ from odc.errors import (
     UnfinishedMinibatchError,
     UnsupportedError,
 )
-from odc.runtime import Gradient, HeapLayout, MemberProtocol, Outcome, Queue, RootState, UnitSpec
-from odc.runtime.movers.choice import device_mover
+from odc.movers.choice import device_mover
+from odc.protocol import Gradient, HeapLayout, MemberProtocol, Outcome, RootState, UnitSpec
+from odc.runtime import Queue
 
 NOT_SHARDED = "is not sharded by odc: call odc.fully_shard on it too, last, after its layers"
 

@@ -32,7 +32,9 @@ from odc.fsdp.root_layout import (
 )
 from odc.fsdp.sender import Sender
 from odc.memory import keep_freed
-from odc.runtime import JobStore, Member, RootState, locate
+from odc.net import JobStore
+from odc.protocol import RootState
+from odc.runtime import Member, locate
 from odc.trace import recorder
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()

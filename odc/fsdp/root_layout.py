@@ -20,7 +20,8 @@ from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.group import OdcParamGroup
 from odc.memory import ShmHeap, SymmetricHeap
-from odc.runtime import RankGrid, Rendezvous, UnitSpec, accumulator_dtype
+from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
+from odc.runtime import Rendezvous
 from odc.settings import Settings
 
 _entries: weakref.WeakKeyDictionary[nn.Module, ShardCall] = weakref.WeakKeyDictionary()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from odc.errors import OdcError
 from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes
-from odc.runtime import Gradient, Pusher, UnitSpec
+from odc.protocol import Gradient, Pusher, UnitSpec
 from odc.trace import PUSH, recorder
 
 _UNITS_WAITING = 2

@@ -11,7 +11,8 @@ import torch
 
 from odc.errors import UnsupportedError
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.runtime import HeapLayout, reading_token
+from odc.protocol import HeapLayout
+from odc.runtime import reading_token
 
 if TYPE_CHECKING:
     from odc.fsdp import Root

@@ -13,18 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from odc.deadlines import Backoff, Deadline
 from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
 from odc.handover.handle import PublishedParameter, WeightHandle
-from odc.runtime import (
-    Backoff,
-    Deadline,
-    MappedMember,
-    ReadOnlyMember,
-    RemoteMember,
-    WeightEngine,
-    Word,
-    host_identity,
-)
+from odc.net import host_identity
+from odc.protocol import Word
+from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 
 _POLL_S, _LONGEST_POLL_S = 1e-3, 20e-3  # the latter where a look is a request to another host
 _LOOK_BYTES = 16 << 20  # copied between two looks at whether the copy is still worth finishing

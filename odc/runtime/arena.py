@@ -19,13 +19,13 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap
+from odc.net.store import JobStore, KeyValueStore, announce_process
+from odc.protocol.grid import RankGrid
+from odc.protocol.words import Word
 from odc.runtime.arena_protocol import AbsentMember, ArenaWords
 from odc.runtime.connect import Rendezvous
-from odc.runtime.grid import RankGrid
-from odc.runtime.hosts import locate
 from odc.runtime.member import Member
-from odc.runtime.store import JobStore, KeyValueStore, announce_process
-from odc.runtime.words import Word
+from odc.runtime.placement import locate
 from odc.settings import Settings
 
 _ALIGN = 64

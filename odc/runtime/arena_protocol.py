@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from odc.hosts.links import Links, words_frame
 from odc.memory import Words
-from odc.runtime.frames import FrameKind
-from odc.runtime.grid import RankGrid
-from odc.runtime.links import Links, words_frame
-from odc.runtime.peers.remote import arena_requests
-from odc.runtime.protocol import MemberProtocol
-from odc.runtime.words import EntryWord, Word
+from odc.net.frames import FrameKind
+from odc.protocol.grid import RankGrid
+from odc.protocol.peers.remote import arena_requests
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.words import EntryWord, Word
 
 
 class AbsentMember(Exception):

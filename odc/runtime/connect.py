@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from odc.deadlines import Backoff, Deadline
 from odc.errors import (
     LayoutMismatchError,
     OdcError,
@@ -31,11 +32,10 @@ from odc.errors import (
     culprit_of,
 )
 from odc.memory import Attachment
-from odc.runtime.grid import RankGrid
-from odc.runtime.listener import Answer, NoAnswerError, ask
-from odc.runtime.store import JobStore, failure, host_identity, process_of
-from odc.runtime.units import UnitSpec
-from odc.runtime.wait import Backoff, Deadline
+from odc.net.listener import Answer, NoAnswerError, ask
+from odc.net.store import JobStore, failure, host_identity, process_of
+from odc.protocol.grid import RankGrid
+from odc.protocol.units import UnitSpec
 
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.02

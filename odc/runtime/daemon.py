@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc.errors import ConfigError, UnsupportedError
+from odc.hosts.watch import Ended, HostWatch, neighbours
 from odc.memory import ProcessHandle
-from odc.runtime.accepting import remedy
-from odc.runtime.host_link import HostLink
-from odc.runtime.listener import Listener, PeerCredentials, ask, list_listeners
-from odc.runtime.network import HostNetwork
-from odc.runtime.reception import Reception
+from odc.net.accepting import remedy
+from odc.net.host_link import HostLink
+from odc.net.listener import Listener, PeerCredentials, ask, list_listeners
+from odc.net.network import HostNetwork
+from odc.net.reception import Reception
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departures
-from odc.runtime.watch import Ended, HostWatch, neighbours
 from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from odc.runtime.node import NodeCache
-from odc.runtime.protocol import MemberProtocol
-from odc.runtime.units import UnitSpec
-from odc.runtime.words import Word
+from odc.hosts.node import NodeCache
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import Word
 
 
 class PublishedShards:

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 
 from odc.errors import OdcError, PeerLostError, culprit_of
+from odc.hosts.links import Links
+from odc.net.host_link import HostLink
+from odc.net.network import HostNetwork
+from odc.protocol.layout import HeapLayout
+from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
-from odc.runtime.host_link import HostLink
-from odc.runtime.layout import HeapLayout
-from odc.runtime.links import Links
-from odc.runtime.network import HostNetwork
-from odc.runtime.words import Word
 
 
 class HostMeeting:

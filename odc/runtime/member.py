@@ -10,27 +10,27 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from odc.hosts.exposing import ExposedHeap
+from odc.hosts.links import Links
+from odc.hosts.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
+from odc.hosts.sums import HostSums, SumsReader
 from odc.memory import ShmHeap, SymmetricHeap
+from odc.net.engines import Engine
+from odc.protocol.device import DevicePusher
+from odc.protocol.grid import RankGrid
+from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import HOME, MemberProtocol
+from odc.protocol.push import Pusher
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import Outcome
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import daemon
-from odc.runtime.device import DevicePusher
-from odc.runtime.engines import Engine
-from odc.runtime.exposing import ExposedHeap
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.grid import RankGrid
-from odc.runtime.layout import HeapLayout
 from odc.runtime.linking import HostMeeting
-from odc.runtime.links import Links
-from odc.runtime.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
-from odc.runtime.protocol import HOME, MemberProtocol
-from odc.runtime.push import Pusher
 from odc.runtime.queue import Queue
 from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departure
-from odc.runtime.sums import HostSums, SumsReader
-from odc.runtime.units import UnitSpec
-from odc.runtime.words import Outcome
 from odc.settings import Settings
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import OdcError, UnsupportedError
-from odc.runtime.layout import HeapLayout
-from odc.runtime.node import RemoteHeaps
-from odc.runtime.packed import PackedMicrobatch, unpack
-from odc.runtime.protocol import HOME, MemberProtocol
-from odc.runtime.words import ClaimWord, Word
+from odc.hosts.node import RemoteHeaps
+from odc.protocol.layout import HeapLayout
+from odc.protocol.packed import PackedMicrobatch, unpack
+from odc.protocol.protocol import HOME, MemberProtocol
+from odc.protocol.words import ClaimWord, Word
 from odc.trace import FETCH, recorder
 
 _TABLE_BYTES = 4096  # of a table that are copied at once; the rest of a longer one follows

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError
+from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
-from odc.runtime.admission import READER, export_purpose
+from odc.net.admission import READER, export_purpose
+from odc.net.engines import SocketEngine
+from odc.net.network import connect
+from odc.protocol.peers.board import REASON_BYTES
+from odc.protocol.words import BOARD_WORDS, Word
 from odc.runtime.connect import ask_member
-from odc.runtime.engines import SocketEngine
-from odc.runtime.exposing import BOARD, READER_WORDS, board_name
-from odc.runtime.network import connect
-from odc.runtime.peers.board import REASON_BYTES
-from odc.runtime.words import BOARD_WORDS, Word
 
 _SPAN_BYTES = 4 << 20  # that are read from another host at once, where what is wanted lies close together
 _GAP_BYTES = 4 << 10  # that are read for nothing rather than asked for in two reads

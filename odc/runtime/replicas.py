@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from odc.runtime.layout import HeapLayout
-from odc.runtime.node import RemoteHeaps, node_parts
-from odc.runtime.protocol import MemberProtocol
-from odc.runtime.units import UnitSpec
+from odc.hosts.node import RemoteHeaps, node_parts
+from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.units import UnitSpec
 
 
 def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence[bool]) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from odc.hosts.sums import HostSums
 from odc.memory import Words
-from odc.runtime.accumulate import Adder
-from odc.runtime.device import DeviceDrain
-from odc.runtime.layout import HeapLayout
-from odc.runtime.protocol import abort
-from odc.runtime.push import Inbox
+from odc.protocol.accumulate import Adder
+from odc.protocol.device import DeviceDrain
+from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import abort
+from odc.protocol.push import Inbox
+from odc.protocol.words import RootState, Word
 from odc.runtime.queue import progress
-from odc.runtime.sums import HostSums
-from odc.runtime.words import RootState, Word
 from odc.trace import PUSH, recorder
 
 

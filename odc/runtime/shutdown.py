@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from odc.deadlines import Backoff, Deadline
 from odc.errors import OdcError, WaitTimeoutError
+from odc.hosts.exposing import ExposedHeap
+from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
-from odc.runtime.exposing import ExposedHeap
 from odc.runtime.linking import HostMeeting
 from odc.runtime.service import Service
-from odc.runtime.wait import Backoff, Deadline
-from odc.runtime.words import Word
 
 _log = logging.getLogger(__name__)
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1e-3, 0.05

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
-from odc.runtime import AbsentMember, Arena, KeyValueStore
+from odc.net import KeyValueStore
+from odc.runtime import AbsentMember, Arena
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
 

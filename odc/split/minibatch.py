@@ -12,7 +12,7 @@ from torch import nn
 
 from odc.errors import OdcError
 from odc.fsdp import OdcModule, Root, root_of
-from odc.runtime import RootState
+from odc.protocol import RootState
 
 
 class PieceMinibatch:

@@ -16,7 +16,7 @@ from torch import nn
 from odc.balance.plan import Plan
 from odc.errors import OdcError, PlanError, UnsupportedError
 from odc.fsdp import default_store
-from odc.runtime import KeyValueStore
+from odc.net import KeyValueStore
 from odc.split import models
 from odc.split.cut import Cut
 from odc.split.exchange import PieceExchange, Rooms, mark_of

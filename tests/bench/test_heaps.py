@@ -15,7 +15,7 @@ NUMEL, PIECES = 1024, 3
 
 def moves(rank: int, world: int) -> dict[str, list[str]]:
     """Names of the ways that were tried, for get, put and add."""
-    from odc.runtime.movers import driver
+    from odc.movers import driver
 
     driver.copy = ctypes.memmove  # type: ignore[assignment]
     heap = heaps.open_heap(4 * NUMEL * PIECES, "cpu")

@@ -23,7 +23,8 @@ from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
 from odc.errors import UnsupportedError
 from odc.fsdp import default_store
-from odc.runtime import Arena, RankGrid, await_departures
+from odc.protocol import RankGrid
+from odc.runtime import Arena, await_departures
 from odc.settings import Settings
 
 HostPools = Callable[[int, int], Any]

@@ -9,7 +9,7 @@ from odc.errors import ConfigError
 from odc.experiments.config import JobConfig, threads_per_rank
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
-from odc.runtime.packed import PackedMicrobatch
+from odc.protocol.packed import PackedMicrobatch
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from support.machines import Rank, finish, states
 
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
-from odc.runtime import RootState, Word
+from odc.protocol import RootState, Word
 
 pytestmark = pytest.mark.usefixtures("heard")
 

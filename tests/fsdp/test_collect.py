@@ -12,7 +12,7 @@ from support.ranks import RankPool
 from torch import nn
 
 from odc.fsdp.collect import push_counts, reduced, write_gradients
-from odc.runtime.node import RemoteHeaps
+from odc.hosts.node import RemoteHeaps
 from odc.runtime.replicas import gather_replicas
 from odc.settings import Settings
 

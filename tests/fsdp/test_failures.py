@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from odc import Settings, fully_shard
-from odc.runtime.push import Pusher
+from odc.protocol.push import Pusher
 
 
 def train_until_the_end(rank: int, world: int, at: str = "", culprit: int = -1, steps: int = STEPS) -> None:

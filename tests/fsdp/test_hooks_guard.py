@@ -13,7 +13,7 @@ from torch import nn
 
 from odc.errors import UnfinishedMinibatchError
 from odc.fsdp import hooks
-from odc.runtime import RootState
+from odc.protocol import RootState
 
 
 @dataclass

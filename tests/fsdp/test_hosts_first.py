@@ -17,8 +17,8 @@ from support.rank_worker import tell
 
 from odc import Settings
 from odc.fsdp.root import Root
+from odc.net.network import HostNetwork
 from odc.runtime import Member
-from odc.runtime.network import HostNetwork
 
 PATIENT = Settings(timeout_s=600.0)
 

@@ -15,13 +15,14 @@ from support.hosts import Hosts, need_hosts
 
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
-from odc.runtime import Word, daemon
+from odc.hosts.links import Links
+from odc.net.network import HostNetwork
+from odc.protocol import Word
+from odc.runtime import daemon
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon
 from odc.runtime.linking import HostMeeting
-from odc.runtime.links import Links
 from odc.runtime.member import Member
-from odc.runtime.network import HostNetwork
 from odc.runtime.shutdown import Departure
 
 HostPools = Callable[[int, int], Any]

@@ -21,9 +21,10 @@ from torch import nn
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError
 from odc.fsdp import root_of
-from odc.runtime import Word, daemon
-from odc.runtime.network import HostNetwork
-from odc.runtime.protocol import NoOtherHosts
+from odc.net.network import HostNetwork
+from odc.protocol import Word
+from odc.protocol.protocol import NoOtherHosts
+from odc.runtime import daemon
 
 QUIET_S = 1.0
 PATIENCE_S = 120.0

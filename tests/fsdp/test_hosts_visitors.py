@@ -21,8 +21,8 @@ from support.setns import NETWORK, enter_namespaces
 from torch import nn
 
 from odc import Settings, fully_shard
-from odc.runtime import admission
-from odc.runtime.reception import Reception
+from odc.net import admission
+from odc.net.reception import Reception
 
 HELLO = len(admission._hello(0, ""))  # of the listener: its nonce and rank
 NO_LINGER = struct.pack("ii", 1, 0)  # close by a reset, or 100,000 connections use up all ports

@@ -13,7 +13,7 @@ from support.deferred import DeferredMover, LateCopies
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import odc.runtime.layout
+import odc.protocol.layout
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
 from odc.memory import shm
@@ -29,12 +29,12 @@ def late(skipped: frozenset[str] = frozenset()) -> Iterator[list[LateCopies]]:
         made[-1].skipped = skipped
         return made[-1]
 
-    before = shm.HostLanes, odc.runtime.layout.mover_for
-    shm.HostLanes, odc.runtime.layout.mover_for = lanes, lambda settings, device, own: DeferredMover(made[-1])  # type: ignore[misc,assignment]
+    before = shm.HostLanes, odc.protocol.layout.mover_for
+    shm.HostLanes, odc.protocol.layout.mover_for = lanes, lambda settings, device, own: DeferredMover(made[-1])  # type: ignore[misc,assignment]
     try:
         yield made
     finally:
-        shm.HostLanes, odc.runtime.layout.mover_for = before  # type: ignore[misc]
+        shm.HostLanes, odc.protocol.layout.mover_for = before  # type: ignore[misc]
 
 
 def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from support.members import HeapGroup
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.fsdp.minibatch import Minibatch
-from odc.runtime import RootState, Word
+from odc.protocol import RootState, Word
 from odc.settings import Settings
 from odc.trace import WINDOW, Recorder
 

@@ -6,7 +6,7 @@ import pytest
 from support.machines import Rank, finish, states
 
 from odc.errors import OdcError, UnfinishedMinibatchError
-from odc.runtime import Outcome, RootState, Word
+from odc.protocol import Outcome, RootState, Word
 
 pytestmark = pytest.mark.usefixtures("heard")
 

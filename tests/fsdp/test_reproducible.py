@@ -25,7 +25,7 @@ from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.runtime.push import Pusher
+from odc.protocol.push import Pusher
 
 Pools = Callable[[int], RankPool]
 

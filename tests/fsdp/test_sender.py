@@ -11,7 +11,7 @@ from support.members import F32, HeapGroup
 
 from odc.errors import WaitTimeoutError
 from odc.fsdp.sender import Sender
-from odc.runtime import Gradient
+from odc.protocol import Gradient
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 

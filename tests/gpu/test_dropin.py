@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc import Settings, fully_shard, shutdown
 from odc.fsdp import live_roots, root_of
-from odc.runtime import Gradient
+from odc.protocol import Gradient
 
 WIDTH, BLOCKS, STEPS = 64, 4, 3
 

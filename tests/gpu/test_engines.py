@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.device import own_device
 from support.engines import SIZE, meeting, pattern
 
-from odc.runtime.engines.nixl import EXTRA, installed
+from odc.net.engines.nixl import EXTRA, installed
 
 _numbers = itertools.count()
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}"))

@@ -11,7 +11,7 @@ from support.conformance import HeapConformance, sealed
 from support.device import cuda_group
 
 from odc.errors import HeapMemoryError
-from odc.runtime.movers import driver
+from odc.movers import driver
 
 
 class TestCudaHeap(HeapConformance):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
 from odc.fsdp import live_roots
-from odc.runtime.engines import staging
+from odc.net.engines import staging
 
 HostPools = Callable[[int, int], Any]
 Counts = tuple[tuple[int, ...], ...]

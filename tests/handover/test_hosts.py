@@ -25,12 +25,12 @@ from odc.errors import PeerLostError, UnsupportedError
 from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
 from odc.handover.handle import WeightHandle
-from odc.runtime.admission import READER
-from odc.runtime.engines.engine import no_check
-from odc.runtime.engines.nixl import EXTRA, installed
-from odc.runtime.engines.server import DESCRIBE, REFUSED, request
-from odc.runtime.exposing import BOARD, READER_WORDS, board_name
-from odc.runtime.network import connect
+from odc.hosts.exposing import BOARD, READER_WORDS, board_name
+from odc.net.admission import READER
+from odc.net.engines.engine import no_check
+from odc.net.engines.nixl import EXTRA, installed
+from odc.net.engines.server import DESCRIBE, REFUSED, request
+from odc.net.network import connect
 
 HostPools = Callable[[int, int], Any]
 CASES = {

@@ -18,8 +18,8 @@ from support.handover_jobs import Job, changed
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError
 from odc.handover import Reader
 from odc.handover.handle import WeightHandle
+from odc.net.listener import ask
 from odc.runtime import reading
-from odc.runtime.listener import ask
 
 
 def mapped() -> list[str]:

@@ -19,7 +19,8 @@ from support.members import F32
 
 from odc.errors import StaleVersionError
 from odc.handover import Reader
-from odc.runtime import Word, reading
+from odc.protocol import Word
+from odc.runtime import reading
 from odc.settings import Settings
 
 

@@ -10,8 +10,8 @@ from support.handover_jobs import Job
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.handover import Reader
-from odc.runtime import Word
-from odc.runtime.protocol import abort
+from odc.protocol import Word
+from odc.protocol.protocol import abort
 
 
 def test_waits_for_a_version_that_is_still_to_come(job: Job) -> None:

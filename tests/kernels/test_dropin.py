@@ -24,7 +24,7 @@ USED = {
 
 def same_as_torch(rank: int, world: int, case: Case, settings: dict[str, object]) -> Counter[str]:
     """The same training twice, by torch and by kernels; returns how often each kernel was launched for the second."""
-    from odc.runtime.movers import triton as triton_mover
+    from odc.movers import triton as triton_mover
 
     expected = train(fully_shard, case, rank, world, settings=Settings(**settings))  # type: ignore[arg-type]
     launches: Counter[str] = Counter()

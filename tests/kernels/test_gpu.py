@@ -214,7 +214,7 @@ def test_more_than_2_to_the_31_elements(cuda: torch.device) -> None:
 @pytest.mark.parametrize("mib", [1, 400])
 def test_moves_never_wait_for_the_device_and_take_few_launches(cuda: torch.device, mib: int) -> None:
     """A unit of two matrices and a vector to and from two owners, of which this rank is the first."""
-    from odc.runtime.movers.compiled import CompiledMover
+    from odc.movers.compiled import CompiledMover
 
     mover, shards = CompiledMover(0, 1 << 20), 2
     numels = [mib << 17, 1000, mib << 17]  # of a shard

@@ -23,8 +23,8 @@ from support.ranks import spawn_ranks
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
 from odc.memory import Attachment, FreeMemory, ShmHeap, mapping
+from odc.net.listener import list_listeners
 from odc.ranks import worker
-from odc.runtime.listener import list_listeners
 
 MIB = 1 << 20
 
@@ -411,7 +411,7 @@ def test_no_side_effect_at_import() -> None:
 import os, torch
 import odc
 before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-import odc.memory, odc.memory.processes, odc.memory.atomics, odc.runtime.listener
+import odc.memory, odc.memory.processes, odc.memory.atomics, odc.net.listener
 assert (set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
 assert not odc.memory.processes._registered
 assert odc.memory.atomics.default_atomics.cache_info().currsize == 0

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from support.members import F32, HeapGroup
 
 from odc.memory import Attachment
-from odc.runtime import Word
-from odc.runtime.protocol import abort
+from odc.protocol import Word
+from odc.protocol.protocol import abort
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, F32)]]

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/accepting.py: both listeners of a daemon, while this process is out of file descriptors."""
+"""Twin of odc/net/accepting.py: both listeners of a daemon, while this process is out of file descriptors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from odc.runtime.listener import Listener
-from odc.runtime.reception import Reception
+from odc.net.listener import Listener
+from odc.net.reception import Reception
 
 CLIENTS = 5
 _SOME_TURNS = 10 * CLIENTS  # a loop that spins takes as many as it is given

@@ -9,8 +9,8 @@ import torch
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import WaitTimeoutError
-from odc.runtime import Adder, Piece, UnitSpec, accumulator_dtype
-from odc.runtime import accumulate as accumulator_module
+from odc.protocol import Adder, Piece, UnitSpec, accumulator_dtype
+from odc.protocol import accumulate as accumulator_module
 from odc.settings import Settings
 
 NUMEL = 5000

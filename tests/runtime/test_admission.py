@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/admission.py."""
+"""Twin of odc/net/admission.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from odc.errors import ConfigError
-from odc.runtime.admission import READER, AdmissionError, Visitor, admit, job_secret, secret_for
-from odc.runtime.store import JobStore
+from odc.net.admission import READER, AdmissionError, Visitor, admit, job_secret, secret_for
+from odc.net.store import JobStore
 
 SECRET = b"s" * 32
 HELLO, MAC = 108, 32

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from odc.errors import PeerLostError
+from odc.hosts.links import Links, words_frame
 from odc.memory import Attachment, ShmHeap, Words
-from odc.runtime import Endpoint, HeapLayout, RankGrid, Word
+from odc.net.frames import FrameKind
+from odc.protocol import HeapLayout, RankGrid, Word
+from odc.runtime import Endpoint
 from odc.runtime.arena_protocol import ArenaWords
-from odc.runtime.frames import FrameKind
-from odc.runtime.links import Links, words_frame
 from odc.settings import Settings
 
 CHANNELS, HOSTS = 2, (0, 0, 1, 1)  # members 0 and 2 are partners, and 1 and 3

@@ -17,7 +17,9 @@ from support.sides import LAYOUT, RANKS, Side
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, HeapLayout, JobStore, RankGrid, Rendezvous, Service, Word
+from odc.net import JobStore
+from odc.protocol import HeapLayout, RankGrid, Word
+from odc.runtime import Daemon, Rendezvous, Service
 from odc.settings import Settings
 
 Make = Callable[..., Side]

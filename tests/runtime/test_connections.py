@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from odc.runtime.engines.connections import Answers
-from odc.runtime.engines.engine import no_check
-from odc.runtime.engines.server import LENGTH, READ, request
+from odc.net.engines.connections import Answers
+from odc.net.engines.engine import no_check
+from odc.net.engines.server import LENGTH, READ, request
 
 KIB = 1 << 10
 

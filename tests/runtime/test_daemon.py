@@ -10,8 +10,9 @@ from support.daemons import LAYOUT, aborts, descriptors, settle, within
 from support.members import HeapGroup
 
 from odc.memory import ProcessHandle
-from odc.runtime import Daemon, Gradient, Service, Word
-from odc.runtime.listener import ask, list_listeners
+from odc.net.listener import ask, list_listeners
+from odc.protocol import Gradient, Word
+from odc.runtime import Daemon, Service
 
 THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 

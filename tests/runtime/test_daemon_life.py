@@ -15,8 +15,9 @@ from support.daemons import aborts, descriptors, settle
 from support.members import HeapGroup
 from support.ranks import RankPool
 
-from odc.runtime import Daemon, Gradient, daemon, stop_daemon
-from odc.runtime.listener import ask, list_listeners
+from odc.net.listener import ask, list_listeners
+from odc.protocol import Gradient
+from odc.runtime import Daemon, daemon, stop_daemon
 
 # the listener -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from support.deferred import DeferredLanes, DeferredMover, late_heaps
 from support.members import BF16, F32, HeapGroup
 
 from odc.memory import RobustMutex
-from odc.runtime import Gradient, Outcome, UnitSpec
+from odc.protocol import Gradient, Outcome, UnitSpec
 from odc.settings import Settings
 
 MATRICES = [[(f"w{i}", 3000, BF16) for i in range(4)], [("v", 40, BF16), ("b", 5, BF16)]]

@@ -15,8 +15,8 @@ from support.hosts import Hosts, need_hosts
 from support.ranks import RankPool
 
 from odc.errors import UnsupportedError
-from odc.runtime.engines import choice, choose_engine
-from odc.runtime.engines.nixl import EXTRA, installed, interface_of, rdma_devices
+from odc.net.engines import choice, choose_engine
+from odc.net.engines.nixl import EXTRA, installed, interface_of, rdma_devices
 
 ENGINES = (
     "sockets",

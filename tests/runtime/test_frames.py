@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/frames.py."""
+"""Twin of odc/net/frames.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.runtime.frames import Frame, FrameKind, FrameReader, MalformedFrameError
+from odc.net.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 
 LIMITS = {
     FrameKind.WORD: 0,

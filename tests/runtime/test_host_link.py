@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/host_link.py, and of how an engine's connections are set: over a network that loses packets."""
+"""Twin of odc/net/host_link.py, and of how an engine's connections are set: over a network that loses packets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from support.hosts import Hosts, need_hosts
 
-from odc.runtime import Word
-from odc.runtime.engines.engine import set_for_reader, set_for_server
-from odc.runtime.frames import Frame, FrameKind
-from odc.runtime.host_link import HostLink, side_to_blame
-from odc.runtime.keep_alive import keep_alive
+from odc.net.engines.engine import set_for_reader, set_for_server
+from odc.net.frames import Frame, FrameKind
+from odc.net.host_link import HostLink, side_to_blame
+from odc.net.keep_alive import keep_alive
+from odc.protocol import Word
 from odc.settings import LOST_AFTER_S
 
 CUT_S, NEXT_PROBE_S = 1.4, 1.9  # each end probes the other after a second of silence, and a second later again

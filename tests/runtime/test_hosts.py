@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/hosts.py."""
+"""Twin of odc/runtime/placement.py and odc/net/address.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime import JobStore, RankGrid, announce_failure, announce_process
-from odc.runtime.grid import refuse_unsupported
-from odc.runtime.hosts import locate, own_address
+from odc.net import JobStore, announce_failure, announce_process
+from odc.net.address import own_address
+from odc.protocol import RankGrid
+from odc.protocol.grid import refuse_unsupported
+from odc.runtime.placement import locate
 
 
 def store(timeout_s: float = 30.0) -> JobStore:

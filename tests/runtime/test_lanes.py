@@ -7,7 +7,7 @@ import torch
 from support.deferred import DeferredLanes, late_heaps
 from support.members import BF16, F32, HeapGroup
 
-from odc.runtime import Gradient, Outcome, Word
+from odc.protocol import Gradient, Outcome, Word
 from odc.settings import ACCUMULATE_MODES, Settings
 
 LAYOUT = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]

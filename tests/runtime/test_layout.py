@@ -10,9 +10,9 @@ from support.members import BF16, F32, F64, HeapGroup, Layout
 
 from odc.errors import LayoutMismatchError
 from odc.memory import MUTEX_BYTES
-from odc.runtime import UnitSpec
-from odc.runtime.layout import Ring
-from odc.runtime.words import BOARD_WORDS
+from odc.protocol import UnitSpec
+from odc.protocol.layout import Ring
+from odc.protocol.words import BOARD_WORDS
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
 WHOLE = (  # elements of each whole parameter, by unit; none divides evenly by every number of shards

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/links.py, and of the mirror that it fills: members of two hosts in one process."""
+"""Twin of odc/hosts/links.py, and of the mirror that it fills: members of two hosts in one process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.runtime import Outcome, RootState, Word
-from odc.runtime import links as module
-from odc.runtime.frames import Frame, FrameKind
-from odc.runtime.links import Links
-from odc.runtime.words import decode_outcome, encode_outcome, outcome_word
+from odc.hosts import links as module
+from odc.hosts.links import Links
+from odc.net.frames import Frame, FrameKind
+from odc.protocol import Outcome, RootState, Word
+from odc.protocol.words import decode_outcome, encode_outcome, outcome_word
 from odc.settings import Settings
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from support.extent import up_to
 from support.listeners import echo, raw, served
 
-from odc.runtime import listener as listener_module
-from odc.runtime.listener import MAX_FDS, MAX_REQUEST, Listener, PeerCredentials, ask
+from odc.net import listener as listener_module
+from odc.net.listener import MAX_FDS, MAX_REQUEST, Listener, PeerCredentials, ask
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from support.listeners import echo, raw, served
 
-from odc.runtime import listener as listener_module
-from odc.runtime.listener import Listener, ask, list_listeners
+from odc.net import listener as listener_module
+from odc.net.listener import Listener, ask, list_listeners
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import pytest
 import torch
 from support.ranks import RankPool
 
-from odc import Settings
+from odc import Settings, movers
 from odc.errors import UnsupportedError
-from odc.runtime import movers
-from odc.runtime.movers import cpu as cpu_mover
-from odc.runtime.movers.choice import DataMover, mover_for
+from odc.movers import cpu as cpu_mover
+from odc.movers.choice import DataMover, mover_for
 
 Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -45,7 +44,7 @@ def everything(mover: DataMover) -> list[torch.Tensor]:
 
 
 def both_do_the_same(rank: int, world: int) -> None:
-    from odc.runtime.movers import triton as triton_mover
+    from odc.movers import triton as triton_mover
 
     assert mover_for(Settings(kernels="triton"), CPU) is triton_mover
     found, expected = everything(triton_mover), everything(cpu_mover)
@@ -73,7 +72,7 @@ def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:
 
 def test_triton_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(movers, "triton", raising=False)
-    monkeypatch.setitem(sys.modules, "odc.runtime.movers.triton", None)  # as if an import in it had failed
+    monkeypatch.setitem(sys.modules, "odc.movers.triton", None)  # as if an import in it had failed
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[kernels\]"):
         mover_for(Settings(kernels="triton"), CPU)
 

@@ -18,10 +18,10 @@ from support.deferred import move_all
 from support.ranks import RankPool
 
 from odc.errors import OdcError, UnsupportedError
-from odc.runtime.movers import cpu as cpu_mover
-from odc.runtime.movers import driver
-from odc.runtime.movers.choice import mover_for
-from odc.runtime.movers.cuda import CudaMover
+from odc.movers import cpu as cpu_mover
+from odc.movers import driver
+from odc.movers.choice import mover_for
+from odc.movers.cuda import CudaMover
 from odc.settings import Settings
 
 SHARDS = 3
@@ -99,7 +99,7 @@ def test_every_owner_gets_its_part_and_zeros_beyond(boundary: int) -> None:
 
 
 def kernels_do_the_same(rank: int, world: int) -> None:
-    from odc.runtime.movers.compiled import CompiledMover
+    from odc.movers.compiled import CompiledMover
 
     for boundary in (1, 64, 1 << 30):
         gathers(CompiledMover, [(40, BF16), (3, F32), (0, F32), (30, F32), (1, BF16)], boundary)
@@ -155,7 +155,7 @@ def test_all_sources_are_added_and_every_change_is_seen() -> None:
 
 def test_a_comparison_takes_a_few_mib_however_large_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """All casts beside each other were a quarter of the weights."""
-    from odc.runtime.movers import cuda as module
+    from odc.movers import cuda as module
 
     monkeypatch.setattr(module, "_COMPARED", 8)
     taken: list[int] = []
@@ -198,7 +198,7 @@ def test_the_device_and_the_settings_decide_what_moves_data(monkeypatch: pytest.
     for kernels in ("auto", "torch"):
         assert mover_for(Settings(kernels=kernels), torch.device("cpu")) is cpu_mover  # type: ignore[arg-type]
     assert type(mover_for(Settings(kernels="torch"), cuda)) is CudaMover
-    monkeypatch.setattr("odc.runtime.movers.choice._triton_is_here", lambda: False)
+    monkeypatch.setattr("odc.movers.choice._triton_is_here", lambda: False)
     assert type(mover_for(Settings(), cuda)) is CudaMover, "torch moves what no kernel can"
 
 

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/network.py: processes that dial each other; those of two jobs do not mix."""
+"""Twin of odc/net/network.py: processes that dial each other; those of two jobs do not mix."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.runtime import JobStore, network
-from odc.runtime.admission import admit
-from odc.runtime.engines.server import LENGTH
-from odc.runtime.network import HostNetwork, _key
+from odc.net import JobStore, network
+from odc.net.admission import admit
+from odc.net.engines.server import LENGTH
+from odc.net.network import HostNetwork, _key
 from odc.settings import Settings
 
 Make = Callable[..., "Process"]

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/node.py: members of two hosts in one process, with an engine that copies between their heaps."""
+"""Twin of odc/hosts/node.py: members of two hosts in one process, with an engine that copies between their heaps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from support.members import F32, HeapGroup
 from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError
+from odc.hosts.node import gather_sums
 from odc.memory import MUTEX_BYTES, RobustMutex
-from odc.runtime import Gradient, HeapLayout, Word, parts, wait
-from odc.runtime import layout as layouts
-from odc.runtime.node import gather_sums
+from odc.protocol import Gradient, HeapLayout, Word, wait
+from odc.protocol import layout as layouts
+from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import UnsupportedError
-from odc.runtime.packed import PackedMicrobatch, unpack
+from odc.protocol.packed import PackedMicrobatch, unpack
 
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float64)
 

@@ -7,7 +7,7 @@ import torch
 from support.members import BF16, F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.runtime import Gradient, Outcome, UnitSpec, Word
+from odc.protocol import Gradient, Outcome, UnitSpec, Word
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
 LAYOUT = [[("w", 4, F32), ("b", 1, BF16)], [("v", 3, F32)]]

@@ -13,7 +13,8 @@ from support.members import BF16, F32, HeapGroup
 from support.ranks import RankPool
 
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, Endpoint, Gradient, HeapLayout, Outcome, RankGrid, Rendezvous, Service, UnitSpec, Word
+from odc.protocol import Gradient, HeapLayout, Outcome, RankGrid, UnitSpec, Word
+from odc.runtime import Daemon, Endpoint, Rendezvous, Service
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
 WIDE = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]

@@ -8,8 +8,8 @@ from support.members import F32, HeapGroup
 from support.spread import Spread
 
 from odc.errors import PeerLostError
-from odc.runtime import Gradient, MemberProtocol, Outbox, Outcome, Word
-from odc.runtime.peers.local import PushedWords
+from odc.protocol import Gradient, MemberProtocol, Outbox, Outcome, Word
+from odc.protocol.peers.local import PushedWords
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import UnsupportedError
-from odc.runtime import Gradient, MemberProtocol, UnitSpec, flatten
-from odc.runtime.layout import Ring
-from odc.runtime.push import Pusher, pieces_for
+from odc.protocol import Gradient, MemberProtocol, UnitSpec, flatten
+from odc.protocol.layout import Ring
+from odc.protocol.push import Pusher, pieces_for
 from odc.settings import ACCUMULATE_MODES, Settings
 
 
@@ -172,7 +172,7 @@ def test_owners_are_visited_from_the_next_shard_on_and_only_when_ready() -> None
 
 def blocks(group: HeapGroup, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Takes what is posted to `owner` by the member before it: (first element, values)."""
-    from odc.runtime import Inbox
+    from odc.protocol import Inbox
 
     inbox = Inbox(group.layouts[owner], (owner - 1) % len(group.ranks))
     while (block := inbox.peek()) is not None:

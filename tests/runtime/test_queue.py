@@ -18,19 +18,8 @@ from support.ranks import RankPool
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import ShmHeap
-from odc.runtime import (
-    Claimed,
-    Daemon,
-    Endpoint,
-    HeapLayout,
-    Outcome,
-    Queue,
-    RankGrid,
-    Rendezvous,
-    Service,
-    UnitSpec,
-    Word,
-)
+from odc.protocol import HeapLayout, Outcome, RankGrid, UnitSpec, Word
+from odc.runtime import Claimed, Daemon, Endpoint, Queue, Rendezvous, Service
 from odc.runtime.queue import progress
 from odc.settings import Settings
 

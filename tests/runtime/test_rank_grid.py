@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import UnsupportedError
-from odc.runtime import RankGrid
-from odc.runtime.grid import refuse_unsupported
+from odc.protocol import RankGrid
+from odc.protocol.grid import refuse_unsupported
 
 
 @st.composite

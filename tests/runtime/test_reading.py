@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError
-from odc.runtime import RemoteMember, Word
-from odc.runtime.exposing import BOARD, READER_WORDS
+from odc.hosts.exposing import BOARD, READER_WORDS
+from odc.protocol import Word
+from odc.runtime import RemoteMember
 
 DIGEST = "d" * 64
 

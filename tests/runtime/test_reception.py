@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/reception.py."""
+"""Twin of odc/net/reception.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from odc.runtime import reception as module
-from odc.runtime.admission import AdmissionError, admit
-from odc.runtime.reception import Reception
+from odc.net import reception as module
+from odc.net.admission import AdmissionError, admit
+from odc.net.reception import Reception
 
 SECRET = b"s" * 32
 

@@ -10,8 +10,9 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.runtime import Word, parts
-from odc.runtime.node import RemoteHeaps
+from odc.hosts.node import RemoteHeaps
+from odc.protocol import Word
+from odc.runtime import parts
 from odc.runtime.replicas import gather_replicas
 from odc.settings import Accumulate, Settings
 

@@ -7,7 +7,7 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.runtime import Gradient, RootState, Word
+from odc.protocol import Gradient, RootState, Word
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 

@@ -14,8 +14,8 @@ from support.daemons import within
 from support.sides import LAYOUT, RANKS, Side
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
-from odc.runtime import Word
-from odc.runtime import store as job_store
+from odc.net import store as job_store
+from odc.protocol import Word
 from odc.settings import Settings
 
 Make = Callable[..., Side]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
-from odc.runtime import Inbox, Outbox, Piece
-from odc.runtime.layout import Ring
+from odc.protocol import Inbox, Outbox, Piece
+from odc.protocol.layout import Ring
 from odc.settings import Settings
 
 SLOT = 128  # bytes

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/store.py."""
+"""Twin of odc/net/store.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
-from odc.runtime import JobStore
+from odc.net import JobStore
 
 _HOST = """
 import time, torch.distributed as dist

@@ -8,9 +8,9 @@ import sys
 
 import torch.distributed as dist
 
-from odc.runtime import JobStore
-from odc.runtime import store as job_store
-from odc.runtime.store import announce_failure, announce_process, failure, process_of
+from odc.net import JobStore
+from odc.net import store as job_store
+from odc.net.store import announce_failure, announce_process, failure, process_of
 
 
 def store() -> JobStore:

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/sums.py: members of two hosts in one process, with an engine that copies between their heaps."""
+"""Twin of odc/hosts/sums.py: members of two hosts in one process, with an engine that copies between their heaps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support.members import BF16, HeapGroup
 from support.spread import HOSTS, LAYOUT, Spread
 
 from odc.errors import PeerLostError, UnsupportedError
-from odc.runtime import Word, parts
+from odc.protocol import Word
+from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
 ALL = [True, True, True]

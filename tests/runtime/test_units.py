@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64
 
-from odc.runtime import UnitSpec
+from odc.protocol import UnitSpec
 
 DTYPES = st.sampled_from([F32, BF16, F16, F64])
 PARAMS = st.lists(st.tuples(st.text("abc.", min_size=1, max_size=4), st.integers(0, 99), DTYPES), max_size=6)

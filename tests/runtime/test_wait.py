@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.members import F32, HeapGroup
 
+from odc import deadlines
+from odc.deadlines import Backoff, Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
-from odc.runtime import Backoff, Deadline, Waiter, Word, last_in_chain
-from odc.runtime import wait as wait_module
+from odc.protocol import Waiter, Word, last_in_chain
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 
@@ -37,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(wait_module, "time", clock)
+    monkeypatch.setattr(deadlines, "time", clock)
     return clock
 
 

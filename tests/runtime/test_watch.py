@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/watch.py: four ranks' watches in this process, each on a host of its own."""
+"""Twin of odc/hosts/watch.py: four ranks' watches in this process, each on a host of its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from odc.runtime import JobStore, network
-from odc.runtime.admission import admit
-from odc.runtime.frames import Frame, FrameKind
-from odc.runtime.store import failure
-from odc.runtime.wait import Deadline
-from odc.runtime.watch import PURPOSE, HostWatch, _key, neighbours
-from odc.runtime.words import Word
+from odc.deadlines import Deadline
+from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.net import JobStore, network
+from odc.net.admission import admit
+from odc.net.frames import Frame, FrameKind
+from odc.net.store import failure
+from odc.protocol.words import Word
 from odc.settings import Settings
 
 WORLD = 4

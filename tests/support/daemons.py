@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from odc.runtime import Daemon, Word
-from odc.runtime.listener import ask
+from odc.net.listener import ask
+from odc.protocol import Word
+from odc.runtime import Daemon
 from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 8, F32)]]

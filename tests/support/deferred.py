@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from odc.memory import shm
-from odc.runtime import layout
-from odc.runtime.movers.cuda import CudaMover
+from odc.movers.cuda import CudaMover
+from odc.protocol import layout
 
 
 class DeferredLanes:

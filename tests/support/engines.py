@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import HostLanes, Lanes
-from odc.runtime.admission import AdmissionError, admit
-from odc.runtime.engines import PURPOSE, Engine, NixlEngine, SocketEngine
-from odc.runtime.engines.staging import Stages
+from odc.net.admission import AdmissionError, admit
+from odc.net.engines import PURPOSE, Engine, NixlEngine, SocketEngine
+from odc.net.engines.staging import Stages
 from support.rank_worker import tell
 
 SECRET = b"of this test"

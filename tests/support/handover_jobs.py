@@ -16,7 +16,9 @@ from torch.distributed.tensor import Shard
 from odc import Settings, fully_shard
 from odc.handover import Reader, version, weight_handle
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.runtime import Daemon, Word, host_identity, reading_token
+from odc.net import host_identity
+from odc.protocol import Word
+from odc.runtime import Daemon, reading_token
 from support.members import BF16, F32, HeapGroup, Layout
 from support.models import Case, adamw, build, next_token_loss, tokens
 from support.rank_worker import tell

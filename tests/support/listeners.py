@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from odc.runtime.listener import Listener, PeerCredentials
+from odc.net.listener import Listener, PeerCredentials
 
 
 def echo(request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any], tuple[int, ...]]:

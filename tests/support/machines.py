@@ -7,7 +7,7 @@ from torch import nn
 
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.sender import Sender
-from odc.runtime import Gradient, RootState, Word
+from odc.protocol import Gradient, RootState, Word
 from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]

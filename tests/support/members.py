@@ -15,7 +15,8 @@ import torch
 
 from odc.errors import WaitTimeoutError
 from odc.memory import Attachment, ShmHeap
-from odc.runtime import Endpoint, HeapLayout, RankGrid, Service, UnitSpec, Word, accumulator_dtype
+from odc.protocol import HeapLayout, RankGrid, UnitSpec, Word, accumulator_dtype
+from odc.runtime import Endpoint, Service
 from odc.settings import Settings
 
 Layout = Sequence[Sequence[tuple[str, int, torch.dtype]]]

@@ -46,7 +46,7 @@ _PRELOADED = (
 def _also_preloaded(environment: Environment) -> tuple[str, ...]:
     """What ranks import beside that, as far as the tests collected here need it; the fork server does it once."""
     if "TRITON_INTERPRET" in dict(environment):
-        return ("odc.runtime.movers.triton", "support.promises")
+        return ("odc.movers.triton", "support.promises")
     found = list[str]()
     if "odc.experiments.launch" in sys.modules:
         found += ["odc.experiments.job", "odc.experiments.text.workload"]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from odc.memory import ShmHeap
-from odc.runtime import Daemon, HeapLayout, MemberProtocol, RankGrid, Rendezvous, Service
+from odc.protocol import HeapLayout, MemberProtocol, RankGrid
+from odc.runtime import Daemon, Rendezvous, Service
 from odc.runtime.shutdown import Departure
 from odc.settings import Settings
 from support.members import F32, Layout, units_of

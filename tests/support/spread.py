@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from odc.errors import PeerLostError
-from odc.runtime import Gradient, Word
+from odc.hosts.node import NodeCache, RemoteHeaps
+from odc.hosts.sums import HostSums, SumsReader
+from odc.protocol import Gradient, Word
+from odc.protocol.protocol import NoOtherHosts
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.node import NodeCache, RemoteHeaps
-from odc.runtime.protocol import NoOtherHosts
-from odc.runtime.sums import HostSums, SumsReader
 from odc.settings import Accumulate, Settings
 from support.members import F32, HeapGroup
 

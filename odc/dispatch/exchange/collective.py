@@ -16,7 +16,9 @@ from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, instances_of_
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
-from odc.runtime import JobStore, KeyValueStore, RankGrid, announce_process, locate
+from odc.net import JobStore, KeyValueStore, announce_process
+from odc.protocol import RankGrid
+from odc.runtime import locate
 
 
 class CollectiveExchange:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
-from odc.runtime import KeyValueStore
+from odc.net import KeyValueStore
 
 T = TypeVar("T")
 

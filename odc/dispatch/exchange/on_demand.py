@@ -18,7 +18,8 @@ from odc.dispatch.exchange.rows import as_bytes, from_bytes, instances_of_host, 
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
-from odc.runtime import Arena, KeyValueStore
+from odc.net import KeyValueStore
+from odc.runtime import Arena
 from odc.settings import Settings
 from odc.trace import FETCH, recorder
 

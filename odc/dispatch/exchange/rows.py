@@ -14,7 +14,7 @@ import torch
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route
 from odc.errors import PlanError, UnsupportedError
-from odc.runtime import RankGrid
+from odc.protocol import RankGrid
 
 BACK = ".back"  # added to the channel of a move by the move of its gradients
 

@@ -1,0 +1,179 @@
+"""The node sums: what the ranks of a host have pushed for an owner on another host crosses the network once, added up.
+
+    every rank adds (under the lock) to the sum in its column's heap; after its last push of a unit: LAST
+    the column's daemon: all ranks of the host LAST | round, if sums are rounded | SUMMED, with the count of pushes
+    the owner: SUMMED | read on a thread of its own, while backward goes on
+    the owner, when all are DONE: whatever was not read, or was pushed to after its SUMMED, is read once it is COMPLETE
+
+So a rank that says LAST too early costs a second read, and nothing else. docs/protocol.md says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from odc.hosts.node import RemoteHeaps, nap_until, runs
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.words import Word
+
+
+class HostSums:
+    """The sums in this rank's heap, which its partners read: says when they may. Where shards span hosts."""
+
+    def __init__(self, protocol: MemberProtocol) -> None:
+        self._protocol, self._layout = protocol, protocol.layout
+        self._summed = np.array([unit.numel > 0 for unit in self._layout.units], bool)
+        self._epoch, self._over = 0, 0  # of `_open`; the newest that the rank's main thread has completed
+        self._open = self._summed.copy()  # units of which nobody was told in this epoch
+        self._before = [0] * len(self._summed)  # by unit: pushes until the end of the last epoch
+        self._rounded: dict[int, tuple[int, int]] = {}  # by unit: epoch, and pushes that were in it
+        self._rounding = threading.Lock()
+
+    def look(self) -> None:
+        """Tell the partners of every unit that all ranks of this host have pushed for the last time. On the daemon's
+        thread, which waits for nobody: what it cannot see yet is read when all is complete.
+        """
+        peers = [self._layout.local(member) for member in self._protocol.grid.local]
+        if not all(peer.attached for peer in peers):
+            return
+        epoch = self._protocol.board.load(Word.PUBLISHED)
+        if epoch != self._epoch:
+            self._epoch, self._open = epoch, self._summed.copy()
+        ready = functools.reduce(np.logical_and, (peer.last_epochs() == epoch for peer in peers), self._open)
+        found = ((unit, self._protocol.summed(unit)) for unit in np.flatnonzero(ready).tolist())
+        counts = {unit: count for unit, count in found if count is not None}
+        with self._rounding:
+            if self._over >= epoch:
+                return
+            told = {unit: count for unit, count in counts.items() if count > self._before[unit]}
+            for unit, count in told.items():
+                self._round(unit, epoch, count)
+                self._open[unit] = False
+        if told:
+            self._protocol.links.tell_summed(epoch, told)
+
+    def complete(self, used: Sequence[bool]) -> None:
+        """Round what was not rounded, or has grown since, of the units that are `used`. Before COMPLETE, when all ranks
+        are DONE; on the rank's main thread.
+        """
+        with self._rounding:
+            self._over = self._protocol.epoch
+            self._before = pushes_of(self._protocol, self._protocol.grid.here)
+            for unit in itertools.compress(range(len(used)), used):
+                self._round(unit, self._over, self._before[unit])
+
+    def _round(self, unit: int, epoch: int, count: int) -> None:
+        if self._layout.rounded is not None and self._rounded.get(unit) != (epoch, count):
+            self._layout.round_sums(self._layout.units[unit])
+            self._rounded[unit] = epoch, count
+
+
+def pushes_of(protocol: MemberProtocol, host: int) -> list[int]:
+    """By unit, how often all ranks of `host` have pushed it since the start. When they are DONE."""
+    layout, grid = protocol.layout, protocol.grid
+    total = np.zeros(layout.param_base[-1] + 1, np.int64)
+    for member in grid.on(host):
+        pushes = layout.remote(member).pushes if grid.is_remote(member) else layout.mine.pushes(member)
+        total[1:] += pushes.numpy()
+    counts: list[int] = np.diff(total.cumsum()[layout.param_base]).tolist()
+    return counts
+
+
+class SumsReader:
+    """Reads what other hosts have added up for this rank: on a thread, while backward goes on, and at the end."""
+
+    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
+        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
+        self._partners = {member: number for number, member in enumerate(self._layout.contributors)}
+        self._changed = threading.Condition()
+        self._told: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
+        self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
+        self._waiting: list[tuple[int, int]] = []  # partners and units to be read
+        self._busy, self._over, self._closed = False, 0, False
+        self._thread: threading.Thread | None = None
+
+    def told(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
+        """SUMMED of a partner has come. On the daemon's thread; waits for nobody.
+
+        The partner has published the epoch, so this rank has READ the one before: nobody looks at `arrived` any more.
+        """
+        with self._changed:
+            if epoch <= self._over or self._closed:
+                return
+            for unit, count in counts.items():
+                self._told[partner, unit] = epoch, count
+                self._waiting.append((partner, unit))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="odc-sums", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def collect(self, used: Sequence[bool]) -> None:
+        """Return when all sums of the units that are `used` have arrived. When all ranks are DONE; main thread."""
+        protocol, epoch = self._protocol, self._protocol.epoch
+        units = [unit.index for unit in self._layout.units if used[unit.index] and unit.numel]
+        wanted: dict[tuple[int, int], tuple[int, int]] = {}
+        for partner in sorted(self._partners, key=protocol.grid.steps_to):
+            counts = pushes_of(protocol, protocol.grid.host(partner))
+            mine = {(partner, unit): (epoch, counts[unit]) for unit in units}
+            protocol.await_sums(partner, functools.partial(_holds, self._told, mine))
+            wanted |= mine
+        self.drop()
+        self._fill(pair for pair, known in wanted.items() if self._read.get(pair) != known)
+
+    def drop(self) -> None:
+        """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
+        with self._changed:
+            self._over = self._protocol.epoch
+        nap = functools.partial(nap_until, self._changed, self._idle)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._idle, nap)
+
+    def _idle(self) -> bool:
+        return not self._busy and not self._waiting
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                pairs, self._waiting, self._busy = self._waiting, [], True
+                known = {pair: self._told[pair] for pair in pairs}
+            try:
+                with self._layout.heap.lanes.lane("sums"):
+                    self._fill(pairs)
+                self._read |= known
+            except Exception:
+                pass  # the main thread reads it again when it comes to it, and raises
+
+    def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
+        layout, grid = self._layout, self._protocol.grid
+        name = "sums" if layout.rounded is None else "wire"
+        by_partner: dict[int, list[int]] = {}
+        for partner, unit in pairs:
+            by_partner.setdefault(partner, []).append(unit)
+        for partner, units in by_partner.items():
+            region = f"{name}/{grid.row(grid.here, seen_from=grid.host(partner))}"
+            into = layout.arrived(self._partners[partner])
+            for first, end in runs(units):
+                start, stop = layout.wire_at[first], layout.wire_at[end]
+                self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
+
+    def close(self) -> None:
+        """End the thread. Waits for nobody."""
+        with self._changed:
+            self._closed = True
+            self._waiting = []
+            self._changed.notify_all()
+
+
+def _holds(told: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:
+    return all(told.get(pair) == known for pair, known in wanted.items())

@@ -1,0 +1,137 @@
+"""The choice among the movers: torch and memmove, torch and CUDA's driver, kernels.
+
+The callers decide when data may move; order, waiting and visibility are their concern.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from odc.errors import UnsupportedError, install
+from odc.movers import cpu
+from odc.settings import Settings
+
+_CPU = torch.device("cpu")
+
+
+class DataMover(Protocol):
+    """Functions that move data; from any thread, none waits for a peer.
+
+    On the CPU they return when it is done; on a device when it is asked for, in the current lane (`odc.memory.Lanes`).
+    """
+
+    def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """Copy each shard to its place in the published buffer, converting."""
+
+    def gather(
+        self,
+        outs: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        shards: int,
+        sources: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Fill a unit's unsharded parameters.
+
+        Args:
+            outs: for each parameter 1-D contiguous [shards * padded shard].
+            offsets: byte offset of each one's shard in every owner's published memory.
+            shards: how many there are.
+            sources: (shard, its owner's published memory, uint8), in the order in which to read them.
+        """
+
+    def put(self, address: int, source: int, nbytes: int) -> None:
+        """Copy bytes from `source` into a peer's staging slot at `address`."""
+
+    def add(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Add to this rank's accumulators, converting; the caller holds their lock."""
+
+    def accumulate(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Add to a peer's accumulators, converting; the caller holds their lock."""
+
+
+class DeviceMover(DataMover, Protocol):
+    """What moves data on a device besides: whole units, from and to all owners at once.
+
+    `atomic` says whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock.
+    """
+
+    atomic: bool
+
+    def stage(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        slots: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Copy every owner's part of gradients of one dtype to its slot; zeros where they are short of whole shards.
+
+        Args:
+            values: gradients, 1-D, shard after shard.
+            numels: elements of a shard of each.
+            offsets: of each in a slot, in elements.
+            slots: (shard, its owner's slot, uint8).
+        """
+
+    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Add to each place all of its values, converting; places do not overlap, and nobody else adds meanwhile."""
+
+    def accumulate_all(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        accumulators: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """As `stage`, added to every owner's accumulator, 1-D; only where it is atomic."""
+
+    def add_part(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard: int,
+        accumulator: torch.Tensor,
+    ) -> None:
+        """As `stage`, one owner's part added to its accumulator, 1-D; nobody else adds meanwhile."""
+
+    def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """Make `found`, int32 [1], not 0 if a shard, converted, is not what its published place holds, bit for bit.
+
+        Takes a few MiB of memory at most, however large the shards are.
+        """
+
+
+def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> DataMover:
+    """The mover that `settings.kernels` asks for, for memory on `device`: on CUDA a `DeviceMover`. `own`: shard index.
+
+    Raises UnsupportedError if triton is not installed, or could neither compile (no GPU) nor interpret here.
+    """
+    on_device = device.type == "cuda"
+    if settings.kernels == "torch" or (settings.kernels == "auto" and not (on_device and _triton_is_here())):
+        if not on_device:
+            return cpu
+        from odc.movers.cuda import CudaMover
+
+        return CudaMover(own, settings.copy_engine_bytes)
+    try:
+        from odc.movers import compiled, triton
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"Settings(kernels='triton') needs triton: {install('kernels')}") from error
+    if on_device:
+        return compiled.CompiledMover(own, settings.copy_engine_bytes)
+    triton.refuse_unusable(device)
+    return triton
+
+
+def device_mover(mover: DataMover) -> DeviceMover:
+    """The mover of a heap on a device, by its whole type."""
+    return cast(DeviceMover, mover)
+
+
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None

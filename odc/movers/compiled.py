@@ -1,0 +1,154 @@
+"""Data moved on a CUDA device by odc's Triton kernels, and large pieces of peers by the copy engine.
+
+What does not change from call to call is kept in plans, one for each unit: a call looks up addresses and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from odc.kernels import GatherPlan, ScatterPlan, add_all, differ, fixed_rows, pointer_table
+from odc.movers import driver, triton
+from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Values
+
+
+class CompiledMover(CudaMover):
+    """A `DeviceMover` whose adds, copies of this rank's shards and copies of peers' small pieces are kernels."""
+
+    atomic = True
+
+    def __init__(self, own: int, copy_engine_bytes: int, copy_all: CopyAll = driver.copy_all) -> None:
+        super().__init__(own, copy_engine_bytes, copy_all)
+        self._gathers: dict[tuple[int, bool], GatherPlan] = {}
+        self._scatters: dict[tuple[object, ...], ScatterPlan] = {}
+        self._stages: dict[tuple[object, ...], EngineCopies] = {}
+
+    publish = staticmethod(triton.publish)
+    add = staticmethod(triton.add)
+    accumulate = staticmethod(triton.accumulate)
+
+    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See `DeviceMover.add_all`; one launch a pair of dtypes."""
+        add_all(places, values)
+
+    def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+        """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory."""
+        differ(places, shards, found)
+
+    def _gather_rest(
+        self,
+        copies: EngineCopies,
+        outs: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        shards: int,
+        sources: Sources,
+        large_came: bool,
+    ) -> None:
+        device = outs[0].device
+        bases = [0] * shards
+        for shard, memory in sources:
+            bases[shard] = memory.data_ptr()
+        table, order = pointer_table(bases, device), [shard for shard, _ in sources]
+        if large_came:
+            if copies.small:
+                plan, some = self._plan(copies, True, outs, offsets, shards), [outs[i].data_ptr() for i in copies.small]
+                for first, count in _runs([shard for shard in order if shard != self._own], shards):
+                    plan.run(some, table, first, count)
+            order = [shard for shard in order if shard == self._own]
+        plan, every = self._plan(copies, False, outs, offsets, shards), [out.data_ptr() for out in outs]
+        for first, count in _runs(order, shards):
+            plan.run(every, table, first, count)
+
+    def _plan(
+        self, copies: EngineCopies, small: bool, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int
+    ) -> GatherPlan:
+        """Of all parameters, or of those with small pieces; kept as long as `copies`, which the mover keeps."""
+        plan = self._gathers.get((id(copies), small))
+        if plan is None:
+            chosen = copies.small if small else range(len(outs))
+            some, at = [outs[i] for i in chosen], [offsets[i] for i in chosen]
+            plan = GatherPlan(some, at, shards, outs[0].device, make_rows=fixed_rows)
+            self._gathers[id(copies), small] = plan
+        return plan
+
+    def stage(
+        self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], slots: Sources
+    ) -> None:
+        """See `DeviceMover.stage`. The engine takes large gradients that are whole; a kernel the others."""
+        values = Values.of(values)
+        width = values[0].itemsize
+        key = tuple(numels), tuple(offsets), values.numels, width, 1 + max([shard for shard, _ in slots])
+        copies = self._stages.get(key)
+        if copies is None:
+            copies = self._stages[key] = self._stage_copies(*key)
+        if copies.large:
+            sources, targets, sizes = copies.addresses(values.addresses, slots)
+            self._copy_all(targets, sources, sizes)
+        rest = copies.small
+        if rest and not copies.large:
+            self._scatter(values, numels, offsets, slots)
+        elif rest:
+            some = [values[i] for i in rest], [numels[i] for i in rest], [offsets[i] for i in rest]
+            self._scatter(*some, slots)
+
+    def _stage_copies(
+        self, numels: Sequence[int], offsets: Sequence[int], wholes: Sequence[int], width: int, shards: int
+    ) -> EngineCopies:
+        short = {i for i, (numel, whole) in enumerate(zip(numels, wholes, strict=True)) if whole < numel * shards}
+        sizes = [numel * width for numel in numels]
+        return EngineCopies([offset * width for offset in offsets], sizes, self._least, short)
+
+    def accumulate_all(
+        self, values: Sequence[torch.Tensor], numels: Sequence[int], offsets: Sequence[int], accumulators: Sources
+    ) -> None:
+        """See `DeviceMover.accumulate_all`; one launch, and atomic."""
+        self._scatter(values, numels, offsets, accumulators, accumulators[0][1].dtype)
+
+    def add_part(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        shard: int,
+        accumulator: torch.Tensor,
+    ) -> None:
+        """See `DeviceMover.add_part`; one launch."""
+        self._scatter(values, numels, offsets, [(shard, accumulator)], accumulator.dtype, alone=True)
+
+    def _scatter(
+        self,
+        values: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        memories: Sources,
+        to: torch.dtype | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """To every owner's memory: added to what has dtype `to`, or copied where that is None."""
+        values = Values.of(values)
+        shards, dtype, device = 1 + max([shard for shard, _ in memories]), values[0].dtype, values[0].device
+        key = values.numels, tuple(numels), tuple(offsets), dtype, shards, to, alone
+        plan = self._scatters.get(key)
+        if plan is None:
+            plan = ScatterPlan(*key[:3], dtype, shards, device, to=to, alone=alone, make_rows=fixed_rows)
+            self._scatters[key] = plan
+        bases = [0] * shards
+        for shard, memory in memories:
+            bases[shard] = memory.data_ptr()
+        table = pointer_table(bases, device)
+        for first, count in _runs([shard for shard, _ in memories], shards):
+            plan.run(values.addresses, table, first, count)
+
+
+def _runs(order: Sequence[int], shards: int) -> list[tuple[int, int]]:
+    """(first shard, how many follow it) for shards in the order of a visit, which begins somewhere and goes round."""
+    runs: list[tuple[int, int]] = []
+    for shard in order:
+        if runs and (runs[-1][0] + runs[-1][1]) % shards == shard:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((shard, 1))
+    return runs

@@ -1,0 +1,13 @@
+"""Processes, sockets, secrets, messages and the store of the job: bytes, and no word of the protocol."""
+
+from __future__ import annotations
+
+from odc.net.store import JobStore, KeyValueStore, announce_failure, announce_process, host_identity
+
+__all__ = [
+    "JobStore",
+    "KeyValueStore",
+    "announce_failure",
+    "announce_process",
+    "host_identity",
+]

@@ -1,0 +1,183 @@
+"""Connections to the engines of other ranks: lent to one thread at a time, and what that thread hears on one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+
+from odc.deadlines import Deadline
+from odc.errors import WaitTimeoutError
+from odc.memory import close_after_fork
+from odc.net.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, reading, set_for_reader
+from odc.net.engines.server import ASK, LENGTH, REFUSED, request
+
+_MOST_CONNECTIONS = 4  # to one rank
+_LEAST_PER_WAKE, _MOST_PER_WAKE = 1 << 16, 1 << 19  # bytes that come before a thread that reads is woken
+
+
+class Answers:
+    """What one rank answers on one connection, to one thread."""
+
+    def __init__(
+        self, connection: socket.socket, me: int, rank: int, timeout_s: float, what: str, check: Check
+    ) -> None:
+        self.connection = connection
+        self._me, self._rank, self._timeout_s, self._what, self._check = me, rank, timeout_s, what, check
+
+    def ask(self, request: bytes, into: memoryview) -> int:
+        """Send a request and fill `into` with the answer; returns how many bytes the rank says that it has.
+
+        At `REFUSED` the connection has ended and `into` is as it was. Raises as `receive`.
+        """
+        sent = 0
+        while sent < len(request):  # it is short: this waits only if this host's own network is stuck
+            sent += self.connection.send(request[sent:])
+        header = bytearray(LENGTH.size)
+        self._fill([memoryview(header), into], header)
+        return int(LENGTH.unpack(header)[0])
+
+    def receive(self, into: memoryview) -> None:
+        """Fill `into`. Raises OSError if the connection ends, WaitTimeoutError if nothing comes for the timeout, and
+        what `check` raises.
+        """
+        self._fill([into])
+
+    def _fill(self, views: list[memoryview], header: bytearray | None = None) -> None:
+        deadline, received = Deadline(self._timeout_s, 0), 0
+        views = [view for view in views if len(view)]
+        while views:
+            try:
+                count = self.connection.recvmsg_into(self._next(views), 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:  # nothing came for `LOOK_S`
+                count = -1
+            received += max(count, 0)
+            if header is not None and received >= LENGTH.size and LENGTH.unpack(header)[0] == REFUSED:
+                return
+            if count == 0:
+                raise ConnectionError("it closed the connection")
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                if count > 0:
+                    views[0] = views[0][count:]
+                self._check(f"reading {self._what} of rank {self._rank}")
+                if deadline.passed(received):
+                    raise late(self._me, self._rank, self._what, self._timeout_s)
+
+    def _next(self, views: list[memoryview]) -> list[memoryview]:
+        """What to receive in one call, of all that is awaited: the thread is woken when much has come, not by each
+        packet. At least as much is left to later calls: with less to come than wakes it, it would sleep on.
+        """
+        last = views[-1]
+        wake = min(len(last) // 4, _MOST_PER_WAKE)
+        if wake < _LEAST_PER_WAKE:
+            wake = 0
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wake))
+        return [*views[:-1], last[: len(last) - wake]]
+
+
+class Connections:
+    """Connections to the servers of other ranks, each lent to one thread at a time."""
+
+    def __init__(
+        self, me: int, dial: Dial, timeout_s: float, lost_after_s: float, most: int = _MOST_CONNECTIONS
+    ) -> None:
+        self.me, self.timeout_s, self._lost_after_s = me, timeout_s, lost_after_s
+        self._dial, self._most = dial, most
+        self._changed = threading.Condition()
+        self._idle: dict[int, list[socket.socket]] = {}
+        self._all: dict[int, set[socket.socket]] = {}
+        self._pending: dict[int, int] = {}  # being made
+        self._closed = False
+        close_after_fork(self)
+
+    @contextlib.contextmanager
+    def lend(self, rank: int, what: str, check: Check) -> Iterator[Answers]:
+        """A connection to `rank` that nobody else uses, for the block; one that raises ends the connection.
+
+        `what` and `check` are as in `Engine.read`. OSError becomes PeerLostError.
+        """
+        connection = self._take(rank, what, check)
+        try:
+            yield Answers(connection, self.me, rank, self.timeout_s, what, check)
+        except OSError as error:
+            self._discard(rank, connection)
+            raise lost(self.me, rank, what, error) from error
+        except BaseException:
+            self._discard(rank, connection)
+            raise
+        with self._changed:
+            if connection in self._all.get(rank, ()):
+                self._idle.setdefault(rank, []).append(connection)
+            self._changed.notify_all()
+
+    def ask(self, rank: int, name: str, what: str, check: Check) -> bytes:
+        """As `Engine.ask`."""
+        with self.lend(rank, what, check) as answers:
+            length = answers.ask(request(ASK, name), memoryview(b""))
+            if length > MOST_ANSWERED:  # `REFUSED` is
+                raise lost(self.me, rank, what, f"it does not answer {name!r} (any more)")
+            found = bytearray(length)
+            answers.receive(memoryview(found))
+        return bytes(found)
+
+    def _take(self, rank: int, what: str, check: Check) -> socket.socket:
+        deadline = Deadline(self.timeout_s)
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise lost(self.me, rank, what, "this rank's engine is closed")
+                if idle := self._idle.get(rank):
+                    return idle.pop()
+                if len(self._all.get(rank, ())) + self._pending.get(rank, 0) < self._most:
+                    self._pending[rank] = self._pending.get(rank, 0) + 1
+                    break
+                self._changed.wait(1.0)
+                check(f"reading {what} of rank {rank}")
+                if deadline.passed():
+                    raise late(self.me, rank, what, self.timeout_s)
+        made: socket.socket | None = None
+        try:
+            made = self._connect(rank, what, check, deadline)
+        finally:
+            with self._changed:
+                self._pending[rank] -= 1
+                if made is not None:
+                    self._all.setdefault(rank, set()).add(made)
+                self._changed.notify_all()
+        return made
+
+    def _connect(self, rank: int, what: str, check: Check, deadline: Deadline) -> socket.socket:
+        """A new connection. A rank that does not answer is asked again: it may be stopped, or hold its interpreter."""
+        while True:
+            try:
+                made = self._dial(rank)
+                set_for_reader(made, self._lost_after_s)
+                return made
+            except OSError as error:
+                if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:  # the latter is the kernel's
+                    raise lost(self.me, rank, what, f"no connection to it ({error})") from error
+            check(f"reading {what} of rank {rank}")
+            if deadline.passed():
+                raise late(self.me, rank, what, self.timeout_s)
+
+    def _discard(self, rank: int, connection: socket.socket) -> None:
+        with self._changed:
+            self._all.get(rank, set()).discard(connection)
+            hang_up(connection)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._closed = True  # without the lock, which a thread of a forked child's parent may hold
+        for some in list(self._all.values()):
+            for connection in list(some):
+                connection.close()
+
+
+def late(me: int, rank: int, what: str, timeout_s: float) -> WaitTimeoutError:
+    """The error of a read that takes too long."""
+    said = f"{reading(me, rank, what)}: nothing has come for {timeout_s:g} s"
+    return WaitTimeoutError(f"{said}; raise Settings.timeout_s if it is only slow", culprit=rank)

@@ -1,0 +1,305 @@
+"""Reads by NIXL (UCX): InfiniBand, RoCE, EFA, device memory, and TCP where there is nothing better.
+
+NIXL itself admits anybody who has an agent's metadata, so metadata crosses admitted connections only, and its listener
+is never on. It does not tell of deaths either: a read watches the admitted connection to the same rank.
+
+Two defaults are changed, which on processors that train cost much of the speed: the progress thread would spin,
+and UCX's TCP segments are small. What the environment sets for UCX stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from odc.deadlines import Backoff, Deadline
+from odc.errors import UnsupportedError, install
+from odc.net.engines.connections import Answers, Connections, late
+from odc.net.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
+from odc.net.engines.server import DESCRIBE, REFUSED, RegionServer, request
+from odc.settings import LOST_AFTER_S
+
+MODULES = ("nixl_cu13", "nixl_cu12")
+EXTRA = install("nixl")
+_PROGRESS_DELAY_US = 100  # the progress thread sleeps in poll until traffic wakes it; 0, the Python API's, spins
+_TCP_SETTINGS = {
+    "UCX_TCP_TX_SEG_SIZE": "128k",
+    "UCX_TCP_RX_SEG_SIZE": "128k",
+    "UCX_TCP_SNDBUF": "4m",
+    "UCX_TCP_RCVBUF": "4m",
+}
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
+_MOST_READS = 16  # of one rank at a time
+_DESCRIPTION = struct.Struct("!QQI4s")  # address, bytes, device, kind; NIXL's metadata follows
+_SIOCGIFADDR = 0x8915
+
+
+def installed() -> str | None:
+    """The module of the NIXL that is installed, or None."""
+    from importlib.util import find_spec
+
+    return next((name for name in MODULES if find_spec(name) is not None), None)
+
+
+def rdma_devices(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Names of this host's InfiniBand, RoCE and EFA devices."""
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def set_for_ucx(address: str) -> None:
+    """Set what UCX reads when it loads, where the environment does not: TCP's buffers and the devices it may open.
+
+    Without a list UCX listens on every interface. `address` is the one at which other hosts reach this one.
+    """
+    devices = [f"{name}:1" for name in rdma_devices()]
+    interface = interface_of(address)
+    for name, value in _TCP_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if interface is not None:
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([*devices, interface]))
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def _load(address: str) -> ModuleType:
+    import importlib
+
+    module = installed()
+    if module is None:
+        raise UnsupportedError(f"Settings(engine='nixl') needs NIXL, which is not installed: {EXTRA}")
+    set_for_ucx(address)
+    try:
+        return importlib.import_module(f"{module}._api")
+    except (ImportError, OSError) as error:
+        raise UnsupportedError(f"Settings(engine='nixl'): {module} does not load: {error}") from error
+
+
+_making = threading.Lock()
+
+
+def _agent(api: Any, name: str) -> Any:
+    """An agent whose progress thread does not spin; the Python API has no parameter for that."""
+    plain = api.nixlBind.nixlAgentConfig
+
+    class Config(plain):  # type: ignore[misc,valid-type]
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+    wanted = api.nixl_agent_config(
+        enable_prog_thread=True,
+        enable_listen_thread=False,
+        backends=["UCX"],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    with _making:
+        api.nixlBind.nixlAgentConfig = Config
+        try:
+            return api.nixl_agent(name, wanted)
+        finally:
+            api.nixlBind.nixlAgentConfig = plain
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A region of another rank: its agent, and where the region lies in its memory."""
+
+    agent: str
+    address: int
+    nbytes: int
+    device: int
+    kind: str
+
+
+class NixlEngine:
+    """An `Engine` by NIXL, for CPU and CUDA memory. Raises UnsupportedError where NIXL is not installed or loads not.
+
+    A destination within exposed memory needs no registration; any other is registered for the time of the read.
+    """
+
+    name, only_into_own = "nixl", True
+
+    def __init__(self, me: int, dial: Dial, timeout_s: float, address: str, lost_after_s: float = LOST_AFTER_S) -> None:
+        self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
+        self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
+        self._server = RegionServer(lost_after_s, self._describe)
+        self._connections = Connections(me, dial, timeout_s, lost_after_s, _MOST_READS)
+        self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._known: dict[tuple[int, str], _Remote] = {}
+        self._lock = threading.Lock()
+
+    def expose(self, region: str, memory: torch.Tensor) -> None:
+        refuse_odd(memory)
+        self._server.expose(region, memory)
+        try:
+            self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
+        except Exception as error:  # NIXL's own errors share no base
+            self._server.withdraw(region)
+            raise UnsupportedError(
+                f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} ({error}); "
+                "Settings(engine='sockets') reads them too"
+            ) from error
+
+    def answer(self, name: str, function: Callable[[], bytes]) -> None:
+        self._server.answer(name, function)
+
+    def withdraw(self, name: str) -> None:
+        self._server.withdraw(name)
+        found = self._registered.pop(name, None)
+        if found is not None and os.getpid() == self._pid:
+            self._agent.deregister_memory(found[1])
+
+    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
+        self._server.adopt(connection, rank, only)
+
+    def _describe(self, region: str) -> bytes:
+        memory, registration = self._registered[region]
+        where = _DESCRIPTION.pack(memory.data_ptr(), memory.numel(), _device(memory), _kind(memory).encode())
+        return where + bytes(self._agent.get_partial_agent_metadata(registration, inc_conn_info=True))
+
+    def read(
+        self,
+        rank: int,
+        region: str,
+        offset: int,
+        into: torch.Tensor,
+        *,
+        what: str = "memory",
+        check: Check = no_check,
+    ) -> None:
+        refuse_odd(into)
+        with self._connections.lend(rank, what, check) as answers:
+            remote = self._known.get((rank, region)) or self._ask(answers, rank, region, what)
+            if offset + into.numel() > remote.nbytes:
+                raise refused(self.me, rank, what, region, offset, into.numel())
+            if into.numel():
+                with self._registration_of(into):
+                    self._transfer(answers.connection, rank, remote, offset, into, what, check)
+
+    def _ask(self, answers: Answers, rank: int, region: str, what: str) -> _Remote:
+        """What the rank says of its region."""
+        length = answers.ask(request(DESCRIBE, region), memoryview(b""))
+        if length == REFUSED:
+            raise refused(self.me, rank, what, region, 0, 0)
+        if length < _DESCRIPTION.size:
+            raise UnsupportedError(
+                f"rank {self.me}, reading {what} of rank {rank}: it does not read by NIXL; install it there too "
+                f"({EXTRA}), or set Settings(engine='sockets') on every rank"
+            )
+        said = bytearray(length)
+        answers.receive(memoryview(said))
+        address, nbytes, device, kind = _DESCRIPTION.unpack_from(said)
+        with self._failing(rank, what), self._lock:
+            agent = self._agent.add_remote_agent(bytes(said[_DESCRIPTION.size :]))
+        name = agent.decode() if isinstance(agent, bytes) else str(agent)
+        remote = self._known[rank, region] = _Remote(name, address, nbytes, device, kind.decode())
+        return remote
+
+    def _transfer(
+        self,
+        connection: socket.socket,
+        rank: int,
+        remote: _Remote,
+        offset: int,
+        into: torch.Tensor,
+        what: str,
+        check: Check,
+    ) -> None:
+        agent, deadline, backoff = self._agent, Deadline(self._timeout_s), Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S)
+        with self._failing(rank, what):
+            source = [(remote.address + offset, into.numel(), remote.device)]
+            ours = agent.get_xfer_descs([_place(into)[:3]], _kind(into))
+            theirs = agent.get_xfer_descs(source, remote.kind)
+            handle = agent.initialize_xfer("READ", ours, theirs, remote.agent)
+        look = Deadline(LOOK_S)
+        try:
+            with self._failing(rank, what):
+                state = agent.transfer(handle)
+            while state == "PROC":
+                backoff.sleep()
+                if look.passed():
+                    look = Deadline(LOOK_S)
+                    refuse_dead(connection)
+                    check(f"reading {what} of rank {rank}")
+                    if deadline.passed():
+                        raise late(self.me, rank, what, self._timeout_s)
+                with self._failing(rank, what):
+                    state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise lost(self.me, rank, what, f"NIXL says {state}")
+        finally:
+            with contextlib.suppress(Exception):  # of a transfer that failed: NIXL gives it up later
+                agent.release_xfer_handle(handle)
+
+    @contextlib.contextmanager
+    def _failing(self, rank: int, what: str) -> Iterator[None]:
+        """NIXL's own errors, which share no base, as the loss of `rank`."""
+        try:
+            yield
+        except Exception as error:
+            raise lost(self.me, rank, what, f"{type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _registration_of(self, into: torch.Tensor) -> Iterator[None]:
+        begin, end = into.data_ptr(), into.data_ptr() + into.numel()
+        for memory, _ in list(self._registered.values()):
+            if memory.data_ptr() <= begin and end <= memory.data_ptr() + memory.numel():
+                yield
+                return
+        registration = self._agent.register_memory([_place(into)], _kind(into))
+        try:
+            yield
+        finally:
+            self._agent.deregister_memory(registration)
+
+    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
+        return self._connections.ask(rank, name, what, check)
+
+    def close(self) -> None:
+        self._connections.close()
+        self._server.close()
+        if os.getpid() == self._pid:
+            for region in list(self._registered):
+                self.withdraw(region)
+
+
+def refuse_dead(connection: socket.socket) -> None:
+    """Raise OSError if the other end of a connection on which nothing is expected has ended."""
+    try:
+        said = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return
+    raise ConnectionError("it closed the connection" if not said else "it said something that nobody asked for")
+
+
+def _place(memory: torch.Tensor) -> tuple[int, int, int, str]:
+    return memory.data_ptr(), memory.numel(), _device(memory), ""
+
+
+def _device(memory: torch.Tensor) -> int:
+    return memory.device.index or 0 if memory.device.type == "cuda" else 0
+
+
+def _kind(memory: torch.Tensor) -> str:
+    return "VRAM" if memory.device.type == "cuda" else "DRAM"

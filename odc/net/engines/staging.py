@@ -1,0 +1,117 @@
+"""Pinned host memory between a socket and a device, for hosts whose network does not reach device memory.
+
+A read in progress has two chunks, each with a stream of its own: while one is on its way between host and device, the
+other is on the network. Nothing waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+
+import torch
+
+from odc.memory import Lanes
+from odc.net.engines.engine import bytes_of
+
+CHUNK_BYTES = 512 << 10
+_KEPT = 16  # stages that nobody uses now, of a device
+
+
+class Stage:
+    """Two chunks of host memory and the lanes that fill and empty them; for one read at a time, on any thread."""
+
+    def __init__(self, lanes: Lanes, number: int) -> None:
+        self._lanes, self._pid = lanes, os.getpid()
+        self._names = tuple(f"network {number}.{half}" for half in range(2))
+        with lanes.lane(self._names[0]):
+            memory = torch.empty(2 * CHUNK_BYTES, dtype=torch.uint8, pin_memory=lanes.asynchronous)
+        self._chunks = memory.split(CHUNK_BYTES)
+        self._views = [bytes_of(chunk) for chunk in self._chunks]
+
+    def fill(self, into: torch.Tensor, receive: Callable[[memoryview], None]) -> None:
+        """Have `receive` called with every piece of host memory for it to fill, and copy what it brings to `into`.
+
+        Returns when all has arrived on the device; whatever `receive` raises ends it.
+        """
+        try:
+            for number, part in enumerate(into.split(CHUNK_BYTES)):
+                half = number % 2
+                with self._lanes.lane(self._names[half]):
+                    self._lanes.settle()  # the chunk's last copy
+                    receive(self._views[half][: part.numel()])
+                    part.copy_(self._chunks[half][: part.numel()], non_blocking=True)
+        finally:
+            self.settle()
+
+    def pieces(self, memory: torch.Tensor) -> Generator[memoryview]:
+        """The bytes of `memory`, piece by piece; who asks for the next one needs the last no longer."""
+        parts = memory.split(CHUNK_BYTES) if memory.numel() else ()
+        try:
+            self._fetch(0, parts[0]) if parts else None
+            for number, part in enumerate(parts):
+                if number + 1 < len(parts):
+                    self._fetch(number + 1, parts[number + 1])
+                with self._lanes.lane(self._names[number % 2]):
+                    self._lanes.settle()
+                yield self._views[number % 2][: part.numel()]
+        finally:
+            self.settle()
+
+    def _fetch(self, number: int, part: torch.Tensor) -> None:
+        with self._lanes.lane(self._names[number % 2]):
+            self._chunks[number % 2][: part.numel()].copy_(part, non_blocking=True)
+
+    def settle(self) -> None:
+        """Return when no copy uses the chunks any more."""
+        if os.getpid() != self._pid:  # a forked child: it has no device
+            return
+        for name in self._names:
+            with self._lanes.lane(name):
+                self._lanes.settle()
+
+
+class Stages:
+    """The stages of one engine, by device. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._free: dict[torch.device, list[Stage]] = {}
+        self._made = 0
+
+    def needed(self, memory: torch.Tensor) -> bool:
+        """Whether a socket cannot move these bytes."""
+        return memory.device.type != "cpu"
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the lanes of `device`, which is the current one of this thread; for reads on any thread."""
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device], self._free[device] = self._make_lanes(device), []
+
+    def _make_lanes(self, device: torch.device) -> Lanes:
+        from odc.memory.cuda import CudaLanes
+
+        return CudaLanes(device)
+
+    @contextlib.contextmanager
+    def lend(self, device: torch.device) -> Iterator[Stage]:
+        """A stage that nobody else uses, for the block."""
+        self.prepare(device)
+        with self._lock:
+            stage = self._free[device].pop() if self._free[device] else None
+            self._made += stage is None
+        stage = stage or Stage(self._lanes[device], self._made)
+        try:
+            yield stage
+        finally:
+            if len(self._free[device]) < _KEPT:
+                self._free[device].append(stage)
+
+    def pieces(self, memory: torch.Tensor) -> Generator[memoryview]:
+        """As `Stage.pieces`, from a stage that is lent until the last piece was taken."""
+        with self.lend(memory.device) as stage:
+            yield from stage.pieces(memory)

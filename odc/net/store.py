@@ -1,0 +1,314 @@
+"""The job's key-value store, with a deadline on every call, and what ranks say of themselves in it.
+
+torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
+process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
+
+While a call takes long, the caller also asks whether anything listens at the store's address: a new connection to a
+store that is gone would be tried again until torch's timeout.
+
+A rank says which process it is when it first shards a module, so that a peer that waits for its heap sees the process
+end at once. Only ranks that see the same process ids (one host, one PID namespace) can look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from odc.deadlines import Backoff, Deadline
+from odc.errors import OdcError, PeerLostError, WaitTimeoutError
+from odc.memory import ProcessHandle
+
+_LOOK_S = 0.1  # between two looks at why the caller should wait no longer
+_FIRST_PROBE_S, _PROBE_S = 0.5, 1.0  # of a call, before the store's address is probed; that a probe may take
+_DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
+_FAILED = "odc/failed"
+_NOTHING = secrets.token_hex(16)  # what no key has as its value
+
+
+class _Call:
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self._name, self._arguments = name, arguments
+        self.given_up = False
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def make(self, store: Any) -> None:
+        try:
+            if not self.given_up:
+                self.result = getattr(store, self._name)(*self._arguments)
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+def _serve(store: Any, calls: SimpleQueue[_Call | None]) -> None:
+    try:
+        socket.socket().close()  # raises where no descriptor is left, for which torch would try again and again
+        connection = store.clone()
+    except Exception:  # a store that cannot be cloned, or whose server is gone: the calls will say so
+        connection = store
+    while (call := calls.get()) is not None:
+        call.make(connection)
+        del call
+
+
+def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) -> None:
+    calls.put(None)
+    for process in processes.values():
+        process.close()
+
+
+class _StoreConnection:
+    """This process's own connection to a store, used by one thread; ends with its last user."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.pid = store, os.getpid()
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
+        threading.Thread(target=_serve, args=(store, self.calls), name="odc-store", daemon=True).start()
+        weakref.finalize(self, _end, self.calls, self.processes).atexit = False
+
+
+_connections: weakref.WeakValueDictionary[int, _StoreConnection] = weakref.WeakValueDictionary()
+_connecting = threading.Lock()
+
+
+def _connect(store: Any) -> _StoreConnection:
+    with _connecting:
+        found = _connections.get(id(store))
+        if found is None or found.store is not store or found.pid != os.getpid():
+            found = _connections[id(store)] = _StoreConnection(store)
+        return found
+
+
+class KeyValueStore(Protocol):
+    """What is needed of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+
+class JobStore:
+    """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
+
+    Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
+    gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
+    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        timeout_s: float,
+        rank: int | None = None,
+        prefix: str = "",
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._connection: _StoreConnection = store._connection if isinstance(store, JobStore) else _connect(store)
+        self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
+
+    @property
+    def processes(self) -> dict[int, ProcessHandle]:
+        """Processes of the job by global rank, as far as this process has looked; all users of the store share them."""
+        return self._connection.processes
+
+    def within(self, timeout_s: float) -> JobStore:
+        """The same store with another deadline, and without `watch`."""
+        return JobStore(self, timeout_s, self._rank, self._prefix)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call("set", self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there and stays: for one that is not torch waits, and all calls with it."""
+        value: bytes = self._call("get", self._prefix + key)
+        return value
+
+    def find(self, key: str) -> bytes | None:
+        """The value of a key, None if it is not there; for keys that another rank may delete at any time."""
+        value = self.compare_set(key, _NOTHING, _NOTHING)  # sets nothing; without the key it returns what was expected
+        return None if value == _NOTHING.encode() else value
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._call("check", [self._prefix + key for key in keys]))
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, which begins at 0; returns its new value."""
+        return int(self._call("add", self._prefix + key, number))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set a key if it has the expected value ("": is not there); returns the value that it has now."""
+        found: bytes = self._call("compare_set", self._prefix + key, expected, value)
+        return found
+
+    def delete_key(self, key: str) -> None:
+        """Delete a key, whether it is there or not."""
+        self._call("delete_key", self._prefix + key)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        call = _Call(name, arguments)
+        self._connection.calls.put(call)
+        deadline, probe = Deadline(self.timeout_s), Deadline(_FIRST_PROBE_S)
+        try:
+            while not call.done.wait(min(_LOOK_S, self.timeout_s)):
+                self._watch()
+                if probe.passed():
+                    self._refuse_gone()
+                    probe = Deadline(2 * probe.timeout_s)  # a store that is stopped accepts, but only so many
+                if deadline.passed():
+                    raise WaitTimeoutError(
+                        f"{self._who()}the job's key-value store{self._where()} has not answered for "
+                        f"{self.timeout_s:g} s; look at the process that hosts it ({_host()})",
+                        culprit=_hosting_rank(),
+                    )
+        finally:
+            call.given_up = True
+        if call.error is not None:
+            raise self._lost(call.error) from call.error
+        return call.result
+
+    def _refuse_gone(self) -> None:
+        """Raise PeerLostError if the store's host says that nothing listens at its address any more."""
+        try:
+            if (address := self._address()) is not None:
+                socket.create_connection(address, _PROBE_S).close()
+        except ConnectionRefusedError as error:
+            raise self._lost(error) from error
+        except OSError:  # it may be slow, or cut off for a moment
+            return
+
+    def _lost(self, error: BaseException) -> OdcError:
+        said = str(error).strip().splitlines()
+        text = f"{self._who()}the job's key-value store{self._where()} is gone ({said[0] if said else error!r})"
+        dead = self._dead_within(_DEATH_S)
+        if dead is not None:
+            return PeerLostError(f"{text}: the process of rank {dead} has ended", culprit=dead)
+        return PeerLostError(f"{text}: the process that hosts it ({_host()}) has ended", culprit=_hosting_rank())
+
+    def _dead_within(self, seconds: float) -> int | None:
+        """The lowest rank whose process is known to have ended, waited for so long."""
+        deadline, backoff = Deadline(seconds), Backoff(0.01, 0.01)
+        while True:
+            for rank, process in sorted(self.processes.items()):
+                if not process.alive():
+                    return rank
+            if deadline.passed() or not self.processes:
+                return None
+            backoff.sleep()
+
+    def _who(self) -> str:
+        return "" if self._rank is None else f"rank {self._rank}: "
+
+    def _where(self) -> str:
+        address = self._address()
+        return "" if address is None else f" at {address[0]}:{address[1]}"
+
+    def _address(self) -> tuple[str, int] | None:
+        """Where the store is hosted; None of one that no process hosts, such as a FileStore."""
+        return store_address(self._connection.store)
+
+
+def underlying(store: Any) -> Any:
+    """A torch store without its prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def store_address(store: Any) -> tuple[str, int] | None:
+    """Host and port of a torch store; None of one that no process hosts, such as a FileStore."""
+    store = underlying(store)
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (str(host), int(port)) if host and port else None
+
+
+def _hosting_rank() -> int | None:
+    """Rank 0 hosts the store of a job that was not started by torch's launcher, which hosts it itself."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+def _host() -> str:
+    return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"
+
+
+def announce_process(store: JobStore, rank: int) -> None:
+    """Store which process `rank` is, and on which host. Raises as a JobStore does."""
+    store.set(_key(rank), json.dumps([os.getpid(), _namespace(), host_identity()]))
+
+
+def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
+    """The process of `rank`; None if it has not said, or cannot be seen from here. Raises as a JobStore does.
+
+    The handle belongs to the store's connection, which keeps it for the next who asks.
+    """
+    known = store.processes.get(rank)
+    if known is not None or (said := store.find(_key(rank))) is None:
+        return known
+    pid, namespace, *_ = json.loads(said)
+    if namespace != _namespace():
+        return None
+    handle = ProcessHandle(int(pid))
+    kept = store.processes.setdefault(rank, handle)
+    if kept is not handle:  # another thread was quicker
+        handle.close()
+    return kept
+
+
+def host_of(store: JobStore, rank: int) -> str | None:
+    """The `host_identity` of `rank`; None if it has not said. Raises as a JobStore does."""
+    said = store.find(_key(rank))
+    return None if said is None else str(json.loads(said)[2])
+
+
+def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
+    """Tell ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
+    with contextlib.suppress(OdcError):
+        if not store.check([_FAILED]):  # the first stays: later ones are mostly its consequence
+            store.set(_FAILED, json.dumps([culprit, reason]))
+
+
+def failure(store: JobStore) -> tuple[int, str] | None:
+    """Culprit and reason that a rank of the job left by `announce_failure`. Raises as a JobStore does."""
+    said = store.find(_FAILED)
+    if said is None:
+        return None
+    culprit, reason = json.loads(said)
+    return int(culprit), str(reason)
+
+
+def _key(rank: int) -> str:
+    return f"odc/process/{rank}"
+
+
+def host_identity() -> str:
+    """Two processes with the same text can map each other's memory and watch each other: they share the boot, the
+    network namespace (for the listeners) and the PID namespace. Containers that share none of these are hosts.
+    """
+    try:
+        return _namespace() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return _namespace()
+
+
+def _namespace() -> str:
+    """Two processes with the same text see the same process ids."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,32 @@
+"""The words that ranks store, where they lie, who waits for them: the protocol, without sockets and threads."""
+
+from __future__ import annotations
+
+from odc.protocol.accumulate import Adder, accumulator_dtype
+from odc.protocol.grid import RankGrid
+from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.push import Gradient, Inbox, Outbox, Pusher, flatten
+from odc.protocol.units import Piece, UnitSpec
+from odc.protocol.wait import Waiter, last_in_chain
+from odc.protocol.words import Outcome, RootState, Word
+
+__all__ = [
+    "Adder",
+    "Gradient",
+    "HeapLayout",
+    "Inbox",
+    "MemberProtocol",
+    "Outbox",
+    "Outcome",
+    "Piece",
+    "Pusher",
+    "RankGrid",
+    "RootState",
+    "UnitSpec",
+    "Waiter",
+    "Word",
+    "accumulator_dtype",
+    "flatten",
+    "last_in_chain",
+]

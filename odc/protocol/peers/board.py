@@ -1,0 +1,58 @@
+"""What every member tells the others: words on a board, and texts beside them; wherever this host keeps them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from odc.memory import Words
+
+REASON_BYTES = 1024
+
+
+class TellingPeer(ABC):
+    """One member, as far as it tells others how it fares. Questions may be asked from any thread."""
+
+    member: int
+    rank: int  # global
+
+    @property
+    @abstractmethod
+    def attached(self) -> bool:
+        """Whether every question can be answered without waiting."""
+
+    @property
+    @abstractmethod
+    def board(self) -> Words:
+        """Its words (`odc.protocol.words.Word`)."""
+
+    @abstractmethod
+    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+        """uint8 [numel] of region `name`, "reason" or "abandoned", from `offset` on."""
+
+    @property
+    def reason(self) -> str:
+        """Why the job was aborted, or what the member noted as it shut down; empty if it said nothing."""
+        return _read(self._texts("reason", 0, REASON_BYTES))
+
+    def set_reason(self, text: str) -> None:
+        """Write `reason`, before ABORT or LEFT; of a long text the first bytes are kept."""
+        _write(self._texts("reason", 0, REASON_BYTES), text)
+
+    def abandonment(self, epoch: int) -> str:
+        """Why the member abandoned `epoch`, of its newest two."""
+        return _read(self._texts("abandoned", epoch % 2 * REASON_BYTES, REASON_BYTES))
+
+    def set_abandonment(self, epoch: int, text: str) -> None:
+        """Write `abandonment`, before the epoch's outcome; of a long text the first bytes are kept."""
+        _write(self._texts("abandoned", epoch % 2 * REASON_BYTES, REASON_BYTES), text)
+
+
+def _write(region: torch.Tensor, text: str) -> None:
+    raw = text.encode("utf-8", "replace")[: region.numel() - 1]
+    region[: len(raw) + 1].copy_(torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8))
+
+
+def _read(region: torch.Tensor) -> str:
+    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")

@@ -1,0 +1,187 @@
+"""A member whose heap is mapped into this process: its words, its shards and its staging slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.protocol.peers.board import TellingPeer
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import Word
+
+# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after `wait.NAP_S`.
+_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
+
+
+class PushedWords(Words):
+    """This rank's board in a job over several hosts: what is stored is told to the other hosts, and wakes who waits.
+
+    `told` gets the index and the value of every word after it was stored; `refresh` is called now and then by a thread
+    that waits, for what need not be told at once.
+    """
+
+    __slots__ = ("refresh", "told")
+
+    def __init__(self, address: int, count: int, keepalive: object) -> None:
+        super().__init__(address, count, keepalive)
+        self.told: Callable[[int, int], None] = lambda index, value: None
+        self.refresh: Callable[[], None] = lambda: None
+
+    def store(self, i: int, value: int) -> None:
+        super().store(i, value)
+        if i in _AWAITED:
+            self.wake(i)
+        self.told(int(i), value)
+
+
+class LocalPeer(TellingPeer):
+    """One member, this rank's own included. The first question about another member attaches to it, which may wait.
+
+    Questions may be asked from any thread; they raise as `SymmetricHeap.tensor` does. Tensors are views, not copies.
+    `buffers` published versions (1 or 2) lie side by side; `parameters` counts those of all units.
+    """
+
+    def __init__(self, heap: SymmetricHeap, member: int, buffers: int, parameters: int) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self._heap, self._buffers, self._parameters = heap, buffers, parameters
+        # Made once: a view of shared memory costs more than to copy a small parameter.
+        self._published: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._shards: dict[tuple[int, int], torch.Tensor] = {}
+        self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
+        self._mutexes: dict[int, RobustMutex] = {}
+        self._pushed: PushedWords | None = None
+        self._lasts: np.ndarray | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether every question can be answered without waiting."""
+        return self._heap.attached(self.member)
+
+    def attach(self) -> None:
+        self._heap.words(self.member, "board")
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._published.clear()
+        self._shards.clear()
+        self._accumulators.clear()
+        self._mutexes.clear()
+        self._pushed = self._lasts = None
+
+    # words -------------------------------------------------------------------------------------------------------
+
+    @property
+    def board(self) -> Words:
+        return self._pushed or self._heap.words(self.member, "board")
+
+    def push_board(self) -> PushedWords:
+        """Have this rank's own board tell what is stored in it, from now on."""
+        words = self._heap.words(self.member, "board")
+        self._pushed = PushedWords(self._heap.address(self.member, "board"), len(words), words)
+        return self._pushed
+
+    @property
+    def sent(self) -> Words:
+        """Blocks that each source has posted to the member, cumulative; word `source` is written by that source."""
+        return self._heap.words(self.member, "sent")
+
+    @property
+    def accumulated(self) -> Words:
+        """Blocks of each source that the member's daemon has added, cumulative."""
+        return self._heap.words(self.member, "accumulated")
+
+    @property
+    def claims(self) -> Words:
+        return self._heap.words(self.member, "claimed")
+
+    @property
+    def lasts(self) -> Words:
+        """LAST, over hosts: two words a unit, how often the member had pushed it, and the epoch of its last push."""
+        return self._heap.words(self.member, "node/lasts")
+
+    def last_epochs(self) -> np.ndarray:
+        """int64 [units]: the second words of `lasts`, at a glance. What is found here must be loaded as a word."""
+        if self._lasts is None:
+            self._lasts = self.lasts.as_tensor().numpy()[1::2]
+        return self._lasts
+
+    def pushes(self, source: int) -> torch.Tensor:
+        """int64 [parameters]: cumulative pushes of each parameter by `source`, which writes them before its DONE."""
+        count = self._parameters
+        return self._heap.tensor(self.member, "pushes", torch.int64, offset=source * count, numel=count)
+
+    def all_pushes(self) -> torch.Tensor:
+        """int64 [members, parameters]: `pushes` of every source."""
+        members, count = len(self._heap.ranks), self._parameters
+        every = self._heap.tensor(self.member, "pushes", torch.int64, numel=members * count)
+        return every.view(members, count)
+
+    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+        return self._heap.tensor(self.member, name, torch.uint8, offset=offset, numel=numel)
+
+    # shards ------------------------------------------------------------------------------------------------------
+
+    def published(self, unit: UnitSpec, param: int, epoch: int = 0) -> torch.Tensor:
+        """1-D [elements of a padded shard] in compute dtype; `epoch` matters only where there are two buffers."""
+        key = unit.index, param, epoch % self._buffers
+        view = self._published.get(key)
+        if view is None:
+            spec = unit.params[param]
+            at = (key[2] * unit.published_bytes + spec.published_offset) // spec.dtype.itemsize
+            view = self._published[key] = self._view(f"published/{unit.index}", spec.dtype, at, spec.numel)
+        return view
+
+    def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
+        """uint8 [unit.published_bytes or more]: the published shard of `unit`, parameter after parameter."""
+        key = unit.index, epoch % self._buffers
+        view = self._shards.get(key)
+        if view is None:
+            at = key[1] * unit.published_bytes
+            view = self._shards[key] = self._view(f"published/{unit.index}", torch.uint8, at)
+        return view
+
+    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
+        """1-D [unit.numel] in the accumulator's dtype; `source` is a shard index, with per-source accumulators only."""
+        key = unit.index, source
+        view = self._accumulators.get(key)
+        if view is None:
+            name, dtype, count = f"accumulator/{unit.index}", unit.accumulator_dtype, unit.numel
+            view = self._accumulators[key] = self._view(name, dtype, source * count, count)
+        return view
+
+    def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None = None) -> torch.Tensor:
+        # One made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            return self._heap.tensor(self.member, name, dtype, offset=offset, numel=numel)
+
+    def mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards adds into the accumulator of `unit`."""
+        mutex = self._mutexes.get(unit.index)
+        if mutex is None:
+            address = self._heap.address(self.member, "mutexes") + unit.index * MUTEX_BYTES
+            what = f"the accumulator of unit {unit.name!r} on rank {self.rank}"
+            # The words keep the memory mapped.
+            mutex = RobustMutex(address, self._heap.words(self.member, "mutexes"), what)
+            self._mutexes[unit.index] = mutex
+        return mutex
+
+    # staging and queue -------------------------------------------------------------------------------------------
+
+    def staging_address(self, distance: int) -> int:
+        """Where the staging ring of the source `distance` places before the member begins; valid until `close`."""
+        return self._heap.address(self.member, f"staging/{distance}")
+
+    def staging(self, distance: int) -> torch.Tensor:
+        """uint8 [slots * bytes of a slot]: the same ring."""
+        return self._heap.tensor(self.member, f"staging/{distance}", torch.uint8)
+
+    def headers(self, distance: int) -> torch.Tensor:
+        """int64 [slots * header words]: the headers of the same ring."""
+        return self._heap.tensor(self.member, f"headers/{distance}", torch.int64)
+
+    def offers(self) -> torch.Tensor:
+        """uint8 [queue_bytes, rounded up to 64]: the microbatches that the member offers, and their table."""
+        return self._heap.tensor(self.member, "queue", torch.uint8)

@@ -1,0 +1,187 @@
+"""A member elsewhere: on another host a mirror of its words, on another node a cache of its shards, sums for it.
+
+All of it lies on this host, or node, in the heap of the member with the same index (its *column*), which every rank
+here maps. So waiting stays a look at local memory. The column's daemon writes the mirror; whoever is named in
+docs/protocol.md writes the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.protocol.grid import RankGrid
+from odc.protocol.peers.board import REASON_BYTES, TellingPeer
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import BOARD_WORDS
+
+_LINE = 64
+
+
+def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
+    """Regions of every heap that hold the words of one member on each other host."""
+    rows = grid.host_count - 1
+    return [
+        ("mirror/board", rows * BOARD_WORDS * 8),
+        ("mirror/reason", rows * REASON_BYTES),
+        ("mirror/abandoned", rows * 2 * REASON_BYTES),
+        ("mirror/pushes", rows * max(1, parameters) * 8),
+    ]
+
+
+def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
+    node's sums for one member.
+    """
+    rows, count = nodes.host_count - 1, max(1, len(units))
+    requests = [
+        ("node/claims", rows * count * 2 * 8),
+        ("node/cached", rows * count * 8),
+        ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
+    ]
+    for row in range(rows):
+        requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
+        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
+    return requests
+
+
+def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Regions of every heap that hold further words of one member on each other host: bytes by the region's name."""
+    rows = grid.host_count - 1
+    return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
+
+
+def starts(units: tuple[UnitSpec, ...], sources: int, shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its `sources` accumulators among those of all units, and the bytes of all.
+
+    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
+    """
+    sizes = (sources * -(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
+
+
+class RemotePeer(TellingPeer):
+    """The words of one member of another host. The first question attaches to its column, which may wait.
+
+    Raises as `SymmetricHeap.tensor` does. Tensors are views.
+    """
+
+    def __init__(self, heap: SymmetricHeap, grid: RankGrid, member: int, parameters: int) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self.column, self.row = grid.column(member), grid.row(grid.host(member))
+        self._heap, self._parameters, self._rows = heap, parameters, grid.host_count - 1
+        self._board: Words | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self._heap.attached(self.column)
+
+    def attach(self) -> None:
+        self._heap.words(self.column, "board")
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._board = None
+
+    @property
+    def board(self) -> Words:
+        board = self._board
+        if board is None:
+            board = self._board = _words(self._heap, self.column, "mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
+        return board
+
+    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+        start = self.row * REASON_BYTES * (2 if name == "abandoned" else 1) + offset
+        return self._heap.tensor(self.column, f"mirror/{name}", torch.uint8, offset=start, numel=numel)
+
+    @property
+    def pushes(self) -> torch.Tensor:
+        """int64 [parameters]: cumulative pushes of each parameter by the member."""
+        start = self.row * self._parameters
+        return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
+
+    def mirrored(self, name: str) -> Words:
+        """Words of the member's region `name` (see `arena_requests`)."""
+        count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
+        return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
+
+
+class NodeShare:
+    """The share of one member of another node that lies on this one: a cache of its shards, sums of gradients for it.
+
+    The first question attaches to the member's column here, which may wait. Raises as `SymmetricHeap.tensor` does.
+    Tensors are views. `sums_at` has the bytes before each unit's accumulators, and `sources` is how many a unit has.
+    """
+
+    def __init__(self, heap: SymmetricHeap, nodes: RankGrid, member: int, sums_at: list[int], sources: int) -> None:
+        self.member, self.rank = member, heap.ranks[member]
+        self.column, self.row = nodes.column(member), nodes.row(nodes.host(member))
+        self._heap, self._sums_at, self._sources = heap, sums_at, sources
+        self._units = len(sums_at)
+        self._slots = {shard: place for place, shard in enumerate(m % nodes.shards for m in nodes.local_shard_group)}
+        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._mutexes: dict[int, RobustMutex] = {}
+
+    def forget(self) -> None:
+        """Drop the views that are kept, so that the memory can be given back."""
+        self._views.clear()
+        self._mutexes.clear()
+
+    # the node cache ----------------------------------------------------------------------------------------------
+
+    def claims(self, unit: UnitSpec) -> Words:
+        """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
+        return _words(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
+
+    def cached(self, unit: UnitSpec) -> Words:
+        """One word: the newest epoch whose shard lies in the cache."""
+        return _words(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
+
+    def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
+        """uint8 [unit.published_bytes or more]: the place of the member's shard in the cache; of the newest epoch."""
+        return self._view(f"cache/{self.row}/{unit.index}", torch.uint8, 0, None)
+
+    # the node sums -----------------------------------------------------------------------------------------------
+
+    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
+        """1-D [unit.numel]: where this node adds its gradients for the member; `source` is a shard index, with
+        per-source accumulators only.
+        """
+        slot = self._slots[source] if self._sources > 1 else 0
+        at = self._sums_at[unit.index] // unit.accumulator_dtype.itemsize + slot * unit.numel
+        return self._view(f"sums/{self.row}", unit.accumulator_dtype, at, unit.numel)
+
+    def mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards adds into `accumulator`."""
+        return self._mutex(unit, 0, f"this node's sum of unit {unit.name!r} for rank {self.rank}")
+
+    def claim_mutex(self, unit: UnitSpec) -> RobustMutex:
+        """The lock that guards `claims`."""
+        return self._mutex(unit, 1, f"the claim on the shard of unit {unit.name!r} of rank {self.rank}")
+
+    def _mutex(self, unit: UnitSpec, kind: int, what: str) -> RobustMutex:
+        at = (self.row * self._units + unit.index) * 2 + kind
+        mutex = self._mutexes.get(at)
+        if mutex is None:
+            address = self._heap.address(self.column, "node/mutexes") + at * MUTEX_BYTES
+            # The words keep the memory mapped.
+            mutex = RobustMutex(address, self._heap.words(self.column, "node/mutexes"), what)
+            self._mutexes[at] = mutex
+        return mutex
+
+    def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> torch.Tensor:
+        # Made once: a view of shared memory costs more than to copy a small parameter.
+        key = name, offset, dtype.itemsize
+        view = self._views.get(key)
+        if view is None:
+            with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
+                view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
+        return view
+
+
+def _words(heap: SymmetricHeap, column: int, name: str, first: int, count: int) -> Words:
+    keepalive = heap.words(column, name)
+    return Words(heap.address(column, name) + 8 * first, count, keepalive)

@@ -1,0 +1,174 @@
+"""Every wait of odc: how a thread polls, when its deadline passes, and which rank is to blame.
+
+A waiting thread first yields, then sleeps, from 50 us growing to 1 ms. Over hosts, where waits
+are long, it sleeps until the word is stored. A deadline belongs to one peer and starts anew whenever that peer calls
+into odc. Deaths arrive through the ABORT word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from odc.deadlines import Backoff, Deadline
+from odc.errors import PeerLostError, WaitTimeoutError
+from odc.memory import Words
+from odc.protocol.layout import HeapLayout
+from odc.protocol.words import Word
+from odc.trace import WAIT, recorder
+
+_YIELDS = 39
+_FIRST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
+NAP_S = 0.1  # between two looks at ABORT and the deadline where somebody ends the sleep
+_REASON_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
+_SPAN_NS = 50_000  # shorter waits are not worth a span
+_SAME_NUMBER = (
+    "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
+)
+
+
+def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
+    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
+    nobody.
+    """
+    seen = {me, member}
+    while (following := waits_for(member)) is not None and following not in seen:
+        seen.add(following)
+        member = following
+    return member
+
+
+class Waiter:
+    """Waits for words of a root's members, from any thread.
+
+    `abort` is given a reason and the culprit's global rank; `note` is given the global rank that is waited for, and
+    None when the wait is over.
+    """
+
+    def __init__(
+        self, layout: HeapLayout, abort: Callable[[str, int], None], note: Callable[[int | None], None]
+    ) -> None:
+        self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
+        self._board = layout.mine.board
+        self._pushed = layout.pushed_board if layout.grid.remote else None
+
+    def check(self, doing: str) -> None:
+        """Raise `PeerLostError` if a rank aborted the job."""
+        if self._board.load(Word.ABORT):
+            self._raise_abort(self._grid.me, doing)
+
+    def await_reason(self, doing: str) -> None:
+        """Have the daemon say why a peer was lost, as its links and handles know who died or which host has vanished:
+        raise PeerLostError as `check` does, or return if it says nothing for five seconds. Never on its own thread.
+        """
+        deadline, backoff = Deadline(_REASON_S), Backoff(0.005, 0.05)
+        while not deadline.passed():
+            self.check(doing)
+            backoff.sleep()
+
+    def until(
+        self,
+        ready: Callable[[], bool],
+        member: int,
+        what: str,
+        *,
+        lane: str = "main",
+        nap: Callable[[], object] | None = None,
+        may_leave: bool = False,
+    ) -> None:
+        """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
+
+        `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
+        thread's in the trace; `nap` sleeps between two looks, a tenth of a second at most, where another thread of this
+        rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
+        made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
+        """
+        self.check(f"waiting for {what}")
+        if ready():
+            return
+        begin = recorder().now_on(lane)
+        self._note(self._grid.ranks[member])
+        try:
+            self._poll(ready, member, what, nap, may_leave)
+        finally:
+            self._note(None)
+            end = recorder().now_on(lane)
+            if end - begin > _SPAN_NS:
+                recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
+
+    def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
+        """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
+        ready = functools.partial(_reached, words, index, least)
+        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, NAP_S)
+        self.until(ready, member, what, lane=lane, nap=nap)
+
+    def _poll(
+        self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None, may_leave: bool
+    ) -> None:
+        peer = self._layout.peer(member).board
+        deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
+        longest = _LONGEST_SLEEP_S if self._pushed is None else _LONGEST_OVER_HOSTS_S
+        backoff = Backoff(_FIRST_SLEEP_S, longest, yields=0 if nap else _YIELDS)
+        sleep = nap or backoff.sleep
+        while True:
+            sleep()
+            if ready():
+                return
+            if self._board.load(Word.ABORT):
+                self._raise_abort(self._grid.me, f"waiting for {what}")
+            if backoff.yielding:
+                continue
+            if self._pushed is not None:
+                self._pushed.refresh()
+            if peer.load(Word.ABORT):
+                self._raise_abort(member, f"waiting for {what}")
+            # LEFT is written after the member's last other word, so a second look decides.
+            if not may_leave and peer.load(Word.LEFT) and not ready():
+                self._raise_left(member, what)
+            if deadline.passed(peer.load(Word.PROGRESS)):
+                self._raise_timeout(member, what, peer.load(Word.PUBLISHED), peer.load(Word.DONE))
+
+    def _epoch(self) -> int:
+        return self._board.load(Word.PUBLISHED)
+
+    def _me(self) -> str:
+        return f"rank {self._grid.rank} (epoch {self._epoch()})"
+
+    def _raise_abort(self, member: int, doing: str) -> None:
+        peer = self._layout.peer(member)
+        culprit = peer.board.load(Word.ABORT) - 1
+        reason = peer.reason or "no reason given"
+        raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+
+    def _raise_left(self, member: int, what: str) -> None:
+        column = self._grid.column(member)
+        if member != column and self._layout.local(column).board.load(Word.LEFT):
+            member = column  # by which this host was told of the other one
+        peer, rank = self._layout.peer(member), self._grid.ranks[member]
+        note, blamed = peer.reason, peer.board.load(Word.LEFT) - 2
+        said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
+        why = f"; the last error there was {note}" if note else ""
+        raise PeerLostError(f"{said}{why}; {_SAME_NUMBER}", culprit=blamed if blamed >= 0 else rank)
+
+    def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
+        rank = self._grid.ranks[member]
+        culprit = self._grid.ranks[last_in_chain(member, self._grid.me, self._waits_for)]
+        itself = f", and waits itself for rank {culprit}" if culprit != rank else ""
+        behind = f", and {_SAME_NUMBER}" if done == published < self._epoch() else ""
+        said = (
+            f"{self._me()}, waiting for {what}: rank {rank} has not called into odc for "
+            f"{self._layout.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
+            f"{itself}; raise Settings.timeout_s if it is only slow{behind}"
+        )
+        self._abort(said, culprit)  # or others would blame this rank, which ends now
+        raise WaitTimeoutError(said, culprit=culprit)
+
+    def _waits_for(self, member: int) -> int | None:
+        peer = self._layout.peer(member)
+        rank = peer.board.load(Word.WAITING) - 1 if peer.attached else -1
+        return self._grid.ranks.index(rank) if rank in self._grid.ranks else None
+
+
+def _reached(words: Words, index: int, least: int) -> bool:
+    return words.load(index) >= least
