@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from bench.turns import in_turns
-from odc.balance import lb_micro, lb_mini, lower_bound, partition
+from odc.balance import lb_micro, lb_mini, local_sort, lower_bound, partition
 from odc.balance.state import Ints
 from odc.bench.dispatching import COST, draw_lengths, owners_of, plain_lpt, sparse_kk
 
@@ -91,7 +91,7 @@ def test_first_call(note, tmp_path: Path):
         note(samples=2048, parts=64, sizes=f"first call, {cache} cache", odc_ms=f"{float(done.stdout) * 1e3:.0f}")
 
 
-@pytest.mark.parametrize("policy", [lb_micro, lb_mini], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("policy", [local_sort, lb_micro, lb_mini], ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize(("samples", "parts"), [(64, 8), (512, 64), (4096, 64), (153_600, 2560)])
 def test_policy(note, policy: Callable[..., Any], samples: int, parts: int):
     if policy is lb_micro and samples > KK_UP_TO:

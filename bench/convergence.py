@@ -33,18 +33,9 @@ _FLOOR = 1e-9  # where the picture has losses that are equal
 
 def job_of(given: Any) -> JobConfig:
     """The job that all arms run, without arm and output folder."""
-    return JobConfig(
-        model=given.model,
-        data="stdlib",
-        long="drop",
-        vocab=given.vocab,
-        max_tokens=given.max_tokens,
-        minibatch_size=given.minibatch_size,
-        steps=given.steps,
-        lr=2e-3,
-        warmup=given.steps // 15,
-        seed=given.seed,
-    )
+    same = ("model", "vocab", "max_tokens", "minibatch_size", "steps", "seed")
+    options = {name: getattr(given, name) for name in same}
+    return JobConfig(data="stdlib", long="drop", lr=2e-3, warmup=given.steps // 15, **options)
 
 
 def records_of(arm: ArmName, job: JobConfig, folder: Path) -> tuple[list[dict[str, Any]], float]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from bench.script import Script
+from bench.turns import in_turns
 from odc.bench.ranks import RankPool, held
 
 MIB = 1 << 20
@@ -81,9 +82,6 @@ def steps(count: int) -> list[float]:
     return times
 
 
-# the process that reads ----------------------------------------------------------------------------------------------
-
-
 def follow(pipe: Connection, handle: str) -> None:
     """Does what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
     from odc.errors import StaleVersionError
@@ -124,26 +122,12 @@ def rates(reader: Any, into: dict[str, torch.Tensor], rounds: int) -> list[dict[
     rows, fresh = [], list[torch.Tensor]()
     for pages in ("kept", "fresh"):
         kept = pages == "kept"
-        fetches, copies = [], []
-        for _ in range(rounds + 1):
-            fetches.append(_seconds(functools.partial(reader.read, into if kept else None)))
-            copies.append(_seconds(functools.partial(memcpy, kept)))
-            fresh.clear()
-        fetch, copy = median(fetches[1:]), median(copies[1:])
+        read = functools.partial(reader.read, into if kept else None)
+        times = in_turns({"read": read, "memcpy": functools.partial(memcpy, kept)}, rounds, after=fresh.clear, warm=1)
+        fetch, copy = median(times["read"]), median(times["memcpy"])
         rows.append({"pages": pages, "MiB": nbytes / MIB, "fetch_ms": fetch * 1e3, "memcpy_ms": copy * 1e3,
                      "ratio": copy / fetch, "fetch_GBps": nbytes / fetch / 1e9, "rounds": rounds})  # fmt: skip
     return rows
-
-
-def _seconds(work: Any) -> float:
-    begin = time.perf_counter()
-    kept = work()
-    took = time.perf_counter() - begin
-    del kept
-    return took
-
-
-# both ----------------------------------------------------------------------------------------------------------------
 
 
 class Outsider:

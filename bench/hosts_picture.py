@@ -10,15 +10,7 @@ from odc.bench.report import cell
 
 PICTURE = Path(__file__).parent.parent / "docs" / "hosts.svg"
 _WIDTH, _LEFT, _BAR, _GAP = 860, 300, 15, 14
-_COLOURS = {  # all else is torch's
-    "odc": "#2e7d32",
-    "odc-inline": "#3b8a3f",
-    "odc-unmarked": "#4c9a4f",
-    "odc-bf16": "#64a868",
-    "odc-hybrid": "#7fb77f",
-    "odc-nixl": "#b5d6b5",
-}
-_OTHER = "#8fb8de"
+_ODC, _TORCH = "#2e7d32", "#8fb8de"
 _HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
 font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">
 <rect width="{width}" height="{height}" fill="#ffffff"/>"""
@@ -35,7 +27,7 @@ def svg() -> str:
         for arm, row in rows.items():
             width = row["seconds"] * second
             elements.append(f'<text x="{_LEFT - 8}" y="{y + 11}" text-anchor="end">{escape(arm)}</text>')
-            colour = _COLOURS.get(arm, _OTHER)
+            colour = _ODC if arm.startswith("odc") else _TORCH
             elements.append(f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR - 3}" fill="{colour}"/>')
             elements.append(f'<text x="{_LEFT + width + 5:.1f}" y="{y + 11}">{cell(row["seconds"])}</text>')
             y += _BAR

@@ -9,7 +9,7 @@ other work slows all of them alike. "times_default" is the median over rounds of
 round, "least_times_default" the ratio of their shortest times, which other work touches least.
 
 The rows "add alone" have no ranks: a gradient of fp32 is added in private memory, in blocks of 1 MiB of the sum, to
-fp32, to fp64 as torch does it for mixed types, and to fp64 by way of a converted block that stays in the cache.
+fp32 and to fp64, as torch does it for mixed types.
 """
 
 from __future__ import annotations
@@ -41,24 +41,15 @@ def accumulator_bytes(push: Push) -> int:
 
 def alone(numel: int) -> dict[str, Callable[[], None]]:
     """Ways to add `numel` elements without ranks, by name."""
-    gradient, single, double = torch.ones(numel), torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
-    converted = torch.empty(_BLOCK_BYTES // 8, dtype=torch.float64)
+    gradient = torch.ones(numel)
+    totals = {"fp32": torch.zeros(numel), "fp64": torch.zeros(numel, dtype=torch.float64)}
 
     def add(total: torch.Tensor) -> None:
         block = _BLOCK_BYTES // total.itemsize
         for start in range(0, numel, block):
             total[start : start + block].add_(gradient[start : start + block])
 
-    def add_converted() -> None:
-        for start in range(0, numel, len(converted)):
-            part = double[start : start + len(converted)]
-            part.add_(converted[: len(part)].copy_(gradient[start : start + len(part)]))
-
-    return {
-        "add alone, fp32": lambda: add(single),
-        "add alone, fp64": lambda: add(double),
-        "add alone, fp64, converted in the cache": add_converted,
-    }
+    return {f"add alone, {name}": lambda total=total: add(total) for name, total in totals.items()}
 
 
 def rows_of(times: dict[str, list[float]], mib: int, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -22,10 +20,11 @@ def figures_of(name: str) -> Figures:
     return made() if made else stored(_ONE_RESULT.get(name, name))
 
 
-def stored(name: str, **more: object) -> dict[str, Any]:
-    """All of the stored result `name`, with its `note` and the command as pages show it, and more."""
+def stored(name: str) -> dict[str, Any]:
+    """All of the stored result `name`, its `note`, the command as pages show it, and rows `by` their first column."""
     result = load(name)
-    return {**result, "note": note(result), "command": command(result), **more}
+    by = {next(iter(row.values())): row for row in result.get("rows", ())}
+    return {**result, "note": note(result), "command": command(result), "by": by}
 
 
 def _quote(function: Callable[[], Figures]) -> Callable[[], Figures]:
@@ -121,12 +120,6 @@ def grpo() -> Figures:
 
 
 @_quote
-def generation() -> Figures:
-    result = stored("generation")
-    return result | {"paced": find(result, way="odc"), "kept": find(result, way="odc, kept")}
-
-
-@_quote
 def handover() -> Figures:
     rates, steps = stored("handover"), load("handover_steps")
     kept, fresh = (span([row["ratio"] for row in rows(rates, pages=pages)]) for pages in ("kept", "fresh"))
@@ -202,110 +195,23 @@ def order() -> Figures:
     return result | ways | {"fp64": find(result, what="add alone, fp64")}
 
 
-@_quote
-def pieces() -> Figures:
-    result = stored("pieces")
-    return result | {row["what"].rpartition(" ")[2]: row for row in result["rows"]}
-
-
 # plans ---------------------------------------------------------------------------------------------------------------
 
 
 @_quote
 def planners() -> Figures:
-    result, lines = stored("planners"), []
-    for row in result["rows"]:
-        if row["sizes"] == "unequal" or (row["sizes"] == "equal" and row["samples"] == 512):
-            name = f"{row['samples']:,} on {row['parts']}" + (", equal counts" if row["sizes"] == "equal" else "")
-            lines.append({"name": name, **{planner: _planned(row, planner) for planner in ("odc", "LPT", "verl_KK")}})
-
-    def times(what: str) -> list[str]:
-        took = [float(row["odc_ms"]) for row in rows(result, sizes=what)]
-        return [f"{one / 1e3:.2g} s" if one >= 200 else _ms(one) for one in took]
-
-    (filled,), (empty,) = times("first call, filled cache"), times("first call, empty cache")
-    policies = {"mini": times("lb_mini"), "micro": times("lb_micro")}
-    return result | {"rows": lines, "filled": filled, "empty": empty} | policies
-
-
-def _planned(row: Result, planner: str) -> str:
-    if not row[f"{planner}_ms"]:
-        return "-"
-    took, above = float(row[f"{planner}_ms"]), float(row[f"{planner}_above_mean"])
-    uneven = f"{above * 1e4:.2g}e-4" if above < 0.1 else f"{above:.2f}"
-    return f"{_ms(took)}, {uneven}"
-
-
-def _ms(took: float) -> str:
-    return f"{took:.0f} ms" if took >= 100 else f"{took:.2g} ms"
+    result = stored("planners")
+    compared = [row for row in result["rows"] if row["sizes"] in ("equal", "unequal")]
+    return result | {"compared": compared, "others": [row for row in result["rows"] if row not in compared]}
 
 
 @_quote
 def dispatch() -> Figures:
     result = stored("dispatch")
-    placed = rows(result, what="node-wise, exchanges")
-    three = [row for row in result["rows"] if row["what"].startswith("three phases")]
-    exact = [row for row in result["rows"] if "HiGHS" in row["what"]]
-    (ahead,) = (row["ms"] for row in result["rows"] if row["what"].startswith("planning a step"))
-    return result | {
-        **_post_balancing(result),
-        **_node_exact(),
-        "instances": column(placed, "instances"),
-        "ms": column(placed, "ms", ".3g"),
-        "above": column(placed, "above_bound"),
-        "exact": "; ".join(f"{r['instances']} instances {r['above_bound']}, {r['ms'] / 1e3:.2g} s" for r in exact),
-        "worlds": column(three, "instances"),
-        "paper": cells(re.findall(r"[\d.]+", row["target_ms"])[0] for row in three),
-        "balancing": cells(row["ms"].split(" + ")[0] for row in three),
-        "placing": cells(row["ms"].split(" + ")[1] for row in three),
-        "node_wise": _volume(result, "node-wise"),
-        "equal": _volume(result, "and equal lengths traded, within 0%"),
-        "near": _volume(result, "and equal lengths traded, within 2%"),
-        **{f"exchange_{mib}": _exchange(result, mib) for mib in (1, 16)},
-        "ahead": re.findall(r"[\d.]+", ahead),
-        "between": find(result, what="the same, planned between steps")["ms"],
-    }
-
-
-def _post_balancing(result: Result) -> Figures:
-    names = {"packed": "1 packed", "padded": "2 padded", "quadratic": "4 packed, quadratic"}
-    names |= {"tolerance": "4 with tolerance", "attention": "5 attention padded"}
-    found = {}
-    for key, name in names.items():
-        small, large = rows(result, what=f"algorithm {name}")
-        bounds = f"{small['above_bound']} / {large['above_bound']}"
-        found[key] = f"{small['ms']:.2f} | {large['ms']:.1f} | {bounds}"
-    return found
-
-
-def _volume(result: Result, way: str) -> str:
-    found = [find(result, what=f"volume between nodes, {one}: {way}") for one in ("images", "audio", "text")]
-    costs = ("" if row["above_bound"] == "cost +0.00%" else f", {row['above_bound']}" for row in found)
-    return cells(f"{r['mean_sent']} ({r['most_sent']}){cost}" for r, cost in zip(found, costs, strict=True))
-
-
-def _exchange(result: Result, mib: int) -> str:
-    what = f"exchange of {mib} MiB a rank, fp32:"
-    ours, theirs = (
-        [float(row["above_bound"].split()[0]) for row in rows(result, what=f"{what} {way}")]
-        for way in ("on demand", "all-to-all")
-    )
-    over = " and ".join(f"{a / b:.1f}" for a, b in zip(ours, theirs, strict=True))
-    return f"{over} ({' and '.join(f'{one:.1f}' for one in ours)})"
-
-
-def _node_exact() -> Figures:
-    result = load("node_exact")
-    groups = {count: list(group) for count, group in groupby(result["rows"], key=lambda row: row["instances"])}
-    found = groups.values()
-    spans = ((min(r["exact_ms"] for r in each), max(r["exact_most_ms"] for r in each)) for each in found)
-    return {
-        "exact_note": note(result),
-        "counts": cells(groups),
-        "exact_ms": cells(f"{least:.0f}-{most:.0f}" for least, most in spans),
-        "exchange_ms": cells((max(row["exchange_most_ms"] for row in each) for each in found), ".1f"),
-        "gap": cells((max(float(row["gap"].rstrip("%")) / 100 for row in each) for each in found), ".2%"),
-    }
+    kinds = {"balancing": "algorithm", "placing": "node-wise", "phases": "three phases", "volume": "volume"}
+    kinds |= {"exchange": "exchange of", "ahead": "planning a step", "between": "the same, planned between"}
+    groups = {kind: [row for row in result["rows"] if row["what"].startswith(what)] for kind, what in kinds.items()}
+    return {**result, **groups, "exact": load("node_exact")["rows"]}
 
 
 # simulations, hosts and split samples --------------------------------------------------------------------------------
@@ -380,9 +286,6 @@ def split() -> Figures:
         "over_equal": cells(over("fsdp2-equal-samples")),
         "pieces": cells((by["odc-split"]["pieces"] for by in counts), ".0f"),
         "wide": wide,
-        "whole": find(wide, way="odc"),
-        "thinned": find(wide, way="odc-split, thinned"),
-        "true": find(wide, way="odc-split"),
         "demo": demo,
         "gain": whole["total"]["seconds"] / cut["total"]["seconds"],
         "demo_pieces": fmean(cut["plan"]["pieces"]),

@@ -1,10 +1,11 @@
-"""Writes the figures that the README and docs/ quote, and the pictures: `python -m bench.readme`.
+"""Writes the figures that the README and docs/ quote, and docs/hosts.svg: `python -m bench.readme`.
 
 A page holds a quote between `<!-- figures:NAME -->` and `<!-- figures:end -->`. The words of a quote stand in
 bench/quotes.md under `## NAME`, with a replacement field (as of `str.format`) for each figure; `bench.quotes` takes the
 figures from stored results. A test compares the pages with both, so that no figure can drift.
 
-A line of a quote is a paragraph or a row of a table. A row that begins with `|*` is repeated for each of the `rows`.
+A line of a quote is a paragraph or a row of a table. A row that begins with `|*` is repeated for each of the `rows`,
+one with `|*NAME` for each of the figures NAME.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench import diagram, hosts_picture, quotes
+from bench import hosts_picture, quotes
 from odc.bench.report import table
 
 ROOT = Path(__file__).parent.parent
@@ -63,19 +64,19 @@ def _rows(lines: Iterable[str], figures: Mapping[str, Any]) -> Iterator[dict[str
     """The rows of a table by its heads, which are its first line."""
     filled = []
     for line in lines:
-        many = figures["rows"] if line.startswith("|*") else [{}]
-        filled += [line.replace("|*", "|", 1).format_map({**figures, **row}) for row in many]
-    heads, *cells = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in filled)
+        repeated = re.match(r"\|\*(\w*)", line)
+        many = figures[repeated[1] or "rows"] if repeated else [{}]
+        filled += [line[repeated.end() if repeated else 1 :].format_map({**figures, **row}) for row in many]
+    heads, *cells = ([cell.strip() for cell in line.strip()[:-1].split("|")] for line in filled)
     for row in cells:
         yield dict(zip(heads, row, strict=True))
 
 
 def write() -> None:
-    """Writes all pages and pictures."""
+    """Writes all pages and the picture."""
     for page in PAGES:
         page.write_text(replaced(page.read_text(encoding="utf-8")), encoding="utf-8")
-    for made in (diagram, hosts_picture):
-        made.PICTURE.write_text(made.svg(), encoding="utf-8")
+    hosts_picture.PICTURE.write_text(hosts_picture.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

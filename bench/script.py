@@ -33,5 +33,5 @@ class Script:
         self.given, self.begun = self.parser.parse_args(), begin()
 
     def store(self, name: str, title: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-        """Prints the table and writes `<results>/<name>.json` and `.md`."""
+        """As `odc.bench.report.store`, which writes `<results>/<name>.json` and `.md`."""
         store(self.given.results, name, title, rows, begun=self.begun, **more)
