@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from odc.deadlines import WORD_SLEEP_S
 from odc.errors import PeerLostError, culprit_of
 from odc.memory import Words
 from odc.net.engines import Engine
@@ -27,7 +28,6 @@ from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.remote import NodeShare
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
-from odc.protocol.wait import NAP_S
 from odc.protocol.words import Word
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
@@ -233,7 +233,7 @@ class NodeCache:
         def settled() -> bool:
             return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
 
-        nap = functools.partial(cached.nap_below, 0, epoch, NAP_S) if self._layout.spans_hosts else None
+        nap = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
         self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap)
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
@@ -245,7 +245,7 @@ def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
     """Sleep for a moment, or until whoever makes `ready` true notifies of it."""
     with changed:
         if not ready():
-            changed.wait(NAP_S)
+            changed.wait(WORD_SLEEP_S)
 
 
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:

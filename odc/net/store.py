@@ -23,13 +23,18 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import (
+    STORE_CHECK_S,
+    STORE_DEATH_POLL_S,
+    STORE_DEATH_S,
+    STORE_FIRST_PROBE_S,
+    STORE_PROBE_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
 
-_LOOK_S = 0.1  # between two looks at why the caller should wait no longer
-_FIRST_PROBE_S, _PROBE_S = 0.5, 1.0  # of a call, before the store's address is probed; that a probe may take
-_DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
 _FAILED = "odc/failed"
 _NOTHING = secrets.token_hex(16)  # what no key has as its value
 
@@ -163,9 +168,9 @@ class JobStore:
     def _call(self, name: str, *arguments: Any) -> Any:
         call = _Call(name, arguments)
         self._connection.calls.put(call)
-        deadline, probe = Deadline(self.timeout_s), Deadline(_FIRST_PROBE_S)
+        deadline, probe = Deadline(self.timeout_s), Deadline(STORE_FIRST_PROBE_S)
         try:
-            while not call.done.wait(min(_LOOK_S, self.timeout_s)):
+            while not call.done.wait(min(STORE_CHECK_S, self.timeout_s)):
                 self._watch()
                 if probe.passed():
                     self._refuse_gone()
@@ -186,7 +191,7 @@ class JobStore:
         """Raise PeerLostError if the store's host says that nothing listens at its address any more."""
         try:
             if (address := self._address()) is not None:
-                socket.create_connection(address, _PROBE_S).close()
+                socket.create_connection(address, STORE_PROBE_S).close()
         except ConnectionRefusedError as error:
             raise self._lost(error) from error
         except OSError:  # it may be slow, or cut off for a moment
@@ -195,14 +200,14 @@ class JobStore:
     def _lost(self, error: BaseException) -> OdcError:
         said = str(error).strip().splitlines()
         text = f"{self._who()}the job's key-value store{self._where()} is gone ({said[0] if said else error!r})"
-        dead = self._dead_within(_DEATH_S)
+        dead = self._dead_within(STORE_DEATH_S)
         if dead is not None:
             return PeerLostError(f"{text}: the process of rank {dead} has ended", culprit=dead)
         return PeerLostError(f"{text}: the process that hosts it ({_host()}) has ended", culprit=_hosting_rank())
 
     def _dead_within(self, seconds: float) -> int | None:
         """The lowest rank whose process is known to have ended, waited for so long."""
-        deadline, backoff = Deadline(seconds), Backoff(0.01, 0.01)
+        deadline, backoff = Deadline(seconds), Backoff(STORE_DEATH_POLL_S, STORE_DEATH_POLL_S)
         while True:
             for rank, process in sorted(self.processes.items()):
                 if not process.alive():

@@ -22,7 +22,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import (
+    ATTACH_CHECK_S,
+    STORE_ENDING_S,
+    STORE_LEAST_S,
+    STORE_LONGEST_POLL_S,
+    STORE_POLL_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import (
     LayoutMismatchError,
     OdcError,
@@ -37,11 +45,6 @@ from odc.net.store import JobStore, failure, host_identity, process_of
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec
 
-_POLL_S = 0.002
-_LONGEST_POLL_S = 0.02
-_ASK_S = 1.0  # between two looks at ABORT
-_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
-_TELL_S = 2.0  # a rank that ends because of an error waits no longer for the store
 _KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
 
 _listing = threading.Lock()  # of this process's roots in the store
@@ -76,10 +79,10 @@ def ask_member(
     and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
-    backoff = Backoff(_POLL_S, _LONGEST_POLL_S)
+    backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S)
     while True:
         try:
-            return ask(address, request, min(timeout_s, _ASK_S))
+            return ask(address, request, min(timeout_s, ATTACH_CHECK_S))
         except (TimeoutError, NoAnswerError) as error:  # it lives: stopped, or holding on to its interpreter lock
             check(doing)
             if deadline.passed():
@@ -108,7 +111,7 @@ class Rendezvous:
         self.check: Callable[[str], None] = _nothing
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
-        self._store = JobStore(store, max(timeout_s, _STORE_S), grid.rank, watch=lambda: _look(me))
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), grid.rank, watch=lambda: _look(me))
         self._patient = self._store.within(self._store.timeout_s)  # also once the job was aborted
         self.doorbells: dict[int, int] = {}  # member -> eventfd of its daemon
         self._notifying = threading.Lock()  # a doorbell is not closed while it is written to
@@ -213,11 +216,11 @@ class Rendezvous:
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
         with contextlib.suppress(OdcError):  # the store may have gone with the culprit
-            self._store.within(_TELL_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
+            self._store.within(STORE_ENDING_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
     def _told(self, member: int) -> PeerLostError | None:
         """What the member left by `tell`, or any rank as it ended, as an error."""
-        store = self._store.within(_TELL_S)
+        store = self._store.within(STORE_ENDING_S)
         try:
             found = store.find(self._key(member) + "/aborted")
             said = failure(store) if found is None else json.loads(found)
@@ -246,7 +249,7 @@ class Rendezvous:
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
         """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
         rank, me = self.grid.ranks[member], self.grid.rank
-        deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
+        deadline, backoff = Deadline(self.timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to {what}"
         while (found := self._store.find(key)) is None:
             self.check(doing)

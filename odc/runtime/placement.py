@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net.store import JobStore, failure, host_identity, host_of
 from odc.protocol.grid import RankGrid
-
-_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 
 
 def locate(store: JobStore, grid: RankGrid) -> RankGrid:
@@ -39,7 +37,7 @@ def locate(store: JobStore, grid: RankGrid) -> RankGrid:
 
 
 def _await_host(store: JobStore, rank: int, me: int) -> str:
-    deadline, backoff = Deadline(store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
+    deadline, backoff = Deadline(store.timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
     while (host := host_of(store, rank)) is None:
         doing = f"rank {me}, waiting for rank {rank} to come up"
         failed = failure(store)

@@ -271,7 +271,7 @@ def test_a_read_ahead_that_fails_ends_the_job_for_who_waits_for_it(
         spread.fetch(0, unit)
     spread.caches[0].settle()
     spread.publish(5.0)
-    monkeypatch.setattr(wait, "_REASON_S", 0.0)  # no link will explain it
+    monkeypatch.setattr(wait, "REASON_S", 0.0)  # no link will explain it
     spread.engines[0].fails = True
     spread.caches[0]._look_ahead(0, 2)
     claims = spread.group.layouts[0].share(2).claims(spread.group.units[1])

@@ -12,7 +12,7 @@ from odc.protocol.peers.board import TellingPeer
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
-# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after `wait.NAP_S`.
+# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after WORD_SLEEP_S.
 _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
 
 
