@@ -165,8 +165,8 @@ def order() -> str:
     return prose(
         f"Measured (`{command(result)}`, 2 ranks, {result['rows'][0]['MiB']} MiB, one "
         f"interleaved run, {result['machine']['cpu']}): a push until the owner has added it takes "
-        f"{times('reproducible')} times as long with `reproducible=True` as by default, and {times('per source')} "
-        f"with `per_source`, without a daemon in the way. Adding fp32 to fp64 alone takes {added:.1f} times as long as "
+        f"{times('reproducible')} times as long with `reproducible=True` as by default. "
+        f"Adding fp32 to fp64 alone takes {added:.1f} times as long as "
         f"to fp32.{note(result)}"
     )
 

@@ -100,7 +100,7 @@ class JobConfig:
     reproducible: bool = field(default=False, metadata=option("fp64 accumulators under the odc arms.", _RUNTIME))
     accumulate: Accumulate = field(
         default="server",
-        metadata=option("Who adds pushed gradients under the odc arms: server, direct or per_source.", _RUNTIME),
+        metadata=option("Who adds pushed gradients under the odc arms: server or direct.", _RUNTIME),
     )
     timeout_s: float = field(
         default=600.0, metadata=option("Seconds to wait for a rank without progress.", _RUNTIME, "--timeout")

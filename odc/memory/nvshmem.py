@@ -64,7 +64,7 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
         store: store of the job, where rank 0 leaves the unique id.
         device: this rank's CUDA device, which must be current.
         nbytes: memory to reserve, from `needed_bytes`.
-        timeout_s: deadline for rank 0's id. NVSHMEM's own meeting after that has no deadline.
+        timeout_s: deadline for rank 0's id. NVSHMEM's own collective after that has no deadline.
 
     Raises UnsupportedError, HeapMemoryError and WaitTimeoutError as `core`, `reserve` and `exchange_id` do.
     """
@@ -124,7 +124,7 @@ def exchange_id(library: Any, store: KeyValues, rank: int, timeout_s: float) -> 
 
 
 def initialize_kernels() -> None:
-    """Tell every Triton kernel that links NVSHMEM where its state lies, once, when the kernel is first loaded.
+    """Give every Triton kernel that links NVSHMEM the address of its state, once, when the kernel is first loaded.
 
     Triton has one hook for the whole process; a hook that is installed already is called first.
     """

@@ -246,7 +246,7 @@ class MemberProtocol:
         """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        nap = functools.partial(board.nap_below, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
+        nap = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:

@@ -96,7 +96,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, WORD_SLEEP_S)
+        nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
         self.until(ready, member, what, lane=lane, nap=nap)
 
     def _poll(
