@@ -22,7 +22,7 @@ from odc.deadlines import (
     Deadline,
     last_in_chain,
 )
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
@@ -135,7 +135,7 @@ class Waiter:
         peer = self._layout.peer(member)
         culprit = peer.board.load(Word.ABORT) - 1
         reason = peer.reason or "no reason given"
-        raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        raise aborted_by(f"{self._me()}, {doing}", culprit, reason)
 
     def _raise_left(self, member: int, what: str) -> None:
         column = self._grid.column(member)
