@@ -3,10 +3,10 @@
 Run as `OMP_NUM_THREADS=1 python -m bench.order --results bench/results`.
 
 Two ranks; one pushes a unit's gradients to the other and waits until they are added, under the default (fp32, in order
-of arrival), under `reproducible=True` (fp64, practically independent of the order) and under `accumulate="per_source"`
-(fp32 in rank order, exact, one accumulator for each source). In each round every way runs once, so that a machine with
-other work slows all of them alike. "times_default" is the median over rounds of a way's time over the default's of that
-round, "least_times_default" the ratio of their shortest times, which other work touches least.
+of arrival) and under `reproducible=True` (fp64, practically independent of the order). In each round every way runs
+once, so that a machine with other work slows all of them alike. "times_default" is the median over rounds of a way's
+time over the default's of that round, "least_times_default" the ratio of their shortest times, which other work touches
+least.
 
 The rows "add alone" have no ranks: a gradient of fp32 is added in private memory, in blocks of 1 MiB of the sum, to
 fp32 and to fp64, as torch does it for mixed types.
@@ -29,7 +29,6 @@ from odc.bench.units import MIB, drop
 WAYS = {
     "push, default": Settings(),
     "push, reproducible": Settings(reproducible=True),
-    "push, per source": Settings(accumulate="per_source"),
 }
 _BLOCK_BYTES = 1 << 20
 

@@ -187,12 +187,8 @@ def inputs() -> Figures:
 @_quote
 def order() -> Figures:
     result = stored("order")
-
-    def times(what: str) -> list[float]:
-        return [row["times_default"] for row in rows(result, what=what)]  # of fp32, then of bf16
-
-    ways = {"reproducible": times("push, reproducible"), "per_source": times("push, per source")}
-    return result | ways | {"fp64": find(result, what="add alone, fp64")}
+    both = [row["times_default"] for row in rows(result, what="push, reproducible")]  # of fp32, then of bf16
+    return result | {"reproducible": both, "fp64": find(result, what="add alone, fp64")}
 
 
 # plans ---------------------------------------------------------------------------------------------------------------
