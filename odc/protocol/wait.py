@@ -20,6 +20,7 @@ from odc.deadlines import (
     WORD_SLEEP_S,
     Backoff,
     Deadline,
+    last_in_chain,
 )
 from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
@@ -32,17 +33,6 @@ _SPAN_NS = 50_000  # shorter waits are not worth a span
 _SAME_NUMBER = (
     "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
 )
-
-
-def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
-    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
-    nobody.
-    """
-    seen = {me, member}
-    while (following := waits_for(member)) is not None and following not in seen:
-        seen.add(following)
-        member = following
-    return member
 
 
 class Waiter:
