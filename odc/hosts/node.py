@@ -233,7 +233,7 @@ class NodeCache:
         def settled() -> bool:
             return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
 
-        nap = functools.partial(cached.nap_below, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
+        nap = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
         self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap, word="CACHED")
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
@@ -273,25 +273,19 @@ def runs(units: Iterable[int]) -> list[tuple[int, int]]:
 def node_parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, where shards span nodes; as `replicas.parts`."""
     nodes = layout.grid.nodes
-    found: list[tuple[int, torch.Tensor]] = []
-    for node in range(nodes.host_count):
-        shards = [m % nodes.shards for m in nodes.shard_group if nodes.host(m) == node]
-        sums = None if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
-        for slot in range(layout.sum_sources):
-            source = shards[slot] if layout.sources > 1 else node
-            own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0) if sums is None else sums[slot]
-            found.append((source, own))
-    return [part for _, part in sorted(found, key=lambda one: one[0])]
+    return [
+        layout.mine.accumulator(unit) if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
+        for node in range(nodes.host_count)
+    ]
 
 
 def _sums_from(layout: HeapLayout, partner: int, unit: UnitSpec) -> torch.Tensor:
-    """[sum_sources, unit.numel]: sums of a partner's node for this rank; of another host's those that have arrived."""
+    """1-D [unit.numel]: the sum of a partner's node for this rank; of another host's those that have arrived."""
     if not layout.grid.is_remote(partner):
         return layout.sums_of(partner, _row_in(layout.grid.nodes, partner), unit)
     start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
     raw = layout.arrived(layout.contributors.index(partner))
-    raw = raw[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
-    return raw.view(dtype).view(layout.sum_sources, unit.numel)
+    return raw[start : start + unit.numel * dtype.itemsize].view(dtype)
 
 
 def _row_in(nodes: RankGrid, partner: int) -> int:

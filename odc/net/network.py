@@ -18,8 +18,6 @@ from odc.deadlines import (
     CONNECT_LONGEST_PAUSE_S,
     CONNECT_S,
     STORE_LEAST_S,
-    STORE_LONGEST_POLL_S,
-    STORE_POLL_S,
     Backoff,
     Deadline,
 )
@@ -121,14 +119,9 @@ class HostNetwork:
 
     def address(self, rank: int, check: Callable[[str], None] = lambda doing: None) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
-        deadline, backoff = Deadline(self._store.timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to listen for other hosts"
-        while (said := self._store.find(_key(rank))) is None:
-            check(doing)
-            if deadline.passed():
-                late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
-                raise WaitTimeoutError(late, culprit=rank)
-            backoff.sleep()
+        late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
+        said = self._store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
         address, port = json.loads(said)
         return str(address), int(port)
 

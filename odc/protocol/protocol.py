@@ -30,6 +30,7 @@ from odc.errors import OdcError
 from odc.memory import Words
 from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
+from odc.protocol.ring import RingWords
 from odc.protocol.wait import Waiter
 from odc.protocol.words import (
     ClaimWord,
@@ -43,19 +44,6 @@ from odc.protocol.words import (
 )
 
 HOME = 0  # the member whose CLAIMED counts
-
-
-class RingWords:
-    """SENT and ACCUMULATED of one staging ring, which the pusher and the owner's daemon move; they count blocks."""
-
-    def __init__(self, layout: HeapLayout, owner: int, source: int) -> None:
-        sent, accumulated = layout.local(owner).sent, layout.local(owner).accumulated
-        if layout.settings.check_protocol:
-            sent, accumulated = ProtocolChecks(layout).ring(owner, source)
-        self.posted: Callable[[], int] = functools.partial(sent.load, source)
-        self.post: Callable[[int], None] = functools.partial(sent.store, source)  # data and headers are in place
-        self.added: Callable[[], int] = functools.partial(accumulated.load, source)  # slots that may be filled again
-        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
 
 
 class OtherHosts(Protocol):
@@ -190,9 +178,8 @@ class MemberProtocol:
             def settled(board: Words = board) -> bool:
                 return board.load(Word.OFFERED) >= epoch or board.load(Word.DONE) >= epoch
 
-            self.waiter.until(
-                settled, member, f"rank {rank} to offer its microbatches of epoch {epoch}", word="OFFERED"
-            )
+            what = f"rank {rank} to offer its microbatches of epoch {epoch}"
+            self.waiter.until(settled, member, what, word="OFFERED")
             if board.load(Word.OFFERED) < epoch:
                 if decode_outcome(board.load(outcome_word(epoch)), epoch) is Outcome.ABANDONED:
                     return False
@@ -253,7 +240,7 @@ class MemberProtocol:
         """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        nap = functools.partial(board.nap_below, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
+        nap = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap, word="SUMMED")
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:

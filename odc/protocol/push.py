@@ -18,7 +18,8 @@ import torch
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol.accumulate import Adder
 from odc.protocol.layout import HEADER_WORDS, WIRE_DTYPES, HeapLayout
-from odc.protocol.protocol import MemberProtocol, RingWords
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.ring import RingWords
 from odc.protocol.units import Piece, UnitSpec
 from odc.protocol.words import Word
 
@@ -179,7 +180,7 @@ class Pusher:
         self._owners = protocol.grid.shard_group_from_next()
         self._outboxes: dict[int, Outbox] = {}
         self._batches = self._layout.heap.lanes.asynchronous  # an owner is told of several blocks at once
-        self._adder = Adder(self._layout, protocol.grid.shard)
+        self._adder = Adder(self._layout)
         self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
         self.epoch = 0

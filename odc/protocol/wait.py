@@ -20,8 +20,9 @@ from odc.deadlines import (
     WORD_SLEEP_S,
     Backoff,
     Deadline,
+    last_in_chain,
 )
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
 from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
@@ -33,17 +34,6 @@ _SPAN_NS = 50_000  # shorter waits are not worth a span
 _SAME_NUMBER = (
     "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
 )
-
-
-def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
-    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
-    nobody.
-    """
-    seen = {me, member}
-    while (following := waits_for(member)) is not None and following not in seen:
-        seen.add(following)
-        member = following
-    return member
 
 
 class Waiter:
@@ -115,7 +105,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of a board to be `least` or more. Over hosts whoever stores it must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, WORD_SLEEP_S)
+        nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
         self.until(ready, member, what, lane=lane, nap=nap, word=Word(index).name)
 
     def _poll(
@@ -154,7 +144,7 @@ class Waiter:
         peer = self._layout.peer(member)
         culprit = peer.board.load(Word.ABORT) - 1
         reason = peer.reason or "no reason given"
-        raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        raise aborted_by(f"{self._me()}, {doing}", culprit, reason)
 
     def _raise_left(self, member: int, what: str) -> None:
         column = self._grid.column(member)

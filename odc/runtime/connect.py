@@ -37,11 +37,12 @@ from odc.errors import (
     PeerLostError,
     UnsupportedError,
     WaitTimeoutError,
+    aborted_by,
     culprit_of,
 )
 from odc.memory import Attachment
 from odc.net.listener import Answer, NoAnswerError, ask
-from odc.net.store import JobStore, failure, host_identity, process_of
+from odc.net.store import JobStore, failure, host_identity, process_of, refuse_failure
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec
 
@@ -226,11 +227,8 @@ class Rendezvous:
             said = failure(store) if found is None else json.loads(found)
         except OdcError:
             return None
-        return None if said is None else self._lost(f"attaching to rank {self.grid.ranks[member]}", *said)
-
-    def _lost(self, doing: str, culprit: int, reason: str) -> PeerLostError:
-        me = self.grid.rank
-        return PeerLostError(f"rank {me}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        doing = f"rank {self.grid.rank}, attaching to rank {self.grid.ranks[member]}"
+        return None if said is None else aborted_by(doing, *said)
 
     def _connect(self, member: int) -> Attachment:
         rank, me = self.grid.ranks[member], self.grid.rank
@@ -248,26 +246,19 @@ class Rendezvous:
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
         """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
-        rank, me = self.grid.ranks[member], self.grid.rank
-        deadline, backoff = Deadline(self.timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
-        doing = f"waiting for rank {rank} to {what}"
-        while (found := self._store.find(key)) is None:
+        rank, doing = self.grid.ranks[member], f"waiting for rank {self.grid.ranks[member]} to {what}"
+        here = f"rank {self.grid.rank}, {doing}"
+
+        def check() -> None:
             self.check(doing)
             self._refuse_other_root(rank)  # first: each rank names the difference as it sees it
-            failed = failure(self._store)
-            if failed is not None:
-                raise self._lost(doing, *failed)
+            refuse_failure(self._store, here)
             process = process_of(self._store, rank)
             if process is not None and not process.alive() and not self._store.check([key]):
-                raise PeerLostError(
-                    f"rank {me}, {doing}: the process of rank {rank} ended before its first minibatch; its output says "
-                    "why",
-                    culprit=rank,
-                )
-            if deadline.passed():
-                raise WaitTimeoutError(f"rank {me}, {doing}: {late}", culprit=rank)
-            backoff.sleep()
-        return found
+                ended = f"the process of rank {rank} ended before its first minibatch; its output says why"
+                raise PeerLostError(f"{here}: {ended}", culprit=rank)
+
+        return self._store.await_key(key, f"{here}: {late}", culprit=rank, check=check, timeout_s=self.timeout_s)
 
     def _refuse_other_root(self, rank: int) -> None:
         """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""

@@ -101,7 +101,7 @@ def test_a_word_wakes_who_sleeps_until_it_is_stored(linked: Linked) -> None:
         board = linked.group.layouts[by].peer(0).board
         while board.load(Word.DONE) < 1:
             asleep[by].set()
-            board.nap_below(Word.DONE, 1, 60.0)
+            board.wait_at_least(Word.DONE, 1, 60.0)
         woken[by].set()
 
     sleepers = [threading.Thread(target=sleep, args=(by,), daemon=True) for by in (1, 3)]
