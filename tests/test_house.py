@@ -21,7 +21,7 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-GROUND = frozenset({"deadlines", "errors", "settings", "provenance"})  # every room may import these
+GROUND = frozenset({"deadlines", "errors", "settings", "provenance", "worker"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
     frozenset({"balance", "blocks", "model_copies", "kernels", "memory", "ranks", "trace"}),
