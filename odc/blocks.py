@@ -1,6 +1,6 @@
 """The blocks of a model: the modules that are sharded, and recomputed, one by one.
 
-They are of the classes that a Hugging Face model says must not be split; any other model must be told its classes.
+They are of the classes that a Hugging Face model says must not be split; for any other model the classes must be given.
 Needs none of Hugging Face's libraries.
 """
 

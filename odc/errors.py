@@ -30,6 +30,11 @@ class PeerLostError(OdcError):
     """A peer process died, exited early, or aborted the minibatch. Restart from the last checkpoint."""
 
 
+def aborted_by(doing: str, culprit: int, reason: str) -> PeerLostError:
+    """The error of a rank, in `doing`, whose job rank `culprit` has ended for `reason`."""
+    return PeerLostError(f"{doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+
+
 class WaitTimeoutError(OdcError):
     """A wait passed its deadline while the peer it names made no progress."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Accumulate = Literal["server", "direct", "per_source"]
-ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct", "per_source")
+Accumulate = Literal["server", "direct"]
+ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct")
 Kernels = Literal["auto", "torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
 SumsDtype = Literal["accumulator", "bfloat16"]
@@ -27,9 +27,7 @@ class Settings:
         reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit
             (about 2^-29 per element); doubles the accumulator's memory.
         accumulate: who adds a pushed gradient. "server": the owner's daemon, from bounded staging slots, except over
-            hosts in CPU memory, where it is as "direct": the pushing rank, under a robust lock in the owner's heap;
-            "per_source": one accumulator for each rank, summed in rank order (W times the memory; for tests and small
-            models).
+            hosts in CPU memory, where it is as "direct": the pushing rank, under a robust lock in the owner's heap.
         timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward continues).
@@ -79,14 +77,15 @@ class Settings:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
+                if value == "per_source":
+                    raise ValueError("accumulate='per_source' is gone; reproducible=True makes sums repeatable")
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         for one in fields(self):
             kind, value = type(one.default), getattr(self, one.name)
             if kind in _KINDS and not isinstance(value, kind):
                 raise ValueError(f"{one.name} must be {_KINDS[kind]}, not {value!r}")
-        if self.sums_dtype != "accumulator" and (self.reproducible or self.accumulate == "per_source"):
-            exact = "reproducible=True" if self.reproducible else "accumulate='per_source'"
-            raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that {exact} keeps exact")
+        if self.sums_dtype != "accumulator" and self.reproducible:
+            raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that reproducible=True keeps exact")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "

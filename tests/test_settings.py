@@ -41,7 +41,7 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
         ("copy_engine_bytes", 0, "a whole number of bytes, 1 or more"),
         ("queue_bytes", 1.5, "a whole number of bytes, 0 or more"),
         ("staging_block_bytes", "1M", "at least 4096 and a multiple of 64"),
-        ("accumulate", None, "one of server, direct, per_source"),
+        ("accumulate", None, "one of server, direct"),
         ("engine", "tcp", "one of auto, sockets, nixl"),
         ("address", 10, "a text"),
     ],
@@ -49,3 +49,8 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
 def test_what_no_setting_can_be_is_refused_by_name(name: str, wrong: object, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be {said}.*, not {wrong!r}$"):
         Settings(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_a_way_to_accumulate_that_is_gone_names_its_replacement() -> None:
+    with pytest.raises(ValueError, match="accumulate='per_source' is gone; reproducible=True makes"):
+        Settings(accumulate="per_source")  # type: ignore[arg-type]

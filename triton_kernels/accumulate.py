@@ -64,7 +64,7 @@ class ScatterPlan:
 
     `numels` are elements of the gradients, which may be short of whole shards; `shard_numels` and `offsets` as of
     `accumulate`. With `to` the gradients are added to accumulators of that dtype, else copied to slots; with
-    `alone` nobody else adds to them meanwhile, and plain loads and stores do.
+    `alone` no other thread adds to them meanwhile, and plain loads and stores suffice.
     `make_rows` as of `GatherPlan`.
     """
 

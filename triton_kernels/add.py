@@ -48,7 +48,7 @@ def add_all(
     """Add to each place all of its values, in their order and in the place's dtype.
 
     Does not wait: the caller has seen that the values have arrived, returns the slots afterwards, and makes sure that
-    nobody else adds meanwhile. One launch for each pair of dtypes, on the current stream; see `launch` for threads and
+    no other program adds. One launch for each pair of dtypes, on the current stream; see `launch` for threads and
     errors.
 
     Args:
@@ -67,8 +67,8 @@ def add_all(
         contiguous("value", sources, device)
         dtypes = {source.dtype for source in sources}
         if len(dtypes) != 1 or any(source.numel() != place.numel() for source in sources):
-            told = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
-            raise ValueError(f"values of one dtype and {place.numel()} elements are needed; these are {told or 'none'}")
+            had = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
+            raise ValueError(f"values of one dtype and {place.numel()} elements are needed; these are {had or 'none'}")
         groups.setdefault((place.dtype, dtypes.pop()), []).append((place, sources))
     for (to, origin), pairs in groups.items():
         longest = max(place.numel() for place, _ in pairs)

@@ -30,7 +30,7 @@ def publish_kernel(
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, block: int | None = None) -> None:
     """Copy each shard to its place, converting.
 
-    Does not wait: the caller has seen that no peer still reads the places, and tells peers afterwards that they can be
+    Does not wait: the caller has seen that no peer still reads the places, and announces afterwards that they can be
     read. One launch for each pair of dtypes, on the current stream; see `launch` for threads and errors.
 
     Args:

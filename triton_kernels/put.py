@@ -1,7 +1,7 @@
 """put: tensors side by side into a peer's memory (a staging slot), then a word that says they have arrived.
 
 Every program makes its stores visible and counts itself in an int32 of scratch, and the last one stores the word with
-release at system scope, so whoever acquires the word sees the data. Each launch leaves the count at zero.
+release at system scope, so a thread that acquires the word sees the data. Each launch leaves the count at zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COLUMNS = tl.constexpr(4)  # first program, source, byte offset from the beginn
 
 @dataclass(frozen=True)
 class Signal:
-    """The word that tells the peer that a put is complete."""
+    """The word that announces a complete put to the peer."""
 
     offset: int  # of an int64 word in the peer's memory, in bytes; 8-byte aligned
     value: int  # to store there
@@ -41,7 +41,7 @@ class Signal:
 
 
 @triton.jit
-def _tell(base: tl.tensor, offset: tl.tensor, value: tl.tensor) -> None:
+def _signal(base: tl.tensor, offset: tl.tensor, value: tl.tensor) -> None:
     """Store `value` with release into the word at `offset` of the memory at `base`."""
     tl.atomic_xchg((base + offset).to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")
 
@@ -104,13 +104,13 @@ def put_kernel(
             if SIGNAL:
                 if _count(arrived, tl.num_programs(0)):
                     tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                    _tell(base, word_offset, value)
+                    _signal(base, word_offset, value)
     else:
         move_tile(base + place, source, n - at, WORD, WORD, BLOCK, "copy")
         if SIGNAL:
             if _count(arrived, tl.num_programs(0)):
                 tl.atomic_xchg(arrived, 0, sem="relaxed", scope="gpu")
-                _tell(base, word_offset, value)
+                _signal(base, word_offset, value)
 
 
 def put(
@@ -153,13 +153,13 @@ def put(
             raise ValueError(f"a word is 8-byte aligned; there is none at byte {signal.offset}")
         if signal.arrived.dtype != torch.int32 or signal.arrived.device != device:
             raise ValueError(f"arrivals are counted in an int32 on {device}, not in {signal.arrived}")
-    told = (signal.arrived, signal.offset, signal.value) if signal is not None else (table, 0, 0)
+    announced = (signal.arrived, signal.offset, signal.value) if signal is not None else (table, 0, 0)
     args, constants = options_for(table, symmetric)
     launch(
         put_kernel,
         (sum(programs),),
         device,
-        *(*row_table(programs, columns, device), table, peer, *args, offset, *told),
+        *(*row_table(programs, columns, device), table, peer, *args, offset, *announced),
         WORD=kernel_dtype(word),
         BLOCK=size,
         SIGNAL=signal is not None,

@@ -25,7 +25,7 @@ def move_tile(
 ) -> None:
     """Move min(n, BLOCK) elements, converting.
 
-    `HOW`: "copy"; "add", while nobody else may write to `target`; "atomic", each addition atomic at system scope.
+    `HOW`: "copy"; "add", while no other program may write to `target`; "atomic", each addition atomic at system scope.
     """
     WIDE: tl.constexpr = TO.primitive_bitwidth > FROM.primitive_bitwidth
     # No instruction adds two fp64.
@@ -72,7 +72,7 @@ def add_tile(
     FROM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add min(n, BLOCK) elements of each source, from element `at` on, to `target`; nobody else may write to it.
+    """Add min(n, BLOCK) elements of each source, from element `at` on, to `target`; no other program may write to it.
 
     `sources` points to their `sources_count` addresses.
     """

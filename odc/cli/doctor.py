@@ -30,7 +30,7 @@ def doctor(
     unknown = [use for use in uses if use not in known]
     if unknown:
         raise ConfigError(f"need: {unknown[0]} is none of {', '.join(sorted(known))}")
-    findings = doctors.examine(doctors.PROBES)
+    findings = doctors.examine(doctors.all_checks())
     missing = doctors.lacking(findings, uses)
     if as_json:
         print(doctors.to_json(findings))

@@ -225,12 +225,12 @@ def set_manual(state: FSDPState, manual: bool) -> None:
 
 
 def is_synced(state: FSDPState) -> bool:
-    """What `set_requires_gradient_sync` was last told."""
+    """What `set_requires_gradient_sync` was last given."""
     return getattr(state, "odc_synced", True)
 
 
 def set_synced(state: FSDPState, synced: bool) -> None:
-    """Note what `set_requires_gradient_sync` is told."""
+    """Note what `set_requires_gradient_sync` is given."""
     cast(Any, state).odc_synced = synced
 
 

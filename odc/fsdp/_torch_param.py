@@ -56,7 +56,7 @@ class ShardedParam:
         return kept
 
     def _kept_in(self, unset: torch.dtype) -> torch.dtype | None:
-        """The parameter's `grad_dtype`: `unset` where nobody has set it, None where any dtype is accepted."""
+        """The parameter's `grad_dtype`: `unset` where it has not been set, None where any dtype is accepted."""
         param: Any = self._param  # the installed torch may lack these names
         overridden = HAS_GRADIENT_DTYPE and param._has_sharded_grad_dtype_override
         return param.sharded_grad_dtype if overridden else unset

@@ -21,7 +21,7 @@ from odc.trace import FETCH, recorder
 def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
     """One minibatch over several roots, on every rank: `with odc.minibatch(actor, critic): ...`.
 
-    Opens all at once (so ranks without microbatches hold up nobody); at exit flushes all before it waits for any. A
+    Opens all at once (so a rank without microbatches delays no other); at exit flushes all before it waits for any. A
     rank that gives one of them up gives up all, and AbandonedMinibatchError is raised. OdcError inside a minibatch of
     one of the roots, or where one is given twice. Calls no collective.
     """
@@ -152,7 +152,7 @@ class Claims(Iterator[dict[str, torch.Tensor]]):
     """What `OdcModule.claim` returns; UnsupportedError if the root has no queue.
 
     Each item is a microbatch: its tensors by name, copied for this rank. `number` is its position in the queue (0: the
-    costliest; the same whoever computes it, so it may seed dropout) and `rank` the global rank that offered it; both
+    costliest; the same on every rank, so it may seed dropout) and `rank` the global rank that offered it; both
     are -1 before the first.
     """
 

@@ -1,4 +1,4 @@
-"""The meeting at the end of a minibatch: from every rank's accumulators to `.grad`.
+"""The end of a minibatch: from every rank's accumulators to `.grad`.
 
 Sums are scaled once, in the accumulator's dtype. A parameter gets a `.grad` if any rank of the mesh pushed to it, on
 every rank, also where its own chunk is empty; otherwise a norm over DTensors would hang on the ranks that have none.

@@ -37,7 +37,7 @@ class Fetch:
         self._follow = follow  # what comes next in this thread's lane waits for the copies
 
     def wait(self) -> None:
-        """Return when the unsharded parameters hold the published values; fetches here if nobody has begun."""
+        """Return when the unsharded parameters hold the published values; fetches here if no thread has begun."""
         self._job.result()
         self._follow()
         for param, values in zip(self._params, self._by_shard, strict=True):
@@ -72,7 +72,7 @@ class Fetcher:
             advise_huge(output)  # freshly allocated: most of a large fetch would be page faults
         by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
         lane = "main" if now or self._worker is None else "fetch"
-        allocated = lanes.mark()  # whoever had this memory before is done with it by then
+        allocated = lanes.mark()  # the previous user of this memory is done with it by then
         copied: list[object] = []
 
         def copy() -> None:
@@ -129,7 +129,7 @@ class FetchedGroup(compat.FSDPParamGroup):
     odc_fetch: Fetch | None
 
     def drop_fetch(self) -> None:
-        """Give up a fetch that nobody waited for: its values are of an epoch that ends."""
+        """Give up a fetch for which no thread waited: its values are of an epoch that ends."""
         fetch, self.odc_fetch = self.odc_fetch, None
         if fetch is not None:
             fetch.drop()

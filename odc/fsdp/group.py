@@ -19,7 +19,7 @@ class OdcParamGroup(FetchedGroup):
     Attributes:
         odc_node_size: ranks of a node (`RankGrid.node_size`).
         odc_trained: for each parameter whether it required a gradient when it was sharded.
-        odc_needed_now: whether whoever calls `unshard` waits for it at once.
+        odc_needed_now: whether the caller of `unshard` waits for it at once.
         odc_find_root: builds the root, which sets the attributes below.
         odc_root: keeps the root alive for as long as its groups; None before their first use.
     """

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from odc.deadlines import STORE_ENDING_S
 from odc.errors import OdcError, culprit_of
 from odc.fsdp import _torch_clip
 from odc.fsdp.module import OdcModule
@@ -35,7 +36,6 @@ from odc.net import JobStore, announce_failure
 from odc.protocol import RootState, Word
 from odc.runtime import abort_arenas, tell_hosts
 
-_TELL_S = 2.0
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
 _store: weakref.ref[Any] | None = None  # of the job; it must not outlive its process group for this
 _rank = 0
@@ -153,7 +153,7 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
             tell_hosts(reason, culprit)
-            announce_failure(JobStore(store, _TELL_S), reason, culprit)
+            announce_failure(JobStore(store, STORE_ENDING_S), reason, culprit)
 
 
 def ended_by_error() -> bool:

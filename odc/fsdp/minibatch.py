@@ -1,6 +1,6 @@
 """The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
 
-`odc.protocol.protocol` says what ranks tell each other; this module says when (docs/protocol.md, "States"). Several
+`odc.protocol.protocol` says what ranks store; this module says when (docs/protocol.md, "States"). Several
 roots close all their epochs before they wait for any.
 """
 
@@ -49,7 +49,7 @@ class Minibatch:
         return self._protocol.epoch
 
     def begin(self) -> None:
-        """Open the next epoch if none is open: publish this rank's shards. Waits until nobody uses the last epoch."""
+        """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
         self._protocol.touch("beginning or fetching")
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is not RootState.CLOSED:
@@ -153,7 +153,7 @@ class Minibatch:
             self._flush()
 
     def collect(self) -> AbandonedMinibatchError | None:
-        """Second half of finish, the meeting: wait for every rank and write `.grad`.
+        """Second half of finish: wait for every rank and write `.grad`.
 
         Returns the error to be raised if a rank has given the minibatch up; then no rank writes a `.grad`. Any other
         error is raised here and ends the job on every rank.
@@ -222,7 +222,7 @@ class Minibatch:
             self._iteration.reset(self._groups)
 
     def left_unfinished(self) -> str:
-        """For the peers of a rank that shuts down now: what it has not told them of a failed backward, or nothing."""
+        """For the peers of a rank that shuts down now: what it has not reported of a failed backward, or nothing."""
         return (
             "a backward that ended with an exception, which was caught" if self._iteration.backward_cut_short() else ""
         )
@@ -235,7 +235,7 @@ class Minibatch:
             self._member.queue.give_up()
 
     def close_evaluation(self, doing: str) -> None:
-        """Close an epoch in which nothing was pushed, without meeting anyone; no-op when closed.
+        """Close an epoch in which nothing was pushed, without waiting for any rank; no-op when closed.
 
         Raises UnfinishedMinibatchError if something was pushed.
         """

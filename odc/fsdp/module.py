@@ -35,7 +35,7 @@ class OdcModule(compat.FSDPModule):
         return self
 
     def minibatch(self) -> contextlib.AbstractContextManager[None]:
-        """Any number of backwards on this rank, zero included, then one meeting of all ranks at exit.
+        """Any number of backwards on this rank, zero included, then one wait for all ranks at exit.
 
         On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
         after it. An exception that leaves the block aborts the job on every rank. If any rank has called
@@ -129,7 +129,7 @@ class OdcModule(compat.FSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """FSDP2's accumulation idiom, on the root.
 
-        False means "not the last microbatch": gradients are pushed all the same, nobody is waited for, and no full
+        False means "not the last microbatch": gradients are pushed all the same, no rank is waited for, and no full
         gradients are kept.
         """
         if not recurse:
@@ -187,7 +187,7 @@ class OdcModule(compat.FSDPModule):
         """Recover from an exception in forward or backward, as in FSDP2 (torch 2.13), on every torch. On the root.
 
         Where this rank has pushed gradients in the open minibatch, it gives the minibatch up as `abandon_minibatch`
-        does; else nobody notices, and the microbatch can be run again.
+        does; otherwise no rank notices, and the microbatch can be run again.
         """
         root_of(self).minibatch.reset()
 

@@ -1,4 +1,4 @@
-"""What a minibatch refuses, and what each error says. Pure checks: nothing is changed and nobody is waited for.
+"""What a minibatch refuses, and what each error says. Pure checks: nothing is changed and no rank is waited for.
 
 `who` names the global rank and its epoch and begins every message.
 """
@@ -84,7 +84,7 @@ def refuse_unfrozen(who: str, unit: UnitSpec, gradients: Sequence[Gradient]) -> 
 
 
 def refuse_unclaimed(who: str, queue: Queue | None) -> None:
-    """Before DONE: no gradient is written anywhere while a microbatch may be left that nobody has computed."""
+    """Before DONE: no gradient is written anywhere while a microbatch may be left that no rank has computed."""
     if queue is not None and queue.left_early:
         raise OdcError(
             f"{who} left the queue before its end; a rank that calls model.claim() goes on until it gives no more, or "
@@ -93,7 +93,7 @@ def refuse_unclaimed(who: str, queue: Queue | None) -> None:
 
 
 def refuse_half_evaluated(protocol: MemberProtocol) -> None:
-    """After everybody's DONE, where somebody has trained: nobody may have closed the epoch as an evaluation."""
+    """After DONE of every rank, where some rank has trained: no rank may have closed the epoch as an evaluation."""
     ranks = protocol.grid.ranks
     for member in protocol.closed_as(Outcome.EVALUATED):
         raise OdcError(
@@ -104,7 +104,7 @@ def refuse_half_evaluated(protocol: MemberProtocol) -> None:
 
 
 def refuse_uneven_steps(protocol: MemberProtocol) -> None:
-    """After everybody's DONE, where somebody has trained: the shards must be of one optimizer step."""
+    """After DONE of every rank, where some rank has trained: the shards must be of one optimizer step."""
     stepped, ranks = protocol.stepped(), protocol.grid.ranks
     if all(stepped) or not any(stepped):
         return
@@ -118,7 +118,7 @@ def refuse_uneven_steps(protocol: MemberProtocol) -> None:
 
 
 def abandonment(who: str, protocol: MemberProtocol) -> AbandonedMinibatchError | None:
-    """The error for every rank if any has given the current epoch up. After everybody's DONE."""
+    """The error for every rank if any has given the current epoch up. After DONE of every rank."""
     members = protocol.closed_as(Outcome.ABANDONED)
     if not members:
         return None

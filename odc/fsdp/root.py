@@ -118,20 +118,20 @@ class Root:
         return {id(param.parameter) for group in self.groups for param in group.odc_params}
 
     def holds_any(self, ids: set[int]) -> bool:
-        """Whether `ids` has the `id()` of a sharded parameter; of most optimizers the first one tells."""
+        """Whether `ids` has the `id()` of a sharded parameter; for most optimizers the first one decides."""
         return bool(ids) and any(id(param.parameter) in ids for group in self.groups for param in group.odc_params)
 
     def shut_down(self, note: str = "") -> Callable[[], None]:
-        """Leave the job in good order; the modules must not be run any more. Waits for nobody. Idempotent.
+        """Shut down in good order; the modules must not be run any more. Does not wait. Idempotent.
 
-        `note` is what a peer is told that waits for this rank in vain. Returns `Departure.wait`.
+        `note` goes into the error of a peer that waits for this rank in vain. Returns `Departure.wait`.
         """
         self._note.append(note)
         return self._end() or (lambda: None)
 
 
 def _shut_down(member: Member, fetcher: Fetcher, sender: Sender, note: Sequence[str]) -> Callable[[], None] | None:
-    """Also called by the garbage collector, on any thread: waits for nobody."""
+    """Also called by the garbage collector, on any thread: does not wait."""
     if not member.forked:
         fetcher.close()
         sender.close()
@@ -164,7 +164,7 @@ def root_at(module: compat.FSDPModule) -> Root:
             return root
     if any(isinstance(group, OdcParamGroup) and group.odc_root is not None for group in groups):
         raise OdcError("this model has left the job (odc.shutdown was called); it cannot be run any more")
-    with torch.inference_mode(False):  # what the root keeps is written to in training, whoever ran first
+    with torch.inference_mode(False):  # what the root keeps is written to in training, whichever ran first
         return Root(top)
 
 

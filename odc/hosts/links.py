@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S, LINK_REFRESH_S, Backoff, Deadline
 from odc.net.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 from odc.net.host_link import HostLink, side_to_blame
 from odc.protocol.layout import HeapLayout
@@ -25,7 +25,6 @@ from odc.protocol.peers.remote import RemotePeer
 from odc.protocol.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 from odc.settings import LOST_AFTER_S
 
-_REFRESH_S = 0.25  # between two looks of others at PROGRESS, WAITING and the state of this rank
 _SEEN_BY_ALL = frozenset(
     {
         Word.PUBLISHED,
@@ -134,7 +133,7 @@ class Links:
 
     def refresh(self) -> None:
         """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
-        if time.monotonic() - self._refreshed >= _REFRESH_S:
+        if time.monotonic() - self._refreshed >= LINK_REFRESH_S:
             self._refresh()
 
     def _refresh(self) -> None:
@@ -156,7 +155,7 @@ class Links:
             self._tell(frame)
 
     def _await_room(self, link: HostLink, nbytes: int) -> None:
-        timeout_s, backoff = self._layout.settings.timeout_s, Backoff(1e-4, 0.05)
+        timeout_s, backoff = self._layout.settings.timeout_s, Backoff(LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S)
         deadline, board = Deadline(timeout_s), self._layout.pushed_board
         while not link.room(nbytes) and not board.load(Word.ABORT):
             if deadline.passed():

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from odc.deadlines import WORD_SLEEP_S
 from odc.errors import PeerLostError, culprit_of
 from odc.memory import Words
 from odc.net.engines import Engine
@@ -27,7 +28,6 @@ from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.remote import NodeShare
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
-from odc.protocol.wait import NAP_S
 from odc.protocol.words import Word
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
@@ -233,7 +233,7 @@ class NodeCache:
         def settled() -> bool:
             return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
 
-        nap = functools.partial(cached.nap_below, 0, epoch, NAP_S) if self._layout.spans_hosts else None
+        nap = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
         self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap)
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
@@ -245,7 +245,7 @@ def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
     """Sleep for a moment, or until whoever makes `ready` true notifies of it."""
     with changed:
         if not ready():
-            changed.wait(NAP_S)
+            changed.wait(WORD_SLEEP_S)
 
 
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:
@@ -273,25 +273,19 @@ def runs(units: Iterable[int]) -> list[tuple[int, int]]:
 def node_parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, where shards span nodes; as `replicas.parts`."""
     nodes = layout.grid.nodes
-    found: list[tuple[int, torch.Tensor]] = []
-    for node in range(nodes.host_count):
-        shards = [m % nodes.shards for m in nodes.shard_group if nodes.host(m) == node]
-        sums = None if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
-        for slot in range(layout.sum_sources):
-            source = shards[slot] if layout.sources > 1 else node
-            own = layout.mine.accumulator(unit, source if layout.sources > 1 else 0) if sums is None else sums[slot]
-            found.append((source, own))
-    return [part for _, part in sorted(found, key=lambda one: one[0])]
+    return [
+        layout.mine.accumulator(unit) if node == nodes.here else _sums_from(layout, nodes.partner(node), unit)
+        for node in range(nodes.host_count)
+    ]
 
 
 def _sums_from(layout: HeapLayout, partner: int, unit: UnitSpec) -> torch.Tensor:
-    """[sum_sources, unit.numel]: sums of a partner's node for this rank; of another host's those that have arrived."""
+    """1-D [unit.numel]: the sum of a partner's node for this rank; of another host's those that have arrived."""
     if not layout.grid.is_remote(partner):
         return layout.sums_of(partner, _row_in(layout.grid.nodes, partner), unit)
     start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
     raw = layout.arrived(layout.contributors.index(partner))
-    raw = raw[start : start + layout.sum_sources * unit.numel * dtype.itemsize]
-    return raw.view(dtype).view(layout.sum_sources, unit.numel)
+    return raw[start : start + unit.numel * dtype.itemsize].view(dtype)
 
 
 def _row_in(nodes: RankGrid, partner: int) -> int:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.errors import OdcError, UnsupportedError
 from odc.memory import close_after_fork
 from odc.net.address import own_address
@@ -35,7 +36,6 @@ from odc.protocol.words import BOARD_WORDS, Word
 from odc.settings import Settings
 
 PURPOSE = "watch"
-_TELL_S = 2.0  # that the store is given
 _LIMITS = {FrameKind.WORD: 0, FrameKind.REASON: REASON_BYTES}
 
 #: Given the rank that ended, why, and the rank to blame.
@@ -71,7 +71,7 @@ class HostWatch:
     def __init__(self, store: Any, rank: int, neighbours: Sequence[int], settings: Settings, ended: Ended) -> None:
         self._rank, self._neighbours, self._ended = rank, neighbours, ended
         self._lost_after_s = settings.lost_after_s
-        self._store = JobStore(store, max(5.0, settings.timeout_s), rank)
+        self._store = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
         self._secret = job_secret(self._store, settings.secret_file)
         self._lock = threading.Lock()
         self._connected: dict[int, _Neighbour] = {}  # by descriptor
@@ -170,7 +170,7 @@ class HostWatch:
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
         self.tell(rank, reason, named)
         # The daemon, on whose thread this is, must not wait for the store.
-        arguments = (self._store.within(_TELL_S), reason, named)
+        arguments = (self._store.within(STORE_ENDING_S), reason, named)
         threading.Thread(target=announce_failure, args=arguments, name="odc-watch", daemon=True).start()
 
     def _cut_off(self, rank: int) -> tuple[int, int]:

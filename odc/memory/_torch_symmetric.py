@@ -64,7 +64,7 @@ def require_nvml(library: str = "libnvidia-ml.so.1") -> None:
 
 
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] on `device` that peers can map; not filled. Local: waits for nobody.
+    """uint8 [nbytes] on `device` that peers can map; not filled. Local: does not wait.
 
     Raises UnsupportedError where torch or the driver lacks a part, RuntimeError where torch cannot allocate it.
     """
@@ -85,7 +85,7 @@ class MappingGroup(Protocol):
 
 
 class StoreGroup:
-    """Ranks that torch finds in a part of a store, where no process group has exactly these. Waits for nobody.
+    """Ranks that torch finds in a part of a store, where no process group has exactly these. Does not wait.
 
     `prefix` names the part, the same on all of its `ranks` ranks, of which this is number `me`.
     """

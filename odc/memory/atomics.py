@@ -1,7 +1,7 @@
 """Atomic 64-bit operations on plain addresses: where they come from on this machine.
 
 They are gcc's libatomic, called through `ctypes.PyDLL`: the GIL stays held, because handing it over would cost more
-than the operation. Slim images may lack `libatomic.so.1`; x86-64 does without as long as nobody needs an atomic add.
+than the operation. Slim images may lack `libatomic.so.1`; x86-64 does without as long as no atomic add is needed.
 """
 
 from __future__ import annotations

@@ -118,14 +118,14 @@ class SymmetricHeap(Protocol):
     def layout(self) -> Layout: ...
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
-        """Ask for region `name`, unique in the heap, before `seal`, in the same order on every rank. Waits for nobody.
+        """Ask for region `name`, unique in the heap, before `seal`, in the same order on every rank. Does not wait.
 
         With `words`, processors load and store the region (flags, counters, locks), so it lies in CPU memory whatever
         `device` is. Only such a region has `words`.
         """
 
     def seal(self, fingerprint: str = "") -> None:
-        """Create the memory, zeroed and present; waits for nobody. Raises HeapMemoryError if the heap does not fit."""
+        """Create the memory, zeroed and present; does not wait. Raises HeapMemoryError if the heap does not fit."""
 
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None

@@ -26,7 +26,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _HUGE_FROM_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_KEPT = -1, -3, 32 << 20
-_kept = 0  # bytes that malloc was told to keep
+_kept = 0  # bytes that malloc keeps
 _STEP = 256 << 20  # bytes prefaulted between two looks at the memory that is left
 _RETRIES = 100
 

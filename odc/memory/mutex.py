@@ -1,6 +1,6 @@
 """A lock in shared memory that survives the death of its holder: a robust process-shared pthread mutex.
 
-When its holder is killed, the next rank that asks is told so. What the holder left half-done cannot be repaired here,
+When its holder is killed, the next rank that asks gets an error. What the holder left half-done cannot be repaired,
 so the mutex stays poisoned for everyone, and the job restarts from its checkpoint.
 """
 
@@ -40,7 +40,7 @@ def _pthread() -> _Pthread:
     unlock = quick.pthread_mutex_unlock
     unlock.argtypes = [ctypes.c_void_p]
     # A timed lock whose time is long past, not pthread_mutex_trylock: glibc's (2.36) takes a poisoned mutex for good
-    # while it reports ENOTRECOVERABLE, so the next caller would wait for the one that was told.
+    # while it reports ENOTRECOVERABLE, so the next caller would wait for the one that got the error.
     timed, past = quick.pthread_mutex_timedlock, ctypes.byref(_Timespec(0, 0))
     timed.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
     return _Pthread(lambda address: int(timed(address, past)), unlock, _waiter(ctypes.CDLL(None)))

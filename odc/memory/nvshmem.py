@@ -13,16 +13,14 @@ Nothing here has run on a GPU yet, and no setting of `fully_shard` selects it.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError, install
+from odc.errors import HeapMemoryError, UnsupportedError, install
 from odc.memory.cuda import CudaHeap
 
-_POLL_S = 0.01
 _SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # the library reads it when it starts; there is no other way to set the size
 _GRANULE = 2 << 20  # each heap starts on one of the driver's large pages
 _INTERNAL = 64 << 20  # for NVSHMEM's teams, barriers and device state
@@ -33,11 +31,12 @@ _started: tuple[int, int] | None = None  # (rank, ranks)
 
 
 class KeyValues(Protocol):
-    """The part of the job's key-value store that is used here."""
+    """The part of `odc.net.JobStore` that is used here."""
+
+    timeout_s: float
 
     def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
+    def await_key(self, key: str, late: str, *, culprit: int) -> bytes: ...
 
 
 def core() -> Any:
@@ -57,14 +56,14 @@ def needed_bytes(heaps: Sequence[int]) -> int:
     return sum(-(-nbytes // _GRANULE) * _GRANULE for nbytes in heaps) + _INTERNAL
 
 
-def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes: int, timeout_s: float) -> None:
+def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes: int) -> None:
     """Start NVSHMEM in this process; every rank of the job calls it. A second call is a no-op.
 
     Args:
-        store: store of the job, where rank 0 leaves the unique id.
+        store: store of the job, where rank 0 leaves the unique id. Its timeout is the deadline for that: NVSHMEM's own
+            collective afterwards has none.
         device: this rank's CUDA device, which must be current.
         nbytes: memory to reserve, from `needed_bytes`.
-        timeout_s: deadline for rank 0's id. NVSHMEM's own meeting after that has no deadline.
 
     Raises UnsupportedError, HeapMemoryError and WaitTimeoutError as `core`, `reserve` and `exchange_id` do.
     """
@@ -73,7 +72,7 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
         return
     library = core()
     reserve(nbytes, rank)
-    uid = exchange_id(library, store, rank, timeout_s)
+    uid = exchange_id(library, store, rank)
     from cuda.core import Device
 
     here = Device(device.index)
@@ -100,7 +99,7 @@ def bytes_of(text: str) -> int:
     return int(float(word.rstrip("KMGT")) * scale)
 
 
-def exchange_id(library: Any, store: KeyValues, rank: int, timeout_s: float) -> Any:
+def exchange_id(library: Any, store: KeyValues, rank: int) -> Any:
     """NVSHMEM's unique id, made by rank 0 and left in the store; WaitTimeoutError if it does not come in time."""
     import numpy as np
 
@@ -109,22 +108,17 @@ def exchange_id(library: Any, store: KeyValues, rank: int, timeout_s: float) -> 
         uid = library.get_unique_id()
         store.set(key, uid._data.tobytes())
         return uid
-    begin = time.monotonic()
-    while not store.check([key]):
-        if time.monotonic() - begin > timeout_s:
-            raise WaitTimeoutError(
-                f"rank {rank}, waiting for rank 0 to start NVSHMEM: it has left no id in {timeout_s:g} s; every rank "
-                "must run the same model on the same kind of device",
-                culprit=0,
-            )
-        time.sleep(_POLL_S)
+    late = (
+        f"rank {rank}, waiting for rank 0 to start NVSHMEM: it has left no id in {store.timeout_s:g} s; every rank "
+        "must run the same model on the same kind of device"
+    )
     uid = library.get_unique_id(empty=True)
-    uid._data.view(np.uint8)[:] = np.frombuffer(store.get(key), np.uint8)
+    uid._data.view(np.uint8)[:] = np.frombuffer(store.await_key(key, late, culprit=0), np.uint8)
     return uid
 
 
 def initialize_kernels() -> None:
-    """Tell every Triton kernel that links NVSHMEM where its state lies, once, when the kernel is first loaded.
+    """Give every Triton kernel that links NVSHMEM the address of its state, once, when the kernel is first loaded.
 
     Triton has one hook for the whole process; a hook that is installed already is called first.
     """

@@ -1,7 +1,7 @@
 """Other processes of this host: whether one is still alive, and what a forked child must release.
 
 A pidfd names a process rather than its number, so a recycled pid cannot look alive, and epoll can wait for it. Where
-the kernel refuses pidfds, the start time in /proc/<pid>/stat tells a recycled pid apart, but has to be polled.
+the kernel refuses pidfds, the start time in /proc/<pid>/stat distinguishes a recycled pid, but has to be polled.
 """
 
 from __future__ import annotations

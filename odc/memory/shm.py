@@ -2,7 +2,7 @@
 
 An anonymous memory file leaves no name behind, and no small /dev/shm bounds it; the rank's server hands its descriptor
 out. Memory is taken and zeroed at `seal`, so training never meets a first touch or a full machine. The heap begins with
-a text that describes its layout, so that ranks that disagree can be told where.
+a text that describes its layout, so that an error can name the first difference.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class ShmHeap(NamedHeap):
 
     @property
     def read_only_fd(self) -> int:
-        """A descriptor of this rank's memory through which nobody can write, for processes outside the job; the heap
+        """A read-only descriptor of this rank's memory, for processes outside the job; the heap
         owns it. Raises OSError where there is no procfs. From one thread at a time.
         """
         if self._read_only < 0:

@@ -1,7 +1,7 @@
 """64-bit words in memory that several processes share: flags, counters, heads and tails of rings.
 
-Loads acquire and stores release: whoever loads a word sees what its writer wrote before storing it. There is no other
-ordering. A load or store costs one ctypes call; use `as_tensor` for bulk access.
+Loads acquire and stores release: a thread that loads a word sees all that was written before its store. There is no
+other ordering. A load or store costs one ctypes call; use `as_tensor` for bulk access.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from odc.memory.atomics import Atomics, default_atomics
 
 _TOP = 1 << 63
-_LOW, _EVERYBODY = (1 << 32) - 1, (1 << 31) - 1
+_LOW, _ALL_WAITERS = (1 << 32) - 1, (1 << 31) - 1
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _POLL_S = 1e-3  # where there is no futex
@@ -43,7 +43,7 @@ def _futex() -> tuple[Callable[[int, int, float], None], Callable[[int], None]] 
         if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):  # a host that forbids it
             time.sleep(min(_POLL_S, timeout_s))
 
-    return wait, lambda address: quick(number, address, _FUTEX_WAKE, _EVERYBODY, None)
+    return wait, lambda address: quick(number, address, _FUTEX_WAKE, _ALL_WAITERS, None)
 
 
 class Words:
@@ -75,15 +75,15 @@ class Words:
         return self._atomics.load(self._at(i))
 
     def store(self, i: int, value: int) -> None:
-        """Set word `i`; releases: what this thread wrote before is visible to whoever loads the new value."""
+        """Set word `i`; releases: what this thread wrote before is visible to any thread that loads the new value."""
         self._atomics.store(self._at(i), _fits(value))
 
     def wake(self, i: int) -> None:
-        """Wake every thread, of any process, that is in `nap_below` of word `i`. Waits for nobody."""
+        """Wake every thread, of any process, that is in `wait_at_least` of word `i`. Does not wait."""
         if (futex := _futex()) is not None:
             futex[1](self._at(i))
 
-    def nap_below(self, i: int, value: int, timeout_s: float) -> None:
+    def wait_at_least(self, i: int, value: int, timeout_s: float) -> None:
         """Sleep while word `i` is below `value`, until somebody calls `wake`, for `timeout_s` at most, or less."""
         seen = self.load(i)
         if seen >= value:

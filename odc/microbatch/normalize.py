@@ -113,7 +113,7 @@ class LossNormalizer:
         self._positions = 0
 
     def announce(self, counts: Mapping[str, Count]) -> dict[str, float]:
-        """Tell all ranks what this rank's microbatches of the coming minibatch count, and return the totals.
+        """Exchange the counts of all ranks' microbatches of the coming minibatch, and return the totals.
 
         Needed with "global" and several divisors: their losses share one backward, so each needs its true divisor
         before. `counts` holds, by divisor, the sum over all microbatches that this rank will run; a missing divisor
@@ -229,7 +229,7 @@ class LossNormalizer:
 
     def discard(self) -> None:
         """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`. Every rank
-        calls it, under "per_microbatch" after it has iterated to the end of `microbatches`; it waits for nobody.
+        calls it, under "per_microbatch" after it has iterated to the end of `microbatches`; it does not wait.
         """
         self._start()
 

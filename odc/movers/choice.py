@@ -78,7 +78,7 @@ class DeviceMover(DataMover, Protocol):
         """
 
     def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add to each place all of its values, converting; places do not overlap, and nobody else adds meanwhile."""
+        """Add to each place all of its values, converting; places do not overlap, and no other thread adds."""
 
     def accumulate_all(
         self,
@@ -97,7 +97,7 @@ class DeviceMover(DataMover, Protocol):
         shard: int,
         accumulator: torch.Tensor,
     ) -> None:
-        """As `stage`, one owner's part added to its accumulator, 1-D; nobody else adds meanwhile."""
+        """As `stage`, one owner's part added to its accumulator, 1-D; no other thread adds meanwhile."""
 
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """Make `found`, int32 [1], not 0 if a shard, converted, is not what its published place holds, bit for bit.

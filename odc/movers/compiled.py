@@ -144,7 +144,7 @@ class CompiledMover(CudaMover):
 
 
 def _runs(order: Sequence[int], shards: int) -> list[tuple[int, int]]:
-    """(first shard, how many follow it) for shards in the order of a visit, which begins somewhere and goes round."""
+    """(first shard, how many follow it) for shards in the order in which they are taken, which wraps around."""
     runs: list[tuple[int, int]] = []
     for shard in order:
         if runs and (runs[-1][0] + runs[-1][1]) % shards == shard:

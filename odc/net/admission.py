@@ -17,11 +17,10 @@ import struct
 from pathlib import Path
 from typing import Literal
 
-from odc.deadlines import Deadline
+from odc.deadlines import ADMISSION_S, Deadline
 from odc.errors import ConfigError
 from odc.net.store import JobStore
 
-ADMISSION_S = 2.0  # that the other end is given to say its part
 _MAGIC = b"odc-hst1"
 _HELLO = struct.Struct("!8s32sI64s")  # magic, nonce, global rank, purpose
 _MAC = hashlib.sha256().digest_size

@@ -12,6 +12,7 @@ import socket
 import struct
 import termios
 
+from odc.deadlines import LINK_SEND_S
 from odc.memory import close_after_fork
 from odc.net.frames import Frame
 from odc.net.keep_alive import keep_alive, silent_for_long
@@ -19,9 +20,6 @@ from odc.settings import LOST_AFTER_S
 
 #: Bytes of the other end's buffer that are left to words: more than those of the two epochs that ranks may be apart.
 RESERVED = 1 << 14
-_SEND_S = (
-    2.7  # that a full buffer is waited for, beyond `lost_after_s`: the other host's daemon has been stopped for long
-)
 _TIMEVAL = struct.Struct("ll")
 _WINDOW = struct.Struct("228xI")  # tcpi_snd_wnd in Linux's struct tcp_info, from 5.4 on
 _HEARD = struct.Struct("52xII")  # tcpi_last_data_recv and tcpi_last_ack_recv there, milliseconds ago
@@ -40,7 +38,7 @@ class HostLink:
         """Have the link end once the other host has acknowledged nothing for so long (see `keep_alive`)."""
         self._lost_after_s = lost_after_s
         keep_alive(self._connection, lost_after_s)
-        seconds, rest = divmod(lost_after_s + _SEND_S, 1)
+        seconds, rest = divmod(lost_after_s + LINK_SEND_S, 1)
         limit = _TIMEVAL.pack(int(seconds), int(rest * 1e6))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import socket
 
-_PROBE_S = 1  # between two probes of a connection on which nothing is said
-_LONGER_S = 7.7  # that engines' connections outlive the links, whose end has a reason
+from odc.deadlines import ENGINE_LONGER_S, PROBE_S
+
 _MOST_PROBES = 120  # the kernel counts up to 127
 
 
@@ -14,7 +14,7 @@ def keep_alive(connection: socket.socket, lost_after_s: float) -> None:
     """Have `connection` end, with ETIMEDOUT, once its other end's host has acknowledged nothing for `lost_after_s`; an
     idle one up to a second later. A process there that is merely stopped still acknowledges.
     """
-    _probe(connection, _PROBE_S, 1)
+    _probe(connection, PROBE_S, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(lost_after_s * 1000))
 
 
@@ -22,8 +22,8 @@ def keep_engine_alive(connection: socket.socket, lost_after_s: float, *, sends_b
     """As `keep_alive`, but later than links, which tell every rank why. The kernel's user timeout would also end a
     connection that `sends_bulk` to a reader that is merely stopped; probes alone do not.
     """
-    longest = lost_after_s + _LONGER_S
-    interval = max(2 * _PROBE_S, math.ceil(longest / _MOST_PROBES))
+    longest = lost_after_s + ENGINE_LONGER_S
+    interval = max(2 * PROBE_S, math.ceil(longest / _MOST_PROBES))
     _probe(connection, interval, math.ceil(longest / interval) - 1)
     if not sends_bulk:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(longest * 1000))
@@ -33,7 +33,7 @@ def silent_for_long(silent_s: float, lost_after_s: float) -> bool:
     """Whether a connection that heard nothing for `silent_s` has probably been lost together with one that is known to
     be: on one that works the probes are answered every second.
     """
-    return silent_s > max(lost_after_s - 1.05 * _PROBE_S, 1.05 * _PROBE_S)
+    return silent_s > max(lost_after_s - 1.05 * PROBE_S, 1.05 * PROBE_S)
 
 
 def _probe(connection: socket.socket, interval_s: int, most: int) -> None:

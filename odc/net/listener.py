@@ -20,17 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import CONNECTION_S, LISTENER_RETRY_S, Backoff, Deadline
 from odc.memory import close_after_fork
 from odc.net.accepting import Acceptor
 
 MAX_REQUEST = 64 << 10
 MAX_REPLY = 16 << 20
 MAX_FDS = 16
-CONNECTION_S = 1.0  # how long a client may take to ask, and to take its answer
 _MAX_CONNECTIONS = 64
 _BACKLOG = 1024
-_RETRY_S = 0.002
 _HEADER = struct.Struct("!I")  # length of the JSON that follows
 _FDS_SPACE = socket.CMSG_SPACE(4 * MAX_FDS)
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
@@ -270,7 +268,7 @@ def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
 
 
 def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
-    abstract, backoff = _abstract(address), Backoff(_RETRY_S, _RETRY_S)
+    abstract, backoff = _abstract(address), Backoff(LISTENER_RETRY_S, LISTENER_RETRY_S)
     while True:
         _remain(connection, deadline)
         try:

@@ -13,7 +13,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    CONNECT_S,
+    STORE_LEAST_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net.accepting import remedy
 from odc.net.address import own_address
@@ -23,9 +30,7 @@ from odc.net.reception import Reception
 from odc.net.store import JobStore
 from odc.settings import LOST_AFTER_S, Settings
 
-_CONNECT_S = 30.0  # that a live rank may take to answer: its daemon may wait for the interpreter lock
 _TRIES = 6  # where the other end hangs up during admission
-_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
 
 Welcome = Callable[[socket.socket, int], None]
@@ -39,7 +44,8 @@ class HostNetwork:
     """
 
     def __init__(self, store: Any, rank: int, settings: Settings) -> None:
-        self.rank, self._store, self.pid = rank, JobStore(store, max(5.0, settings.timeout_s), rank), os.getpid()
+        self.rank, self.pid = rank, os.getpid()
+        self._store = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
         address = own_address(store, settings.address)
         self._settings = settings
         self._secret = job_secret(self._store, settings.secret_file)
@@ -113,14 +119,9 @@ class HostNetwork:
 
     def address(self, rank: int, check: Callable[[str], None] = lambda doing: None) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
-        deadline, backoff = Deadline(self._store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
         doing = f"waiting for rank {rank} to listen for other hosts"
-        while (said := self._store.find(_key(rank))) is None:
-            check(doing)
-            if deadline.passed():
-                late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
-                raise WaitTimeoutError(late, culprit=rank)
-            backoff.sleep()
+        late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
+        said = self._store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
         address, port = json.loads(said)
         return str(address), int(port)
 
@@ -146,10 +147,11 @@ def connect(
     """
     who = "reader" if me == READER else f"rank {me}"
     where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
-    tries, backoff, unreachable = 0, Backoff(_POLL_S, 1.0, growth=4.0), Deadline(lost_after_s)
+    backoff = Backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, growth=4.0)
+    tries, unreachable = 0, Deadline(lost_after_s)
     while True:
         try:
-            connection = socket.create_connection(address, max(_CONNECT_S, lost_after_s))
+            connection = socket.create_connection(address, max(CONNECT_S, lost_after_s))
         except OSError as error:
             if error.errno in _UNREACHABLE and not unreachable.passed():
                 check(f"connecting to rank {rank}")
@@ -176,7 +178,7 @@ def connect(
 def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
     """The connection once it has gone through admission; one that does not is closed."""
     try:
-        found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=_CONNECT_S)
+        found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=CONNECT_S)
         if found != rank:
             raise AdmissionError(f"rank {found} answers there")
     except BaseException:

@@ -11,10 +11,10 @@ import select
 import socket
 from collections.abc import Callable
 
-from odc.deadlines import Deadline
+from odc.deadlines import ADMISSION_S, Deadline
 from odc.memory import close_after_fork
 from odc.net.accepting import Acceptor
-from odc.net.admission import ADMISSION_S, AdmissionError, Visitor
+from odc.net.admission import AdmissionError, Visitor
 
 _MAX_VISITORS = 64
 _BACKLOG = 1024

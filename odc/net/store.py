@@ -23,20 +23,31 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from odc.deadlines import Backoff, Deadline
-from odc.errors import OdcError, PeerLostError, WaitTimeoutError
+from odc.deadlines import (
+    STORE_CHECK_S,
+    STORE_DEATH_POLL_S,
+    STORE_DEATH_S,
+    STORE_FIRST_PROBE_S,
+    STORE_LONGEST_POLL_S,
+    STORE_POLL_S,
+    STORE_PROBE_S,
+    Backoff,
+    Deadline,
+)
+from odc.errors import OdcError, PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import ProcessHandle
 
-_LOOK_S = 0.1  # between two looks at why the caller should wait no longer
-_FIRST_PROBE_S, _PROBE_S = 0.5, 1.0  # of a call, before the store's address is probed; that a probe may take
-_DEATH_S = 1.0  # for the death of the store's host to show, once its connection has broken
 _FAILED = "odc/failed"
 _NOTHING = secrets.token_hex(16)  # what no key has as its value
 
 
+def _nothing() -> None:
+    return
+
+
 class _Call:
-    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self._name, self._arguments = name, arguments
+    def __init__(self, store: Any, name: str, arguments: tuple[Any, ...]) -> None:
+        self.store, self._name, self._arguments = store, name, arguments
         self.given_up = False
         self.done = threading.Event()
         self.result: Any = None
@@ -51,15 +62,23 @@ class _Call:
         self.done.set()
 
 
-def _serve(store: Any, calls: SimpleQueue[_Call | None]) -> None:
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    """Make the calls on one connection, without keeping the store: that must end with its process group."""
+    connections: list[Any] = []
+    while (call := calls.get()) is not None:
+        if not connections:
+            connections.append(_clone(call.store))
+        call.make(connections[0] or call.store)
+        del call
+
+
+def _clone(store: Any) -> Any:
+    """A connection of its own; None to a store that cannot be cloned or whose server is gone, as its calls will say."""
     try:
         socket.socket().close()  # raises where no descriptor is left, for which torch would try again and again
-        connection = store.clone()
-    except Exception:  # a store that cannot be cloned, or whose server is gone: the calls will say so
-        connection = store
-    while (call := calls.get()) is not None:
-        call.make(connection)
-        del call
+        return store.clone()
+    except Exception:
+        return None
 
 
 def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) -> None:
@@ -69,25 +88,28 @@ def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) 
 
 
 class _StoreConnection:
-    """This process's own connection to a store, used by one thread; ends with its last user."""
+    """This process's own connection to a store, used by one thread; it lasts as long as the store.
+
+    So a call after the death of the store's host does not begin with a new connection, for which torch would wait.
+    """
 
     def __init__(self, store: Any) -> None:
-        self.store, self.pid = store, os.getpid()
+        self.address, self.pid = store_address(store), os.getpid()
         self.calls: SimpleQueue[_Call | None] = SimpleQueue()
         self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
-        threading.Thread(target=_serve, args=(store, self.calls), name="odc-store", daemon=True).start()
+        threading.Thread(target=_serve, args=(self.calls,), name="odc-store", daemon=True).start()
         weakref.finalize(self, _end, self.calls, self.processes).atexit = False
 
 
-_connections: weakref.WeakValueDictionary[int, _StoreConnection] = weakref.WeakValueDictionary()
+_connections: weakref.WeakKeyDictionary[Any, _StoreConnection] = weakref.WeakKeyDictionary()
 _connecting = threading.Lock()
 
 
 def _connect(store: Any) -> _StoreConnection:
     with _connecting:
-        found = _connections.get(id(store))
-        if found is None or found.store is not store or found.pid != os.getpid():
-            found = _connections[id(store)] = _StoreConnection(store)
+        found = _connections.get(store)
+        if found is None or found.pid != os.getpid():
+            found = _connections[store] = _StoreConnection(store)
         return found
 
 
@@ -117,9 +139,10 @@ class JobStore:
         timeout_s: float,
         rank: int | None = None,
         prefix: str = "",
-        watch: Callable[[], None] = lambda: None,
+        watch: Callable[[], object] = _nothing,
     ) -> None:
-        self._connection: _StoreConnection = store._connection if isinstance(store, JobStore) else _connect(store)
+        self._store: Any = store._store if isinstance(store, JobStore) else store
+        self._connection = _connect(self._store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
 
     @property
@@ -144,6 +167,29 @@ class JobStore:
         value = self.compare_set(key, _NOTHING, _NOTHING)  # sets nothing; without the key it returns what was expected
         return None if value == _NOTHING.encode() else value
 
+    def await_key(
+        self,
+        key: str,
+        late: str,
+        *,
+        culprit: int | None = None,
+        check: Callable[[], object] = _nothing,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """The value of a key once another rank has set it.
+
+        `check` is called between two checks for the key, and may raise to end the wait. WaitTimeoutError, with the text
+        `late` and the `culprit`, after `timeout_s`, which is the store's unless given.
+        """
+        deadline = Deadline(self.timeout_s if timeout_s is None else timeout_s)
+        backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+        while (found := self.find(key)) is None:
+            check()
+            if deadline.passed():
+                raise WaitTimeoutError(late, culprit=culprit)
+            backoff.sleep()
+        return found
+
     def check(self, keys: list[str]) -> bool:
         return bool(self._call("check", [self._prefix + key for key in keys]))
 
@@ -161,11 +207,11 @@ class JobStore:
         self._call("delete_key", self._prefix + key)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        call = _Call(name, arguments)
+        call = _Call(self._store, name, arguments)
         self._connection.calls.put(call)
-        deadline, probe = Deadline(self.timeout_s), Deadline(_FIRST_PROBE_S)
+        deadline, probe = Deadline(self.timeout_s), Deadline(STORE_FIRST_PROBE_S)
         try:
-            while not call.done.wait(min(_LOOK_S, self.timeout_s)):
+            while not call.done.wait(min(STORE_CHECK_S, self.timeout_s)):
                 self._watch()
                 if probe.passed():
                     self._refuse_gone()
@@ -185,8 +231,8 @@ class JobStore:
     def _refuse_gone(self) -> None:
         """Raise PeerLostError if the store's host says that nothing listens at its address any more."""
         try:
-            if (address := self._address()) is not None:
-                socket.create_connection(address, _PROBE_S).close()
+            if self._connection.address is not None:
+                socket.create_connection(self._connection.address, STORE_PROBE_S).close()
         except ConnectionRefusedError as error:
             raise self._lost(error) from error
         except OSError:  # it may be slow, or cut off for a moment
@@ -195,14 +241,14 @@ class JobStore:
     def _lost(self, error: BaseException) -> OdcError:
         said = str(error).strip().splitlines()
         text = f"{self._who()}the job's key-value store{self._where()} is gone ({said[0] if said else error!r})"
-        dead = self._dead_within(_DEATH_S)
+        dead = self._dead_within(STORE_DEATH_S)
         if dead is not None:
             return PeerLostError(f"{text}: the process of rank {dead} has ended", culprit=dead)
         return PeerLostError(f"{text}: the process that hosts it ({_host()}) has ended", culprit=_hosting_rank())
 
     def _dead_within(self, seconds: float) -> int | None:
         """The lowest rank whose process is known to have ended, waited for so long."""
-        deadline, backoff = Deadline(seconds), Backoff(0.01, 0.01)
+        deadline, backoff = Deadline(seconds), Backoff(STORE_DEATH_POLL_S, STORE_DEATH_POLL_S)
         while True:
             for rank, process in sorted(self.processes.items()):
                 if not process.alive():
@@ -215,12 +261,8 @@ class JobStore:
         return "" if self._rank is None else f"rank {self._rank}: "
 
     def _where(self) -> str:
-        address = self._address()
+        address = self._connection.address
         return "" if address is None else f" at {address[0]}:{address[1]}"
-
-    def _address(self) -> tuple[str, int] | None:
-        """Where the store is hosted; None of one that no process hosts, such as a FileStore."""
-        return store_address(self._connection.store)
 
 
 def underlying(store: Any) -> Any:
@@ -269,10 +311,9 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     return kept
 
 
-def host_of(store: JobStore, rank: int) -> str | None:
-    """The `host_identity` of `rank`; None if it has not said. Raises as a JobStore does."""
-    said = store.find(_key(rank))
-    return None if said is None else str(json.loads(said)[2])
+def await_host(store: JobStore, rank: int, late: str, check: Callable[[], object]) -> str:
+    """The `host_identity` of `rank` once it is announced; arguments and errors as of `JobStore.await_key`."""
+    return str(json.loads(store.await_key(_key(rank), late, culprit=rank, check=check))[2])
 
 
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
@@ -289,6 +330,12 @@ def failure(store: JobStore) -> tuple[int, str] | None:
         return None
     culprit, reason = json.loads(said)
     return int(culprit), str(reason)
+
+
+def refuse_failure(store: JobStore, doing: str) -> None:
+    """Raise PeerLostError if a rank of the job left a reason by `announce_failure`. Raises as a JobStore does, too."""
+    if (failed := failure(store)) is not None:
+        raise aborted_by(doing, *failed)
 
 
 def _key(rank: int) -> str:

@@ -7,7 +7,6 @@ nobody waits for the lock for more than milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -34,15 +33,10 @@ def block_elements(itemsize: int) -> int:
 
 
 class Adder:
-    """Adds into the accumulators of one root's members, upcasting; one thread at a time.
+    """Adds into the accumulators of one root's members, upcasting; one thread at a time."""
 
-    `source` is this rank's shard index: a per-source accumulator has one writer and needs no lock. Others ignore it.
-    """
-
-    def __init__(self, layout: HeapLayout, source: int = 0) -> None:
+    def __init__(self, layout: HeapLayout) -> None:
         self._layout = layout
-        self._locks = layout.settings.accumulate != "per_source"
-        self._source = 0 if self._locks else source
         self._lanes = layout.heap.lanes
         self._sum = layout.mover.accumulate if layout.settings.accumulate == "direct" else layout.mover.add
 
@@ -53,14 +47,13 @@ class Adder:
         if the lock was not had in `timeout_s` seconds.
         """
         peer = self._layout.holder(owner)
-        total = peer.accumulator(unit, self._source)
-        mutex = peer.mutex(unit) if self._locks else None
+        total, mutex = peer.accumulator(unit), peer.mutex(unit)
         turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)
         if self._lanes.asynchronous:  # what a turn costs there is the launch and the wait for its end
             turns = [([piece.first for piece in pieces], [piece.values for piece in pieces])]
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
-            with mutex.held(self._layout.settings.timeout_s) if mutex else nullcontext():
+            with mutex.held(self._layout.settings.timeout_s):
                 self._sum(places, turn)
                 self._lanes.settle()
 

@@ -73,7 +73,7 @@ class DevicePusher(Pusher):
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
-        if accumulate == "per_source" or (accumulate == "direct" and not mover.atomic):
+        if accumulate == "direct" and not mover.atomic:
             return super().push(unit, gradients)
         self._protocol.await_published(self._adds_to, "push")
         lanes, sent = self._layout.heap.lanes, 0

@@ -68,8 +68,6 @@ class HeapLayout:
     Attributes:
         param_base: for each unit the number of parameters in the units before it.
         buffers: published versions side by side, 1 or 2.
-        sources: accumulators of each unit on each member.
-        sum_sources: the same of a node's sums for a member of another node.
         shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
         spans_hosts: whether shards lie on several hosts, each a node: sums leave as they are complete.
@@ -91,9 +89,7 @@ class HeapLayout:
         most = _WHOLE if self._on_device else _BLOCK_BYTES  # a device copies a chunk at once; every block is a wait
         self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
         self.buffers = 2 if settings.second_buffer else 1
-        self.sources = grid.shards if settings.accumulate == "per_source" else 1
         refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
-        self.sum_sources = min(self.sources, len(grid.nodes.local_shard_group))
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
@@ -101,8 +97,8 @@ class HeapLayout:
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
         refuse_rounding(self, settings.sums_dtype)
         self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
-        self.sums_at = starts(self.units, self.sum_sources, self.shares)
-        self.wire_at = starts(self.units, self.sum_sources, self.shares, self.rounded)
+        self.sums_at = starts(self.units, self.shares)
+        self.wire_at = starts(self.units, self.shares, self.rounded)
         for name, nbytes in self._requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -113,7 +109,7 @@ class HeapLayout:
             RobustMutex.initialize(heap.address(grid.me, "mutexes") + unit.index * MUTEX_BYTES)
         self._peers = [self._make_peer(member) for member in grid.members]
         self._shares = {
-            member: NodeShare(heap, grid.nodes, member, self.sums_at[:-1], self.sum_sources)
+            member: NodeShare(heap, grid.nodes, member, self.sums_at[:-1])
             for member in (grid.nodes.remote if grid.nodes.shards_span_hosts else ())
         }
         self._initialize_node()
@@ -146,7 +142,7 @@ class HeapLayout:
         ]
         # Side by side, because readers outside the job may read this range and nothing else: see `published_range`.
         requests += [(f"published/{one.index}", max(64, self.buffers * one.published_bytes)) for one in self.units]
-        requests += [(f"accumulator/{one.index}", max(64, self.sources * one.accumulator_bytes)) for one in self.units]
+        requests += [(f"accumulator/{one.index}", max(64, one.accumulator_bytes)) for one in self.units]
         if self.stages:
             for distance in range(1, len(self.grid.nodes.local_shard_group)):
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
@@ -211,13 +207,12 @@ class HeapLayout:
         nodes = self.grid.nodes
         if not nodes.shards_span_hosts:
             return []
-        return [self.sums_of(nodes.me, row, unit).view(-1) for row in range(nodes.host_count - 1)]
+        return [self.sums_of(nodes.me, row, unit) for row in range(nodes.host_count - 1)]
 
     def sums_of(self, member: int, row: int, unit: UnitSpec) -> torch.Tensor:
-        """[sum_sources, unit.numel]: in the heap of a member of this host, its node's sums for the `row`-th other."""
-        at, count = self.sums_at[unit.index] // unit.accumulator_dtype.itemsize, self.sum_sources * unit.numel
-        sums = self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=count)
-        return sums.view(self.sum_sources, unit.numel)
+        """1-D [unit.numel]: in the heap of a member of this host, its node's sum for the `row`-th other."""
+        at = self.sums_at[unit.index] // unit.accumulator_dtype.itemsize
+        return self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=unit.numel)
 
     def round_sums(self, unit: UnitSpec) -> None:
         """Where sums are rounded: write `node_sums` to where they are read from. On any thread; they have settled."""

@@ -25,11 +25,12 @@ from typing import Protocol
 
 import torch
 
+from odc.deadlines import WORD_SLEEP_S
 from odc.errors import OdcError
 from odc.memory import Words
 from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.local import LocalPeer
-from odc.protocol.wait import NAP_S, Waiter
+from odc.protocol.wait import Waiter
 from odc.protocol.words import (
     ClaimWord,
     Outcome,
@@ -245,7 +246,7 @@ class MemberProtocol:
         """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        nap = functools.partial(board.nap_below, Word.COMPLETE, epoch, NAP_S)  # which comes right after the last SUMMED
+        nap = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
         self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
@@ -393,8 +394,6 @@ def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
     for member in layout.grid.local:  # other hosts are told by this rank's board
         with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same
             peer = layout.peer(member)
-            if member == layout.grid.me or peer.attached:
-                board = peer.board
-                if not board.load(Word.ABORT):
-                    peer.set_reason(reason)
-                    board.store(Word.ABORT, 1 + culprit)
+            if (member == layout.grid.me or peer.attached) and not peer.board.load(Word.ABORT):
+                peer.set_reason(reason)
+                peer.board.store(Word.ABORT, 1 + culprit)

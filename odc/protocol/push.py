@@ -179,7 +179,7 @@ class Pusher:
         self._owners = protocol.grid.shard_group_from_next()
         self._outboxes: dict[int, Outbox] = {}
         self._batches = self._layout.heap.lanes.asynchronous  # an owner is told of several blocks at once
-        self._adder = Adder(self._layout, protocol.grid.shard)
+        self._adder = Adder(self._layout)
         self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
         self.epoch = 0

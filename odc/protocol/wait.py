@@ -10,33 +10,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from odc.deadlines import Backoff, Deadline
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.deadlines import (
+    REASON_LONGEST_POLL_S,
+    REASON_POLL_S,
+    REASON_S,
+    WORD_FIRST_SLEEP_S,
+    WORD_LONGEST_OVER_HOSTS_S,
+    WORD_LONGEST_SLEEP_S,
+    WORD_SLEEP_S,
+    Backoff,
+    Deadline,
+    last_in_chain,
+)
+from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
 from odc.trace import WAIT, recorder
 
 _YIELDS = 39
-_FIRST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S, _LONGEST_OVER_HOSTS_S = 1e-3, 2e-3  # a network is slower
-NAP_S = 0.1  # between two looks at ABORT and the deadline where somebody ends the sleep
-_REASON_S = 5.0  # that a link may take longer than a read to notice an end, on a busy host
 _SPAN_NS = 50_000  # shorter waits are not worth a span
 _SAME_NUMBER = (
     "every rank must run the same number of minibatches (outside of `with model.minibatch():` each backward is one)"
 )
-
-
-def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
-    """Whom to blame if `member` is late: the end of the chain of `waits_for`, which is None for one that waits for
-    nobody.
-    """
-    seen = {me, member}
-    while (following := waits_for(member)) is not None and following not in seen:
-        seen.add(following)
-        member = following
-    return member
 
 
 class Waiter:
@@ -62,7 +58,7 @@ class Waiter:
         """Have the daemon say why a peer was lost, as its links and handles know who died or which host has vanished:
         raise PeerLostError as `check` does, or return if it says nothing for five seconds. Never on its own thread.
         """
-        deadline, backoff = Deadline(_REASON_S), Backoff(0.005, 0.05)
+        deadline, backoff = Deadline(REASON_S), Backoff(REASON_POLL_S, REASON_LONGEST_POLL_S)
         while not deadline.passed():
             self.check(doing)
             backoff.sleep()
@@ -100,7 +96,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        nap = None if self._pushed is None else functools.partial(words.nap_below, index, least, NAP_S)
+        nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
         self.until(ready, member, what, lane=lane, nap=nap)
 
     def _poll(
@@ -108,8 +104,8 @@ class Waiter:
     ) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
-        longest = _LONGEST_SLEEP_S if self._pushed is None else _LONGEST_OVER_HOSTS_S
-        backoff = Backoff(_FIRST_SLEEP_S, longest, yields=0 if nap else _YIELDS)
+        longest = WORD_LONGEST_SLEEP_S if self._pushed is None else WORD_LONGEST_OVER_HOSTS_S
+        backoff = Backoff(WORD_FIRST_SLEEP_S, longest, yields=0 if nap else _YIELDS)
         sleep = nap or backoff.sleep
         while True:
             sleep()
@@ -139,7 +135,7 @@ class Waiter:
         peer = self._layout.peer(member)
         culprit = peer.board.load(Word.ABORT) - 1
         reason = peer.reason or "no reason given"
-        raise PeerLostError(f"{self._me()}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        raise aborted_by(f"{self._me()}, {doing}", culprit, reason)
 
     def _raise_left(self, member: int, what: str) -> None:
         column = self._grid.column(member)

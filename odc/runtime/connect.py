@@ -22,26 +22,30 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import (
+    ATTACH_CHECK_S,
+    STORE_ENDING_S,
+    STORE_LEAST_S,
+    STORE_LONGEST_POLL_S,
+    STORE_POLL_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import (
     LayoutMismatchError,
     OdcError,
     PeerLostError,
     UnsupportedError,
     WaitTimeoutError,
+    aborted_by,
     culprit_of,
 )
 from odc.memory import Attachment
 from odc.net.listener import Answer, NoAnswerError, ask
-from odc.net.store import JobStore, failure, host_identity, process_of
+from odc.net.store import JobStore, failure, host_identity, process_of, refuse_failure
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec
 
-_POLL_S = 0.002
-_LONGEST_POLL_S = 0.02
-_ASK_S = 1.0  # between two looks at ABORT
-_STORE_S = 5.0  # that the store is given in any case: it serves all ranks of the job
-_TELL_S = 2.0  # a rank that ends because of an error waits no longer for the store
 _KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
 
 _listing = threading.Lock()  # of this process's roots in the store
@@ -76,10 +80,10 @@ def ask_member(
     and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
-    backoff = Backoff(_POLL_S, _LONGEST_POLL_S)
+    backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S)
     while True:
         try:
-            return ask(address, request, min(timeout_s, _ASK_S))
+            return ask(address, request, min(timeout_s, ATTACH_CHECK_S))
         except (TimeoutError, NoAnswerError) as error:  # it lives: stopped, or holding on to its interpreter lock
             check(doing)
             if deadline.passed():
@@ -108,7 +112,7 @@ class Rendezvous:
         self.check: Callable[[str], None] = _nothing
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
-        self._store = JobStore(store, max(timeout_s, _STORE_S), grid.rank, watch=lambda: _look(me))
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), grid.rank, watch=lambda: _look(me))
         self._patient = self._store.within(self._store.timeout_s)  # also once the job was aborted
         self.doorbells: dict[int, int] = {}  # member -> eventfd of its daemon
         self._notifying = threading.Lock()  # a doorbell is not closed while it is written to
@@ -213,21 +217,18 @@ class Rendezvous:
     def tell(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
         with contextlib.suppress(OdcError):  # the store may have gone with the culprit
-            self._store.within(_TELL_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
+            self._store.within(STORE_ENDING_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
     def _told(self, member: int) -> PeerLostError | None:
         """What the member left by `tell`, or any rank as it ended, as an error."""
-        store = self._store.within(_TELL_S)
+        store = self._store.within(STORE_ENDING_S)
         try:
             found = store.find(self._key(member) + "/aborted")
             said = failure(store) if found is None else json.loads(found)
         except OdcError:
             return None
-        return None if said is None else self._lost(f"attaching to rank {self.grid.ranks[member]}", *said)
-
-    def _lost(self, doing: str, culprit: int, reason: str) -> PeerLostError:
-        me = self.grid.rank
-        return PeerLostError(f"rank {me}, {doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
+        doing = f"rank {self.grid.rank}, attaching to rank {self.grid.ranks[member]}"
+        return None if said is None else aborted_by(doing, *said)
 
     def _connect(self, member: int) -> Attachment:
         rank, me = self.grid.ranks[member], self.grid.rank
@@ -245,26 +246,19 @@ class Rendezvous:
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
         """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
-        rank, me = self.grid.ranks[member], self.grid.rank
-        deadline, backoff = Deadline(self.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
-        doing = f"waiting for rank {rank} to {what}"
-        while (found := self._store.find(key)) is None:
+        rank, doing = self.grid.ranks[member], f"waiting for rank {self.grid.ranks[member]} to {what}"
+        here = f"rank {self.grid.rank}, {doing}"
+
+        def check() -> None:
             self.check(doing)
             self._refuse_other_root(rank)  # first: each rank names the difference as it sees it
-            failed = failure(self._store)
-            if failed is not None:
-                raise self._lost(doing, *failed)
+            refuse_failure(self._store, here)
             process = process_of(self._store, rank)
             if process is not None and not process.alive() and not self._store.check([key]):
-                raise PeerLostError(
-                    f"rank {me}, {doing}: the process of rank {rank} ended before its first minibatch; its output says "
-                    "why",
-                    culprit=rank,
-                )
-            if deadline.passed():
-                raise WaitTimeoutError(f"rank {me}, {doing}: {late}", culprit=rank)
-            backoff.sleep()
-        return found
+                ended = f"the process of rank {rank} ended before its first minibatch; its output says why"
+                raise PeerLostError(f"{here}: {ended}", culprit=rank)
+
+        return self._store.await_key(key, f"{here}: {late}", culprit=rank, check=check, timeout_s=self.timeout_s)
 
     def _refuse_other_root(self, rank: int) -> None:
         """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""

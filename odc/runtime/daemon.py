@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odc.deadlines import ALIVE_CHECK_S, DAEMON_JOIN_S, DAEMON_POLL_S
 from odc.errors import ConfigError, UnsupportedError
 from odc.hosts.watch import Ended, HostWatch, neighbours
 from odc.memory import ProcessHandle
@@ -31,7 +32,6 @@ from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."
 _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix and the user
-_POLL_S = 0.2
 
 
 class Daemon:
@@ -93,8 +93,9 @@ class Daemon:
             gone.set()
 
         def wait() -> None:
-            while threading.current_thread() is not self._thread and self._thread.is_alive() and not gone.wait(0.05):
-                pass
+            if threading.current_thread() is not self._thread:
+                while self._thread.is_alive() and not gone.wait(ALIVE_CHECK_S):
+                    pass
 
         if self._thread.is_alive():
             self._do(drop)
@@ -174,7 +175,7 @@ class Daemon:
         self.departures.stop()
         self._stopping = True
         self.notify()
-        self._thread.join(timeout=5.0)
+        self._thread.join(DAEMON_JOIN_S)
 
     # the loop ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Daemon:
         try:
             while not self._stopping:
                 visited = [reception for reception in self._receptions if reception.busy]
-                for key, _ in self._selector.select(_POLL_S if self._polled or visited else None):
+                for key, _ in self._selector.select(DAEMON_POLL_S if self._polled or visited else None):
                     key.data()
                 for reception in visited:
                     reception.answer()  # hangs up on silent visitors

@@ -35,10 +35,8 @@ class PublishedShards:
         for unit, tensors in zip(layout.units, shards, strict=True):
             layout.mover.publish([mine.published(unit, i, epoch) for i in range(len(unit.params))], tensors)
         for unit, used in zip(layout.units, dirty, strict=True):
-            for source in range(layout.sources if used else 0):
-                mine.accumulator(unit, source).zero_()
-            for sums in layout.node_sums(unit) if used else ():
-                sums.zero_()
+            for total in (mine.accumulator(unit), *layout.node_sums(unit)) if used else ():
+                total.zero_()
         layout.heap.lanes.settle()
         self._protocol.end_publishing()
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from odc.deadlines import Backoff, Deadline
-from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.net.store import JobStore, failure, host_identity, host_of
+from odc.errors import UnsupportedError
+from odc.net.store import JobStore, await_host, host_identity, refuse_failure
 from odc.protocol.grid import RankGrid
-
-_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 
 
 def locate(store: JobStore, grid: RankGrid) -> RankGrid:
@@ -39,18 +36,9 @@ def locate(store: JobStore, grid: RankGrid) -> RankGrid:
 
 
 def _await_host(store: JobStore, rank: int, me: int) -> str:
-    deadline, backoff = Deadline(store.timeout_s), Backoff(_POLL_S, _LONGEST_POLL_S, growth=1.2)
-    while (host := host_of(store, rank)) is None:
-        doing = f"rank {me}, waiting for rank {rank} to come up"
-        failed = failure(store)
-        if failed is not None:
-            culprit, reason = failed
-            raise PeerLostError(f"{doing}: the job was aborted by rank {culprit}: {reason}", culprit=culprit)
-        if deadline.passed():
-            raise WaitTimeoutError(
-                f"{doing}: it has not called fully_shard in {store.timeout_s:g} s, nor made an exchange; every rank of "
-                "the mesh must shard the same modules",
-                culprit=rank,
-            )
-        backoff.sleep()
-    return host
+    doing = f"rank {me}, waiting for rank {rank} to come up"
+    late = (
+        f"{doing}: it has not called fully_shard in {store.timeout_s:g} s, nor made an exchange; every rank of the "
+        "mesh must shard the same modules"
+    )
+    return await_host(store, rank, late, lambda: refuse_failure(store, doing))

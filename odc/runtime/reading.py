@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from odc.errors import LayoutMismatchError, PeerLostError
+from odc.errors import LayoutMismatchError, PeerLostError, aborted_by
 from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
@@ -56,7 +56,7 @@ class ReadOnlyMember(ABC):
     def _refuse(self, doing: str, words: Mapping[Word, int], reason: bytes) -> None:
         if words[Word.ABORT]:
             culprit, said = words[Word.ABORT] - 1, reason.split(b"\0", 1)[0].decode("utf-8", "replace")
-            raise PeerLostError(f"reader, {doing}: the job was aborted by rank {culprit}: {said}", culprit=culprit)
+            raise aborted_by(f"reader, {doing}", culprit, said)
         if words[Word.LEFT]:
             raise PeerLostError(f"reader, {doing}: rank {self.rank} has left the job", culprit=self.rank)
 

@@ -51,8 +51,8 @@ def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence
 def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
 
-    Per-source accumulators come by shard, those of replicas by replica, sums of nodes by node, whoever adds them. Parts
-    from other hosts are those that were gathered.
+    Accumulators of replicas come by replica, sums of nodes by node, whoever adds them. Parts from other hosts are those
+    that were gathered.
     """
     if layout.grid.nodes.shards_span_hosts:
         return node_parts(layout, unit)
@@ -75,27 +75,22 @@ def _read_accumulators(layout: HeapLayout, heaps: RemoteHeaps, units: Sequence[U
     steps_to = layout.grid.steps_to
     for number, member in sorted(enumerate(layout.contributors), key=lambda one: steps_to(one[1])):
         for unit in units:
-            itemsize, start = unit.accumulator_dtype.itemsize, _own_share(layout, unit).start
-            for source, into in enumerate(_arrived(layout, number, unit)):
-                at = (source * unit.numel + start) * itemsize
-                raw, what = into.view(torch.uint8), f"the gradients of unit {unit.name!r}"
-                heaps.read(member, f"accumulator/{unit.index}", at, raw, what)
+            at = _own_share(layout, unit).start * unit.accumulator_dtype.itemsize
+            into, what = _arrived(layout, number, unit).view(torch.uint8), f"the gradients of unit {unit.name!r}"
+            heaps.read(member, f"accumulator/{unit.index}", at, into, what)
 
 
 def _accumulated(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
-    """What this rank adds up, 1-D, by replica and then by source."""
-    mine, found = _own_share(layout, unit), list[torch.Tensor]()
-    for member in layout.grid.replica_group:
-        if member in layout.contributors:
-            found += _arrived(layout, layout.contributors.index(member), unit)
-        else:
-            found += [layout.local(member).accumulator(unit, source)[mine] for source in range(layout.sources)]
-    return found
+    """What this rank adds up, 1-D, by replica."""
+    mine, far = _own_share(layout, unit), layout.contributors
+    return [
+        _arrived(layout, far.index(member), unit) if member in far else layout.local(member).accumulator(unit)[mine]
+        for member in layout.grid.replica_group
+    ]
 
 
 def _arrived(layout: HeapLayout, number: int, unit: UnitSpec) -> torch.Tensor:
-    """[sources, elements of this rank's share]: where the accumulators of the `number`-th contributor are read to."""
+    """1-D [elements of this rank's share]: where the accumulator of the `number`-th contributor is read to."""
     mine, start = _own_share(layout, unit), layout.sums_at[unit.index]
     numel = mine.stop - mine.start
-    raw = layout.arrived(number)[start : start + layout.sources * numel * unit.accumulator_dtype.itemsize]
-    return raw.view(unit.accumulator_dtype).view(layout.sources, numel)
+    return layout.arrived(number)[start : start + numel * unit.accumulator_dtype.itemsize].view(unit.accumulator_dtype)

@@ -13,7 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import (
+    ALIVE_CHECK_S,
+    RELEASE_FIRST_CHECK_S,
+    RELEASE_JOIN_S,
+    RELEASE_LONGEST_CHECK_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import OdcError, WaitTimeoutError
 from odc.hosts.exposing import ExposedHeap
 from odc.protocol.words import Word
@@ -22,8 +29,6 @@ from odc.runtime.linking import HostMeeting
 from odc.runtime.service import Service
 
 _log = logging.getLogger(__name__)
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 1e-3, 0.05
-_JOIN_S = 3.0
 
 
 class Departure:
@@ -104,7 +109,7 @@ class Departure:
 
     def wait(self) -> None:
         """Return once the heap is closed; WaitTimeoutError if a peer was given up."""
-        while not self.over.wait(0.05):
+        while not self.over.wait(ALIVE_CHECK_S):
             pass
         if self._late is not None:
             raise self._late
@@ -143,11 +148,11 @@ class Departures:
         self._stopping = True
         self._incoming.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
+            self._thread.join(RELEASE_JOIN_S)
 
     def _run(self) -> None:
         pending: list[Departure] = []
-        backoff = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        backoff = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S)
         while not self._stopping:
             self._round(pending, backoff)
         for departure in pending:

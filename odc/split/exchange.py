@@ -48,7 +48,7 @@ class Rooms:
 
 
 class PieceExchange:
-    """One rank's arenas and its view of its peers'. Constructing it waits for nobody.
+    """One rank's arenas and its view of its peers'. Constructing it does not wait.
 
     Args:
         store: of the job.
@@ -83,7 +83,7 @@ class PieceExchange:
             arena.absent_if(functools.partial(_absent, weakref.ref(self), name))
 
     def begin(self, number: int, mark: int) -> None:
-        """This rank has come to split sample `number`, of which `mark` tells what it takes it for. Waits for nobody."""
+        """This rank has come to split sample `number`, and `mark` describes what it takes it for. Does not wait."""
         self._shown = number << _MARK_BITS | mark & (1 << _MARK_BITS) - 1
         for arena in (self._kv, self._grads):
             arena.put(_PLAN, number, 0, [])
@@ -106,13 +106,13 @@ class PieceExchange:
 
     @property
     def lost(self) -> bool:
-        """Whether the minibatch will be abandoned: nothing is put any more, and nobody is waited for."""
+        """Whether the minibatch will be abandoned: nothing is put any more, and no rank is waited for."""
         return self._minibatch is not None and self._minibatch.lost
 
     def leave(self, reason: str) -> None:
         """This rank runs no more pieces of this minibatch, though it should: all ranks give the minibatch up.
 
-        Where that cannot be done, it ends the exchange for everybody.
+        Where that cannot be done, it ends the exchange for all ranks.
         """
         if self._minibatch is None:
             self.refuse(reason)
@@ -160,14 +160,14 @@ class PieceExchange:
         self._grads.done(*self._grads_at(number, layer), giver)
 
     def refuse(self, reason: str) -> None:
-        """End the exchange for everybody, naming this rank."""
+        """End the exchange for all ranks, naming this rank."""
         self._kv.refuse(reason)
         self._grads.refuse(reason)
 
     def close(self) -> None:
         """Wait until peers have read what lies here, then leave. Idempotent.
 
-        After a minibatch it waits for nobody: all ranks were done with it when it ended, also one that took no piece.
+        Does not wait after a minibatch: all ranks were done with it when it ended, even one that took no piece.
         """
         needed = self._minibatch is None or self._minibatch.open
         try:

@@ -1,6 +1,6 @@
 """The open minibatch of a sharded model: how a rank gives it up because of a piece, and learns that others did.
 
-docs/protocol.md, "Pieces of split samples", says why nobody hangs.
+docs/protocol.md, "Pieces of split samples", says why no rank hangs.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class SamplePiece:
     layers: int
     extra: dict[str, Any]
     cut: Cut = field(init=False)
-    _visits: dict[int, int] = field(default_factory=dict)
+    _calls: dict[int, int] = field(default_factory=dict)
     _settled: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -118,10 +118,10 @@ class SamplePiece:
 
         Where they are kept, the others' are views that are right until `settle`.
         """
-        visit = self._visits.get(layer, 0)
-        self._visits[layer] = visit + 1
-        again, mark = visit > 0, self._mark(layer, kv)
-        if visit > 1 and not self.kept:
+        call = self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        again, mark = call > 0, self._mark(layer, kv)
+        if call > 1 and not self.kept:
             raise OdcError(f"layer {layer} was recomputed more than once: that needs a Splitter with keep=True")
         if not (self.kept and again):
             readers = [self.members[place] for place in self.cut.readers(self.place)]

@@ -29,7 +29,7 @@ _nameless = itertools.count(1)  # splitters of this process, which all ranks mak
 
 
 def ranks_of_host() -> int:
-    """Ranks of this host, as torchrun tells; all where nobody does. It is the `node` of `lb_split` and `Splitter`."""
+    """Ranks of this host by torchrun's variable, else all ranks: the `node` of `lb_split` and `Splitter`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 

@@ -1,4 +1,4 @@
-"""Waiting and transfer inside a collective, told apart by when each rank arrived.
+"""Waiting and transfer inside a collective, separated by the time at which each rank arrived.
 
 An all-gather cannot move a byte before its last rank has arrived, yet the rank that calls it sees one long span. Such
 spans are split afterwards, from all ranks' arrival times. This assumes that the k-th collective of a unit in an epoch
@@ -33,7 +33,7 @@ class SplitWaits(NamedTuple):
     unsplit: tuple[int, ...]
 
 
-class _Meeting(NamedTuple):
+class _Collective(NamedTuple):
     """One rank's part in a collective, and when the last rank arrived."""
 
     span: Span
@@ -60,7 +60,7 @@ def split_waits(spans_by_rank: Mapping[int, Sequence[Span]]) -> SplitWaits:
     split: dict[int, list[Span]] = {}
     for rank, spans in spans_by_rank.items():
         own = {index: key for index, key in calls[rank].items() if key[0] not in unsplit}
-        matched = {index: _Meeting(spans[index], last[key]) for index, key in own.items()}
+        matched = {index: _Collective(spans[index], last[key]) for index, key in own.items()}
         lanes = {lane: _Lane(call for call in matched.values() if call.span.lane == lane) for lane in _CATEGORIES}
         split[rank] = []
         for index, span in enumerate(spans):
@@ -112,7 +112,7 @@ def _is_stall(span: Span) -> bool:
 class _Lane:
     """One rank's calls of a lane. They seldom overlap: a stream runs one after the other."""
 
-    def __init__(self, calls: Iterable[_Meeting]) -> None:
+    def __init__(self, calls: Iterable[_Collective]) -> None:
         self._calls = sorted(calls, key=lambda call: call.span.start_ns)
         self._starts = [call.span.start_ns for call in self._calls]
         self._longest = max((call.span.end_ns - call.span.start_ns for call in self._calls), default=0)
@@ -134,7 +134,7 @@ class _Lane:
         return pieces
 
     @staticmethod
-    def _piece(stall: Span, near: Sequence[_Meeting], at: int) -> Span:
+    def _piece(stall: Span, near: Sequence[_Collective], at: int) -> Span:
         """The stall as it is from moment `at` on, with the times of the whole."""
         running = [call for call in near if call.span.start_ns <= at < call.span.end_ns]
         awaited = [call.last for call in running if at < call.last[0]]

@@ -3,7 +3,7 @@
 Every panel starts at 0 and all share one scale, so a shorter panel *is* a faster arm, and a barrier shows as waits that
 end on one vertical line. Rows of a host stand together, where there are several. A row's upper band is the training
 thread, as the breakdown counts it; the thin strip below it shows the background lanes, which are not counted. The
-colours differ in lightness as well as in hue, so that colour-blind readers can tell them apart. Nothing global of
+colours differ in lightness as well as in hue, so that colour-blind readers can distinguish them. Nothing global of
 matplotlib is used: any thread of a job may draw.
 """
 

@@ -8,29 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from odc.doctor import PROBES, USES, Finding, Probe, State, examine, lacking, to_json
+from odc.doctor import USES, Check, Finding, State, all_checks, examine, known_uses, lacking, to_json
 
 PATIENTS = """
 import os, sys, time
-from odc.doctor.finding import ok, absent
+from odc.doctor.examination import Broken, Missing
 
-def well():
-    print("a library's banner")
+def well(name="fine"):
+    print("a library's banner", end="")
     sys.stderr.write("a warning\\n")
-    return [ok("well", "fine"), absent("more", "not there", "get it", "cuda")]
+    return name
 
-def hangs():
-    print("before", flush=True)
-    time.sleep(600)
+def missing():
+    raise Missing("not there")
 
-def aborts():
-    os.abort()
+def unfit():
+    raise Broken("too old")
 
 def raises():
     raise RuntimeError("no such thing")
 
-def silent():
-    os._exit(0)
+def aborts():
+    os.abort()
+
+def hangs():
+    time.sleep(600)
 """
 
 
@@ -40,31 +42,36 @@ def patients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def probe(name: str, deadline_s: float = 100.0) -> Probe:
-    return Probe(name, f"patients_of_odc:{name}", "cuda", deadline_s, hangs="reboot")
+def check(name: str, deadline_s: float = 100.0) -> Check:
+    return Check(name, "cuda", f"patients_of_odc:{name}", "reboot", deadline_s)
 
 
 @pytest.mark.usefixtures("patients")
 def test_bad_probes_are_lines_of_the_report() -> None:
-    found = examine([probe("well"), probe("raises"), probe("aborts"), probe("silent")])
-    assert [(one.what, one.state, one.use) for one in found] == [
-        ("well", State.OK, "run"),
-        ("more", State.ABSENT, "cuda"),
-        ("raises", State.BROKEN, "cuda"),
-        ("aborts", State.BROKEN, "cuda"),
-        ("silent", State.BROKEN, "cuda"),
+    names = ["well", "missing", "aborts", "unfit", "raises", "no_probe", "well:in a process of its own"]
+    found = examine([check(name) for name in names])
+    assert [(one.what, one.state, one.do) for one in found] == [
+        (names[0], State.OK, ""),
+        (names[1], State.ABSENT, "reboot"),
+        (names[2], State.BROKEN, "reboot"),
+        (names[3], State.BROKEN, "reboot"),
+        (names[4], State.BROKEN, "reboot"),
+        (names[5], State.BROKEN, "reboot"),
+        (names[6], State.OK, ""),
     ]
-    assert "RuntimeError: no such thing" in found[2].found
-    assert "code -6" in found[3].found
-    assert all(one.do for one in found if one.state is not State.OK)
+    texts = [one.found for one in found]
+    assert texts[:2] == ["fine", "not there"] and texts[6] == "in a process of its own"
+    assert "code -6" in texts[2]
+    assert texts[3:5] == ["too old", "RuntimeError: no such thing"]
 
 
 @pytest.mark.usefixtures("patients")
 def test_a_hang_ends_at_its_deadline() -> None:
     begin = time.monotonic()
-    (found,) = examine([probe("hangs", 2.0)])
+    well, hangs = examine([check("well", 2.0), check("hangs", 2.0)])
     assert time.monotonic() - begin < 300, "it would have slept for 600 s"
-    assert found == Finding("hangs", State.BROKEN, "no answer in 2 s", "cuda", "reboot")
+    assert well.state is State.OK
+    assert hangs == Finding("hangs", State.BROKEN, "no answer in 2 s", "cuda", "reboot")
 
 
 def test_what_is_lacking_depends_on_what_is_needed() -> None:
@@ -79,18 +86,13 @@ def test_json_holds_every_field() -> None:
     assert one == {"what": "b", "state": "absent", "found": "none", "use": "cuda", "do": "buy one"}
 
 
-def test_every_probe_has_a_use_that_is_explained() -> None:
-    assert {one.use for one in PROBES} <= {*USES, "extras"}
+def test_every_check_has_a_use_and_an_advice() -> None:
+    assert {one.use for one in all_checks()} == known_uses() >= USES.keys()
+    assert all(one.advice for one in all_checks())
 
 
-def test_this_machine_can_run_odc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real probes of what `run` needs, in one process, as torch takes long to load: tests run here, so odc does."""
-    wanted = [one.function.split(":") for one in PROBES if one.use == "run"]
-    (tmp_path / "all_of_odc.py").write_text(
-        f"from importlib import import_module\nfunctions = {wanted!r}\n"
-        "def run():\n    return [found for at, name in functions for found in getattr(import_module(at), name)()]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    found = examine([Probe("all", "all_of_odc:run")])
-    assert {one.what for one in found} >= {"system", "torch", "shared memory", "atomics", "robust mutex", "peers"}
+def test_this_machine_can_run_odc() -> None:
+    """The real probes of what `run` needs: tests run here, so odc does."""
+    found = examine([one for one in all_checks() if one.use == "run"])
+    assert {one.what for one in found} == {"system", "torch", "shared memory", "atomics", "robust mutex", "peers"}
     assert lacking(found, ["run"]) == []

@@ -91,7 +91,7 @@ def fsdp2_collectives(rank: int, world: int) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_no_collective_from_the_first_forward_on(ranks: Pools, accumulate: str) -> None:
     settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
     assert ranks(2).run(no_collectives, settings, False) == [[[]] * 5] * 2
@@ -130,9 +130,7 @@ def nobody_any(rank: int, world: int) -> None:
     assert all(grad is not None for grad in own_gradients(model).values()), "no gradients after empty minibatches"
 
 
-@pytest.mark.parametrize(
-    "accumulate", ["server", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("direct", "per_source"))]
-)
+@pytest.mark.parametrize("accumulate", ["server", pytest.param("direct", marks=pytest.mark.thorough)])
 def test_a_rank_that_never_has_a_microbatch(ranks: Pools, accumulate: str) -> None:
     ranks(2).run(never_any, Settings(accumulate=accumulate))  # type: ignore[arg-type]
 

@@ -31,9 +31,9 @@ class Param:
         self.given.append((flat, first))
 
 
-def fill(group: HeapGroup, member: int, values: list[float], source: int = 0) -> None:
+def fill(group: HeapGroup, member: int, values: list[float]) -> None:
     unit = group.units[0]
-    group.layouts[member].peer(member).accumulator(unit, source).copy_(torch.tensor(values))
+    group.layouts[member].peer(member).accumulator(unit).copy_(torch.tensor(values))
 
 
 # counts --------------------------------------------------------------------------------------------------------------
@@ -70,26 +70,12 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool) -> 
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == values, "the accumulator itself stays"
 
 
-def test_sources_are_summed_in_rank_order() -> None:
-    """1e8 + 1 - 1e8 is 0 in fp32 and 1e8 - 1e8 + 1 is 1: the order shows."""
-    parts = [1e8, -1e8, 1.0]
-    for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1]):
-        with HeapGroup(LAYOUT, 3, settings=Settings(accumulate="per_source")) as group:
-            for source, part in enumerate(order):
-                fill(group, 0, [parts[part]] * 6, source)
-            expected = torch.zeros(())
-            for part in order:
-                expected = expected + parts[part]
-            assert reduced(group.layouts[0], group.units[0], 1.0).tolist() == [expected.item()] * 6
-
-
-@pytest.mark.parametrize("accumulate", ["server", "per_source"])
-def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits(accumulate: str) -> None:
-    with HeapGroup(LAYOUT, 2, replicas=3, settings=Settings(accumulate=accumulate)) as group:  # type: ignore[arg-type]
+def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits() -> None:
+    with HeapGroup(LAYOUT, 2, replicas=3) as group:
         column = (1, 3, 5)
         group.publish_all()
         for member, value in zip(column, [1e8, -1e8, 1.0], strict=True):
-            fill(group, member, [value] * 6, source=0)
+            fill(group, member, [value] * 6)
         fill(group, 0, [77.0] * 6)  # of the other shard
         protocols, used = [group.members[member].protocol for member in column], [True, False]
         with ThreadPoolExecutor(len(column)) as threads:  # each waits for the others to add their parts up
@@ -151,7 +137,7 @@ def sharded(world: int) -> Any:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    odc.fully_shard(model, settings=odc.Settings(accumulate="per_source"))
+    odc.fully_shard(model, settings=odc.Settings(reproducible=True))
     return model
 
 

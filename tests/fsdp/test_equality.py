@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 from support.compare import Oracle, assert_close, assert_same
-from support.models import Case, Run, adamw, build, mark, next_token_loss, own_gradients, token_share, tokens, train
+from support.models import (
+    Case,
+    Run,
+    adamw,
+    build,
+    mark,
+    next_token_loss,
+    own_gradients,
+    reduced_exactly,
+    token_share,
+    tokens,
+    train,
+)
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +56,8 @@ WITH_NONE = ((1, 3), (2, 0), (0, 2), (0, 1), (3, 1))
 @functools.cache
 def _reference(case: Case, rank: int, world: int, pad: bool) -> Run:
     """FSDP2's run, kept in the rank: many tests share one."""
-    return train(_used_once if case.skipped else torch_fully_shard, case, rank, world, pad=pad)
+    options = reduced_exactly(case) if pad else {}
+    return train(_used_once if case.skipped else torch_fully_shard, case, rank, world, pad=pad, **options)
 
 
 def _used_once(module: nn.Module, **options: Any) -> Any:
@@ -131,7 +144,7 @@ def test_one_backward_a_rank_unchanged_loop(ranks: Pools, variant: str, low_prec
     ranks(2).run(same_unchanged, case, None)
 
 
-@pytest.mark.parametrize("accumulate", ["server", pytest.param("direct", marks=pytest.mark.thorough), "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 def test_several_backwards_unchanged_loop_reduces_each(ranks: Pools, accumulate: str, low_precision: bool) -> None:
     case = Case(counts=((3, 3),), low_precision=low_precision)
@@ -146,7 +159,7 @@ def test_several_backwards_unchanged_loop_reduces_each(ranks: Pools, accumulate:
 def test_overlap_and_prefetch_change_nothing(ranks: Pools, overlap: bool, prefetch: int) -> None:
     settings = Settings(push_overlap=overlap, prefetch=prefetch)
     ranks(2).run(same_unchanged, Case(counts=ONE, checkpointing="wrapper"), settings)
-    deferred = Settings(push_overlap=overlap, prefetch=prefetch, accumulate="per_source")
+    deferred = Settings(push_overlap=overlap, prefetch=prefetch, reproducible=True)
     ranks(2).run(same_deferred, Case(counts=WITH_NONE, idiom="minibatch", steps=5), deferred)
 
 
@@ -156,16 +169,16 @@ MANY = [pytest.param(name, marks=pytest.mark.thorough if name == "compiled" else
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("variant", MANY)
-def test_many_microbatches_per_source(ranks: Pools, variant: str, low_precision: bool) -> None:
+def test_many_microbatches(ranks: Pools, variant: str, low_precision: bool) -> None:
     case = Case(counts=UNEQUAL, idiom="minibatch", low_precision=low_precision, **VARIANTS[variant])  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))
+    ranks(2).run(same_deferred, case, Settings(reproducible=True))
 
 
 @pytest.mark.parametrize("idiom", ["last_backward", "gradient_sync", "minibatch", "finish"])
 @pytest.mark.parametrize("counts", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
 def test_every_idiom(ranks: Pools, idiom: str, counts: tuple[tuple[int, int], ...]) -> None:
     case = Case(counts=counts, idiom=idiom)  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))
+    ranks(2).run(same_deferred, case, Settings(reproducible=True))
 
 
 @pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=pytest.mark.thorough)])
@@ -173,7 +186,7 @@ def test_every_idiom(ranks: Pools, idiom: str, counts: tuple[tuple[int, int], ..
 def test_layers_that_the_first_microbatch_leaves_out(ranks: Pools, idiom: str, prefetch: int) -> None:
     """A tower before the first image, an expert without a token: its parameters have never been unsharded."""
     case = Case(counts=UNEQUAL, idiom=idiom, low_precision=True, skipped=(0, 2))  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(accumulate="per_source", prefetch=prefetch))
+    ranks(2).run(same_deferred, case, Settings(reproducible=True, prefetch=prefetch))
 
 
 @pytest.mark.parametrize("counts", [ONE, ((3, 3),)], ids=["one", "three"])
@@ -187,7 +200,7 @@ def test_layers_that_the_first_microbatch_of_an_unchanged_loop_leaves_out(
 @pytest.mark.parametrize("idiom", ["minibatch", "finish"])
 def test_ranks_without_microbatches(ranks: Pools, idiom: str, low_precision: bool) -> None:
     case = Case(counts=WITH_NONE, idiom=idiom, steps=5, low_precision=low_precision)  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(accumulate="per_source"))
+    ranks(2).run(same_deferred, case, Settings(reproducible=True))
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
@@ -196,12 +209,11 @@ def test_ranks_without_microbatches(ranks: Pools, idiom: str, low_precision: boo
     [
         Settings(),
         Settings(accumulate="direct"),
-        pytest.param(Settings(accumulate="per_source"), marks=pytest.mark.thorough),  # to the bit above
         Settings(reproducible=True),
         pytest.param(Settings(reproducible=True, accumulate="direct"), marks=pytest.mark.thorough),
         Settings(staging_block_bytes=4096),
     ],
-    ids=["server", "direct", "per_source", "reproducible", "reproducible_direct", "small_blocks"],
+    ids=["server", "direct", "reproducible", "reproducible_direct", "small_blocks"],
 )
 def test_accumulators_are_within_rounding_of_the_oracle(ranks: Pools, settings: Settings, low_precision: bool) -> None:
     case = Case(counts=((1, 3), (5, 0), (4, 3)), idiom="minibatch", low_precision=low_precision, tied=True)

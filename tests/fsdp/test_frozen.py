@@ -46,15 +46,14 @@ def ledgers(rank: int, world: int, accumulate: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_only_what_is_trained_has_accumulators_and_staging(ranks: Pools, accumulate: str) -> None:
-    copies = 2 if accumulate == "per_source" else 1
     for found in ranks(2).run(ledgers, accumulate):
         adapters, everything = found["adapters"], found["all"]
         assert adapters["published"] == everything["published"]
-        assert everything["accumulator"] == copies * 4 * everything["elements"]
+        assert everything["accumulator"] == 4 * everything["elements"]
         # The root's own unit (embedding, norm, head) is frozen as a whole: an empty region is one line.
-        assert adapters["accumulator"] == copies * 4 * adapters["elements"] + 64
+        assert adapters["accumulator"] == 4 * adapters["elements"] + 64
         assert adapters["elements"] < everything["elements"] / 20
         if accumulate == "server":
             assert adapters["staging"] < everything["staging"] / 20
@@ -162,8 +161,8 @@ def same_with(rank: int, world: int, settings: Settings) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings(accumulate="direct"), Settings(accumulate="per_source"), Settings(staging_block_bytes=4096)],
-    ids=["direct", "per_source", "small blocks"],
+    [Settings(accumulate="direct"), Settings(staging_block_bytes=4096)],
+    ids=["direct", "small blocks"],
 )
 def test_adapters_with_other_accumulators(ranks: Pools, settings: Settings) -> None:
     ranks(2).run(same_with, settings)

@@ -44,8 +44,7 @@ SHAPES = [(2, 2, "last")] + [
 SETTINGS = {
     "server": Settings(timeout_s=60.0),
     "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
-    "per_source": Settings(timeout_s=60.0, accumulate="per_source", second_buffer=True),
-    "reproducible": Settings(timeout_s=60.0, reproducible=True, engine="sockets"),
+    "reproducible": Settings(timeout_s=60.0, reproducible=True, second_buffer=True, engine="sockets"),
 }
 
 

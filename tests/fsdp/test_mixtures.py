@@ -17,6 +17,7 @@ from support.models import (
     next_token_loss,
     own_gradients,
     own_parameters,
+    reduced_exactly,
     token_share,
     tokens,
     train,
@@ -41,7 +42,7 @@ def new(shard: Shard, world: int, **options: Any) -> tuple[Any, torch.optim.Opti
 
 
 def options_of(shard: Shard) -> dict[str, Any]:
-    return {"settings": Settings(accumulate="per_source")} if shard is fully_shard else {}
+    return {"settings": Settings(reproducible=True)} if shard is fully_shard else reduced_exactly(PLAIN)
 
 
 # marks inside minibatch() ----------------------------------------------------------------------------------------
@@ -50,7 +51,8 @@ def options_of(shard: Shard) -> dict[str, Any]:
 def marked_inside(rank: int, world: int, how: str) -> None:
     """A trainer that marks its microbatches, run inside `minibatch()`: the block decides, marks change nothing."""
     case = Case(counts=COUNTS)
-    reference = train(torch_fully_shard, Case(counts=COUNTS, idiom="gradient_sync"), rank, world, pad=True)
+    padded = Case(counts=COUNTS, idiom="gradient_sync")
+    reference = train(torch_fully_shard, padded, rank, world, pad=True, **reduced_exactly(padded))
     model, optimizer = new(fully_shard, world, **options_of(fully_shard))
     run = Run()
     for step in range(case.steps):

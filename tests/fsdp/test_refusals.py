@@ -225,7 +225,7 @@ def alone(rank: int, world: int, case: Case, settings: Settings) -> None:
     assert_same(run, train(torch_fully_shard, case, rank, world, pad=case.idiom != "each"))
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
 def test_world_of_one(ranks: Pools, accumulate: str, low_precision: bool) -> None:
     settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
@@ -241,6 +241,6 @@ def replicas_only(rank: int, world: int, settings: Settings) -> None:
     assert_same(run, train(torch_fully_shard, case, rank, world, mesh=mesh, pad=True))
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct", "per_source"])
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_replicas_without_shards(ranks: Pools, accumulate: str) -> None:
     ranks(2).run(replicas_only, Settings(accumulate=accumulate))  # type: ignore[arg-type]

@@ -101,11 +101,6 @@ def test_with_replicas_too(ranks: Pools) -> None:
     assert found[1] == found[3]
 
 
-def test_per_source_needs_no_fp64(ranks: Pools) -> None:
-    for found in ranks(4).run(bits_of_runs, Settings(accumulate="per_source"), FEWER):
-        assert len(set(found)) == 1
-
-
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_the_delays_do_reorder_additions(ranks: Pools, accumulate: str) -> None:
     found = ranks(4).run(bits_of_runs, Settings(accumulate=accumulate), FEWER)  # type: ignore[arg-type]
@@ -147,7 +142,7 @@ waits = st.tuples(*[st.sampled_from([0.0, 0.0, 0.001, 0.004, 0.015])] * 3)
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=2, max_size=4).map(tuple),
     skew=st.tuples(*[waits] * 4),
-    accumulate=st.sampled_from(["server", "direct", "per_source"]),
+    accumulate=st.sampled_from(["server", "direct"]),
     prefetch=st.integers(0, 2),
     overlap=st.booleans(),
     longest_s=st.sampled_from([0.0, 0.002]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.compare import assert_same, assert_trained_alike
-from support.models import Case, Run, adamw, build, own_parameters, train, train_step
+from support.models import Case, Run, adamw, build, own_parameters, reduced_exactly, train, train_step
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,7 +37,8 @@ def equal(rank: int, world: int, count: int, case: Case, settings: Settings, exa
     mesh = nodes(count, world // count)
     run = train(fully_shard, case, rank, world, mesh=mesh, optimizer_sharding="world", settings=settings)
     flat = init_device_mesh("cpu", (world,))
-    reference = train(torch_fully_shard, case, rank, world, mesh=flat, pad=case.idiom == "minibatch")
+    options = reduced_exactly(case) if exact else {}
+    reference = train(torch_fully_shard, case, rank, world, mesh=flat, pad=case.idiom == "minibatch", **options)
     if exact:
         assert_same(run, reference)
     else:
@@ -47,12 +48,10 @@ def equal(rank: int, world: int, count: int, case: Case, settings: Settings, exa
 def test_two_nodes_of_one_rank_to_the_bit(ranks: Pools) -> None:
     """With uneven chunks, empty parts and a rank without microbatches."""
     case = Case(counts=((1, 2), (0, 1), (3, 1)), idiom="minibatch")
-    ranks(2).run(equal, 2, case, Settings(accumulate="per_source", timeout_s=60.0), True)
+    ranks(2).run(equal, 2, case, Settings(reproducible=True, timeout_s=60.0), True)
 
 
-@pytest.mark.parametrize(
-    "accumulate", ["server", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("direct", "per_source"))]
-)
+@pytest.mark.parametrize("accumulate", ["server", pytest.param("direct", marks=pytest.mark.thorough)])
 def test_two_nodes_of_two_ranks(ranks: Pools, accumulate: Any) -> None:
     ranks(4).run(equal, 2, ALL, Settings(accumulate=accumulate, timeout_s=60.0), False)
 

@@ -81,10 +81,9 @@ def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool)
         Settings(),
         Settings(prefetch=0, push_overlap=False),
         Settings(accumulate="direct"),
-        Settings(accumulate="per_source"),
         Settings(reproducible=True),
     ],
-    ids=["default", "no overlap", "direct", "per source", "reproducible"],
+    ids=["default", "no overlap", "direct", "reproducible"],
 )
 def test_fp32_equals_the_unsharded_model(ranks, world: int, settings: Settings) -> None:
     assert max(ranks(world).run(equals_the_whole_model, settings, False, timeout=240)) < 1e-4

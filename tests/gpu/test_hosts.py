@@ -94,7 +94,6 @@ SETTINGS = {
     "server": Settings(timeout_s=120.0),
     "by torch": Settings(timeout_s=120.0, kernels="torch"),
     "direct": Settings(timeout_s=120.0, accumulate="direct", prefetch=0, push_overlap=False),
-    "per source": Settings(timeout_s=120.0, accumulate="per_source", second_buffer=True),
 }
 
 
@@ -124,7 +123,7 @@ def test_hybrid_sharding_equals_fsdp2(pools: HostPools) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("settings", ["server", "per source"])
+@pytest.mark.parametrize("settings", ["server", "direct"])
 def test_replicas_add_a_part_each(pools: HostPools, hosts: int, per_host: int, settings: str) -> None:
     """More than two, also some of them on one host."""
     world = hosts * per_host
@@ -141,7 +140,7 @@ def test_2d_meshes_on_one_host(ranks: Callable[[int], Any], replicas: int, shard
     ranks(4).run(same, COUNTS[4], SETTINGS["server"], (replicas, 4 // replicas), sharding, timeout=240)
 
 
-@pytest.mark.parametrize("settings", ["by torch", "direct", "per source"])
+@pytest.mark.parametrize("settings", ["by torch", "direct"])
 def test_nodes_on_one_host_with_other_settings(ranks: Callable[[int], Any], settings: str) -> None:
     ranks(4).run(same, COUNTS[4][:2], SETTINGS[settings], (2, 2), "world", timeout=240)
 

@@ -16,6 +16,8 @@ from support.groups import shm_group
 from support.kernel_heaps import wait_until
 from support.ranks import spawn_ranks
 
+from odc.net import JobStore
+
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 pytest.importorskip("nvshmem.core", reason="needs nvshmem4py: pip install 'odc-fsdp[nvshmem]'")
 
@@ -35,7 +37,7 @@ def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: i
 
     device = own_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    nvshmem.start(store, rank, world, device, nvshmem.needed_bytes([REGION]), 60.0)
+    nvshmem.start(JobStore(store, 60.0), rank, world, device, nvshmem.needed_bytes([REGION]))
     nvshmem.initialize_kernels()
 
     def meet() -> None:

@@ -18,7 +18,6 @@ LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs", "accumu
 USED = {
     "server": {"publish", "gather", "put", "add"},
     "direct": {"publish", "gather", "accumulate"},
-    "per_source": {"publish", "gather", "add"},
 }
 
 

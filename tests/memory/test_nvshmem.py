@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
 from odc.memory import Attachment, HostLanes, ShmHeap, nvshmem
+from odc.net import JobStore
 
 
 def library() -> Any:
@@ -74,7 +75,7 @@ def test_the_id_reaches_every_rank() -> None:
     store, found = dist.HashStore(), {}
 
     def take(rank: int) -> None:
-        found[rank] = nvshmem.exchange_id(library(), store, rank, 60.0)._data.tobytes()
+        found[rank] = nvshmem.exchange_id(library(), JobStore(store, 60.0), rank)._data.tobytes()
 
     threads = [threading.Thread(target=take, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
@@ -87,14 +88,14 @@ def test_the_id_reaches_every_rank() -> None:
 
 def test_a_rank_0_that_never_comes_is_named() -> None:
     with pytest.raises(WaitTimeoutError, match=r"rank 1, waiting for rank 0 to start NVSHMEM.*0\.05 s") as failure:
-        nvshmem.exchange_id(library(), dist.HashStore(), 1, 0.05)
+        nvshmem.exchange_id(library(), JobStore(dist.HashStore(), 0.05), 1)
     assert failure.value.culprit == 0
 
 
 def test_without_it_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvshmem", None)
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[nvshmem\]"):
-        nvshmem.start(dist.HashStore(), 0, 1, torch.device("cpu"), 1, 1.0)
+        nvshmem.start(JobStore(dist.HashStore(), 1.0), 0, 1, torch.device("cpu"), 1)
 
 
 class Kernel:

@@ -103,7 +103,7 @@ def test_a_sleeper_is_woken_by_whoever_stores_what_it_waits_for(machine: str, mo
     def sleep() -> None:
         while words.load(2) < 5:
             asleep.set()
-            words.nap_below(2, 5, 60.0)
+            words.wait_at_least(2, 5, 60.0)
         woken.set()
 
     sleeper = threading.Thread(target=sleep, daemon=True)
@@ -118,6 +118,6 @@ def test_a_sleeper_is_woken_by_whoever_stores_what_it_waits_for(machine: str, mo
 
 def test_a_nap_ends_by_itself_and_none_begins_where_the_word_is_there() -> None:
     words = words_of(Memory())
-    words.nap_below(0, 1, 0.01)
+    words.wait_at_least(0, 1, 0.01)
     words.store(0, 7)
-    words.nap_below(0, 7, 3600.0)
+    words.wait_at_least(0, 7, 3600.0)

@@ -29,7 +29,7 @@ def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def add(group: HeapGroup, member: int, owner: int, unit: UnitSpec, first: int, values: torch.Tensor) -> None:
     layout = group.layouts[member]
-    Adder(layout, layout.grid.shard).add(owner, unit, [Piece(first, values)])
+    Adder(layout).add(owner, unit, [Piece(first, values)])
 
 
 @contextmanager
@@ -159,18 +159,6 @@ def test_the_lock_of_a_large_add_is_given_back_every_eight_megabytes(monkeypatch
         add(group, 0, 0, group.units[0], 0, torch.ones(numel))
         assert sum(turns) == 20 << 20 and max(turns) <= 9 << 20
         assert bool((layout.peer(0).accumulator(group.units[0]) == 1.0).all())
-
-
-def test_per_source_sums_need_no_lock_and_stay_apart() -> None:
-    with made(3, accumulate="per_source") as group:
-        group.attach()
-        with lock_held_elsewhere(group, owner=0, unit=0):
-            for source in range(3):
-                add(group, source, 0, group.units[0], 10, torch.full((5,), 1.0 + source))
-        for source in range(3):
-            found = group.layouts[0].peer(0).accumulator(group.units[0], source)
-            assert found[10:15].tolist() == [1.0 + source] * 5
-            assert found.count_nonzero() == 5
 
 
 def test_fp64_sums_do_not_depend_on_the_order() -> None:

@@ -250,7 +250,7 @@ def silent_listener() -> Iterator[str]:
 def test_a_server_that_is_held_up_is_not_dead_before_the_deadline(
     side: Make, silent_listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("odc.runtime.connect._ASK_S", 0.05)
+    monkeypatch.setattr("odc.runtime.connect.ATTACH_CHECK_S", 0.05)
     left = side(0, settings=Settings(timeout_s=0.3)).announce()
     side(1).announce(address=silent_listener)
     begin = time.monotonic()

@@ -39,9 +39,8 @@ def test_the_memory_bound(accumulate: Accumulate, reproducible: bool, dtype: tor
     chunk = max(sum(n * dtype.itemsize for _, n, _ in unit) + 16 * len(unit) for unit in layout) + 64
     with HeapGroup(layout, shards, settings=Settings(accumulate=accumulate, reproducible=reproducible)) as group:
         ledger, heap = group.layouts[0].ledger(), group.layouts[0].heap
-        copies = shards if accumulate == "per_source" else 1
         assert numel * dtype.itemsize <= ledger["published"] <= numel * dtype.itemsize + align
-        assert ledger["accumulator"] == numel * copies * (8 if reproducible else 4)
+        assert ledger["accumulator"] == numel * (8 if reproducible else 4)
         if accumulate == "server":
             assert ledger["staging"] <= 2 * chunk * (shards - 1)
         else:
@@ -67,9 +66,8 @@ def test_what_is_frozen_takes_neither_accumulator_nor_staging(accumulate: Accumu
     ):
         before, ledger = (each.layouts[0].ledger() for each in (all_trained, group))
         assert ledger["published"] == before["published"] == 2 * 130_512 + 4 * 600
-        copies = 3 if accumulate == "per_source" else 1
-        assert before["accumulator"] == copies * 4 * 131_112
-        assert ledger["accumulator"] == copies * 4 * 1112 + 64, "no region is empty"
+        assert before["accumulator"] == 4 * 131_112
+        assert ledger["accumulator"] == 4 * 1112 + 64, "no region is empty"
         if accumulate == "server":  # two slots of the largest unit's chunk for each of two peers, in whole lines
             assert before["staging"] == 2 * 2 * -(-2 * 90_000 // 64) * 64
             assert ledger["staging"] == 2 * 2 * -(-4 * 600 // 64) * 64
@@ -124,8 +122,8 @@ def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> Non
         layout, views = group.layouts[1], list[torch.Tensor]()
         for unit in layout.units:
             views += [layout.peer(1).published(unit, i) for i in range(len(unit.params))]
-            views += [layout.peer(1).accumulator(unit, source) for source in range(layout.sources)]
-            assert [v.dtype for v in views[-layout.sources :]] == [F64 if reproducible else F32] * layout.sources
+            views.append(layout.peer(1).accumulator(unit))
+            assert views[-1].dtype == (F64 if reproducible else F32)
         views += [layout.peer(1).pushes(source) for source in range(3)]
         views += [
             layout.heap.tensor(1, "reason", torch.uint8),

@@ -101,7 +101,7 @@ def test_a_word_wakes_who_sleeps_until_it_is_stored(linked: Linked) -> None:
         board = linked.group.layouts[by].peer(0).board
         while board.load(Word.DONE) < 1:
             asleep[by].set()
-            board.nap_below(Word.DONE, 1, 60.0)
+            board.wait_at_least(Word.DONE, 1, 60.0)
         woken[by].set()
 
     sleepers = [threading.Thread(target=sleep, args=(by,), daemon=True) for by in (1, 3)]
@@ -131,7 +131,7 @@ def test_a_closed_minibatch_is_told_at_once_with_what_status_shows(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank may not call into odc again for long; else such words are told now and then."""
-    monkeypatch.setattr(module, "_REFRESH_S", 1e9)
+    monkeypatch.setattr(module, "LINK_REFRESH_S", 1e9)
     board = linked.join().group.members[0].protocol.board
     for word, value in (
         (Word.MICROBATCH, 4),
@@ -205,7 +205,7 @@ def test_progress_is_told_now_and_then_only(linked: Linked, monkeypatch: pytest.
 
 def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a connection whose other end has had no room for two seconds: there must be some."""
-    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(module, "LINK_REFRESH_S", 0.0)
     board, link = linked.join().group.layouts[0].pushed_board, linked.links[0]._links[2]
     for _ in range(5000):
         board.refresh()

@@ -143,7 +143,7 @@ def test_a_rank_that_is_stopped_for_longer_than_an_admission_takes_is_asked_agai
     make: Make, monkeypatch: pytest.MonkeyPatch, engine: bool
 ) -> None:
     """Its host takes the connection all the same."""
-    monkeypatch.setattr(network, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(network, "CONNECT_S", 0.1)
     store = dist.HashStore()
     one = make(store, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -155,7 +155,7 @@ def test_a_rank_that_is_stopped_for_longer_than_an_admission_takes_is_asked_agai
                 with listener.accept()[0] as connection:
                     while connection.recv(1 << 12):  # until it is given up
                         pass
-            monkeypatch.setattr(network, "_CONNECT_S", 60.0)
+            monkeypatch.setattr(network, "CONNECT_S", 60.0)
             while True:
                 with listener.accept()[0] as connection, contextlib.suppress(OSError):  # of one that is given up
                     assert admit(connection, "server", one.network._secret, 1, purpose=purpose, timeout_s=60.0) == 0

@@ -47,13 +47,11 @@ def test_publish_zeroes_the_accumulators_that_were_used(accumulate: Accumulate) 
     with HeapGroup(LAYOUT, 2, settings=Settings(accumulate=accumulate)) as group:
         layout = group.layouts[0]
         for unit in group.units:
-            for source in range(layout.sources):
-                layout.peer(0).accumulator(unit, source).fill_(1.0)
+            layout.peer(0).accumulator(unit).fill_(1.0)
         shards = [[torch.zeros(p.numel) for p in unit.params] for unit in group.units]
         group.members[0].shards.publish(shards, [False, True])
-        for source in range(layout.sources):
-            assert layout.peer(0).accumulator(group.units[0], source).all(), "not dirty, not written"
-            assert not layout.peer(0).accumulator(group.units[1], source).any()
+        assert layout.peer(0).accumulator(group.units[0]).all(), "not dirty, not written"
+        assert not layout.peer(0).accumulator(group.units[1]).any()
 
 
 def test_fetch_brings_every_shard_to_its_place(group: HeapGroup) -> None:

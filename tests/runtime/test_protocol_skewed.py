@@ -60,7 +60,7 @@ def minibatches(endpoint: Endpoint, epochs: int, seed: int, nap: Callable[[float
         counts = [int(layout.peer(me).pushes(source)[0]) for source in range(shards)]
         expected = sum((source + 1.0) * (counts[source] - last[source]) for source in range(shards))
         for unit in layout.units:
-            found = sum(layout.peer(me).accumulator(unit, source) for source in range(layout.sources))
+            found = layout.peer(me).accumulator(unit).clone()
             sums = set(found.tolist())
             assert sums == {expected}, f"member {me}, epoch {epoch}: {sums} instead of {expected}"
         dirty, last, total = counts != last, counts, total + count

@@ -131,20 +131,8 @@ def test_owners_hold_what_a_reduce_scatter_would_leave(
             group.drain(owner)
             for unit, sums in zip(group.units, expected[owner], strict=True):
                 layout = group.layouts[owner]
-                found = sum(layout.peer(owner).accumulator(unit, source).to(F64) for source in range(layout.sources))
+                found = layout.peer(owner).accumulator(unit).to(F64)
                 assert torch.equal(found, torch.cat(sums)), f"owner {owner}, unit {unit.name}"
-
-
-def test_per_source_sums_are_kept_by_the_source() -> None:
-    units = [[Param((6, 2), 0, F32)]]
-    with group_for(units, 3, settings=Settings(accumulate="per_source")) as group:
-        for member in range(3):
-            pusher_of(group, member).push(group.units[0], [Gradient(0, torch.full((12,), 1.0 + member))])
-        for owner in range(3):
-            for source in range(3):
-                assert (
-                    group.layouts[owner].peer(owner).accumulator(group.units[0], source).tolist() == [1.0 + source] * 4
-                )
 
 
 def test_with_hybrid_sharding_pushes_stay_in_the_own_replica() -> None:

@@ -11,10 +11,10 @@ from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
 from odc.hosts.node import RemoteHeaps
-from odc.protocol import Word
+from odc.protocol import UnitSpec, Word
 from odc.runtime import parts
 from odc.runtime.replicas import gather_replicas
-from odc.settings import Accumulate, Settings
+from odc.settings import Settings
 
 LAYOUT = [[("w", 7, F32)], [("b", 2, F32)], [("unused", 64, F32)]]
 USED = [True, True, False]
@@ -34,20 +34,21 @@ class Wires:
         self.nbytes += into.numel()
 
 
-def gathered(replicas: int, accumulate: Accumulate, spread: bool) -> tuple[HeapGroup, list[int]]:
+def gradient(member: int, unit: UnitSpec) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * member + 10 * unit.index)
+    return torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
+
+
+def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
     """Two shards, gradients that fp32 adds up otherwise in another order; and the bytes that each replica reads."""
     hosts = tuple(member // 2 for member in range(2 * replicas)) if spread else ()
-    settings = Settings(timeout_s=60.0, accumulate=accumulate)
-    group = HeapGroup(LAYOUT, 2, replicas=replicas, settings=settings, hosts=hosts)
+    group = HeapGroup(LAYOUT, 2, replicas=replicas, settings=Settings(timeout_s=60.0), hosts=hosts)
     wires = [Wires(group) for _ in group.members]
     for member, layout in enumerate(group.layouts):
         layout.mine.board.store(Word.PUBLISHED, 1)
         group.members[member].protocol.epoch = 1
         for unit in group.units:
-            for source in range(layout.sources):
-                draw = torch.Generator().manual_seed(100 * member + 10 * unit.index + source)
-                values = torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
-                layout.mine.accumulator(unit, source).copy_(values)
+            layout.mine.accumulator(unit).copy_(gradient(member, unit))
         for other in layout.grid.remote:  # as if it had said so already: here nobody reads before
             layout.peer(other).board.store(Word.REDUCED, 0)
 
@@ -71,21 +72,16 @@ def gathered(replicas: int, accumulate: Accumulate, spread: bool) -> tuple[HeapG
 
 
 def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:
-    spec, total = group.units[unit], None
-    for member in range(shard, len(group.members), 2):
-        for source in range(group.layouts[0].sources):
-            draw = torch.Generator().manual_seed(100 * member + 10 * unit + source)
-            values = torch.randn(spec.numel, generator=draw) * 10.0 ** (4 * (member // 2))
-            total = values if total is None else total + values
-    assert total is not None
-    return total
+    first, *others = (gradient(member, group.units[unit]) for member in range(shard, len(group.members), 2))
+    for values in others:
+        first = first + values
+    return first
 
 
-@pytest.mark.parametrize("accumulate", ["server", "per_source"])
 @pytest.mark.parametrize(("replicas", "spread"), [(3, False), (3, True), (2, True), (8, True)])
-def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool, accumulate: Accumulate) -> None:
+def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool) -> None:
     """Also where units have fewer elements than there are replicas."""
-    group, _ = gathered(replicas, accumulate, spread)
+    group, _ = gathered(replicas, spread)
     for member, layout in enumerate(group.layouts):
         for unit in (0, 1):
             first, *others = parts(layout, group.units[unit])
@@ -99,7 +95,7 @@ def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool, a
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
     """The other replicas' accumulators of 9 elements by two replicas; by more its own part of them, and their sums."""
-    group, found = gathered(replicas, "server", True)
+    group, found = gathered(replicas, True)
     for member, nbytes in enumerate(found):
         place, expected = member // 2, 0
         for unit in group.units[:2]:

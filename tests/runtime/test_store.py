@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +41,10 @@ class Silent:
         self.answer.wait(60.0)
         self.made += keys
         return True
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.check([key])
+        return value.encode()
 
 
 @pytest.fixture
@@ -106,17 +109,65 @@ def test_the_watch_ends_a_call(silent: Silent) -> None:
         JobStore(silent, 600.0, watch=watch).check(["a"])
 
 
-def test_a_connection_ends_with_its_last_user() -> None:
-    raw = dist.HashStore()
-    store = JobStore(raw, 20.0)
-    assert not JobStore(raw, 20.0).check(["a"])
-    connection = weakref.ref(store._connection)
-    assert JobStore(raw, 1.0)._connection is connection(), "users of one store share a connection"
-    threads = [thread for thread in threading.enumerate() if thread.name == "odc-store"]
-    del store
+class Cloned(Silent):
+    """A store that answers, and counts the connections that are made to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer.set()
+        self.clones = 0
+
+    def clone(self) -> Silent:
+        self.clones += 1
+        clone = Silent()
+        clone.answer.set()
+        return clone
+
+
+def test_a_connection_lasts_as_long_as_the_store() -> None:
+    before, raw = set(threading.enumerate()), Cloned()
+    for _ in range(3):  # no user lives longer than its call
+        assert JobStore(raw, 20.0).check(["a"])
+        gc.collect()
+    assert raw.clones == 1 and not raw.made
+    threads = [one for one in threading.enumerate() if one.name == "odc-store" and one not in before]
+    assert len(threads) == 1
+    del raw
     gc.collect()
-    assert connection() is None
-    assert any(not thread.is_alive() for thread in threads for _ in [thread.join(5.0)])
+    threads[0].join(60.0)
+    assert not threads[0].is_alive()
+
+
+class TestAwaitKey:
+    def test_returns_the_value_once_another_rank_sets_it(self) -> None:
+        raw, checks = dist.HashStore(), list[int]()
+
+        def check() -> None:
+            checks.append(1)
+            if len(checks) == 3:
+                raw.set("mine/a", "1")
+
+        assert JobStore(raw, 60.0, prefix="mine/").await_key("a", "late", check=check) == b"1"
+        assert len(checks) == 3
+        assert JobStore(raw, 60.0, prefix="mine/").await_key("a", "late", check=check) == b"1"
+        assert len(checks) == 3, "nothing is checked where the key is there"
+
+    def test_the_check_ends_it(self) -> None:
+        def check() -> None:
+            raise PeerLostError("rank 3 has ended", culprit=3)
+
+        with pytest.raises(PeerLostError, match="rank 3 has ended"):
+            JobStore(dist.HashStore(), 600.0).await_key("a", "late", check=check)
+
+    @pytest.mark.parametrize(("stores", "given"), [(0.05, None), (600.0, 0.05)])
+    def test_the_deadline_ends_it_and_the_culprit_is_named(self, stores: float, given: float | None) -> None:
+        with pytest.raises(WaitTimeoutError, match="^rank 3 is late$") as late:
+            JobStore(dist.HashStore(), stores).await_key("a", "rank 3 is late", culprit=3, timeout_s=given)
+        assert late.value.culprit == 3
+
+    def test_a_store_that_does_not_answer_ends_it(self, silent: Silent) -> None:
+        with pytest.raises(WaitTimeoutError, match="store has not answered"):
+            JobStore(silent, 0.2).await_key("a", "rank 3 is late", culprit=3, timeout_s=600.0)
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
     make: Make, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host takes the connection, and nobody answers; no thread ends with an error either."""
-    monkeypatch.setattr(network, "_CONNECT_S", 0.1)
+    monkeypatch.setattr(network, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         JobStore(store, PATIENCE_S).set(_key(1), json.dumps(list(stopped.getsockname())))
         rank = make(0)

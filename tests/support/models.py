@@ -7,6 +7,7 @@ AdamW's eps is 1e-4: with less, attention's key biases (gradient zero but for ro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,6 +59,11 @@ class Case:
     def policy(self) -> MixedPrecisionPolicy:
         """FSDP2's."""
         return low_precision_policy() if self.low_precision else MixedPrecisionPolicy()
+
+
+def reduced_exactly(case: Case) -> dict[str, MixedPrecisionPolicy]:
+    """Options with which FSDP2 sums what is equal to the bit, after one rounding, to `Settings(reproducible=True)`."""
+    return {"mp_policy": dataclasses.replace(case.policy, reduce_dtype=torch.float64)}
 
 
 def low_precision_policy() -> MixedPrecisionPolicy:

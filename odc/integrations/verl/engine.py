@@ -90,7 +90,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         return module
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        """One minibatch: any number of microbatches of this rank, then one meeting of all ranks.
+        """One minibatch: any number of microbatches of this rank, then one wait for all ranks.
 
         A collective over the data-parallel ranks. Another rank than the one that passed a training row may compute it,
         so outputs are returned only where rows stay: with `forward_only` or `return_model_output`.
@@ -98,13 +98,13 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         group, ranks = self.get_data_parallel_group(), self.get_data_parallel_size()
         keep = forward_only or tu.get_non_tensor_data(data, "return_model_output", default=False)
         mine = row_lengths(data), int(data["loss_mask"].sum())
-        told: list[Any] = [None] * ranks
-        dist.all_gather_object(told, mine, group=group)
-        tokens = sum(count for _, count in told)
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, mine, group=group)
+        tokens = sum(count for _, count in gathered)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size, batch_num_tokens=tokens, dp_size=ranks)
         if self._options.split and not keep:
             refuse_batch(data, loss_function)
-        data, pieces, (microbatches, indices) = self._divided(data, [lengths for lengths, _ in told], stay=keep)
+        data, pieces, (microbatches, indices) = self._divided(data, [lengths for lengths, _ in gathered], stay=keep)
         work = itertools.chain(pieces, zip(itertools.repeat(None), microbatches))
         outputs, weights = [], []
         with torch.no_grad() if forward_only else self.module.minibatch():

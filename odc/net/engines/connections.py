@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from odc.deadlines import Deadline
+from odc.deadlines import POOL_CHECK_S, Deadline
 from odc.errors import WaitTimeoutError
 from odc.memory import close_after_fork
 from odc.net.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, reading, set_for_reader
@@ -51,7 +51,7 @@ class Answers:
         while views:
             try:
                 count = self.connection.recvmsg_into(self._next(views), 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:  # nothing came for `LOOK_S`
+            except BlockingIOError:  # nothing came for READ_CHECK_S
                 count = -1
             received += max(count, 0)
             if header is not None and received >= LENGTH.size and LENGTH.unpack(header)[0] == REFUSED:
@@ -135,7 +135,7 @@ class Connections:
                 if len(self._all.get(rank, ())) + self._pending.get(rank, 0) < self._most:
                     self._pending[rank] = self._pending.get(rank, 0) + 1
                     break
-                self._changed.wait(1.0)
+                self._changed.wait(POOL_CHECK_S)
                 check(f"reading {what} of rank {rank}")
                 if deadline.passed():
                     raise late(self.me, rank, what, self.timeout_s)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from odc.deadlines import READ_CHECK_S
 from odc.errors import PeerLostError
 from odc.net.admission import READER
 from odc.net.keep_alive import keep_engine_alive
@@ -21,7 +22,6 @@ Dial = Callable[[int], socket.socket]
 Check = Callable[[str], None]
 
 MOST_ANSWERED = 1 << 16
-LOOK_S = 0.5  # between two looks at ABORT and the deadline while a read waits
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -94,9 +94,9 @@ class Engine(Protocol):
 
 
 def set_for_reader(connection: socket.socket, lost_after_s: float) -> None:
-    """Have a receive wait for `LOOK_S` at most, and fail some seconds after a link to that host would."""
+    """Have a receive wait for `READ_CHECK_S` at most, and fail some seconds after a link to that host would."""
     keep_engine_alive(connection, lost_after_s, sends_bulk=False)
-    limit = _TIMEVAL.pack(int(LOOK_S), int(LOOK_S % 1 * 1e6))
+    limit = _TIMEVAL.pack(int(READ_CHECK_S), int(READ_CHECK_S % 1 * 1e6))
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 

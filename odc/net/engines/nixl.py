@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
 from odc.errors import UnsupportedError, install
 from odc.net.engines.connections import Answers, Connections, late
-from odc.net.engines.engine import LOOK_S, Check, Dial, lost, no_check, refuse_odd, refused
+from odc.net.engines.engine import Check, Dial, lost, no_check, refuse_odd, refused
 from odc.net.engines.server import DESCRIBE, REFUSED, RegionServer, request
 from odc.settings import LOST_AFTER_S
 
@@ -40,7 +40,6 @@ _TCP_SETTINGS = {
     "UCX_TCP_SNDBUF": "4m",
     "UCX_TCP_RCVBUF": "4m",
 }
-_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 500e-6
 _MOST_READS = 16  # of one rank at a time
 _DESCRIPTION = struct.Struct("!QQI4s")  # address, bytes, device, kind; NIXL's metadata follows
 _SIOCGIFADDR = 0x8915
@@ -226,20 +225,21 @@ class NixlEngine:
         what: str,
         check: Check,
     ) -> None:
-        agent, deadline, backoff = self._agent, Deadline(self._timeout_s), Backoff(_FIRST_SLEEP_S, _LONGEST_SLEEP_S)
+        agent, deadline = self._agent, Deadline(self._timeout_s)
+        backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
         with self._failing(rank, what):
             source = [(remote.address + offset, into.numel(), remote.device)]
             ours = agent.get_xfer_descs([_place(into)[:3]], _kind(into))
             theirs = agent.get_xfer_descs(source, remote.kind)
             handle = agent.initialize_xfer("READ", ours, theirs, remote.agent)
-        look = Deadline(LOOK_S)
+        look = Deadline(READ_CHECK_S)
         try:
             with self._failing(rank, what):
                 state = agent.transfer(handle)
             while state == "PROC":
                 backoff.sleep()
                 if look.passed():
-                    look = Deadline(LOOK_S)
+                    look = Deadline(READ_CHECK_S)
                     refuse_dead(connection)
                     check(f"reading {what} of rank {rank}")
                     if deadline.passed():

@@ -12,7 +12,7 @@ from odc.protocol.peers.board import TellingPeer
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
-# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after `wait.NAP_S`.
+# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after WORD_SLEEP_S.
 _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
 
 
@@ -50,7 +50,7 @@ class LocalPeer(TellingPeer):
         # Made once: a view of shared memory costs more than to copy a small parameter.
         self._published: dict[tuple[int, int, int], torch.Tensor] = {}
         self._shards: dict[tuple[int, int], torch.Tensor] = {}
-        self._accumulators: dict[tuple[int, int], torch.Tensor] = {}
+        self._accumulators: dict[int, torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
         self._pushed: PushedWords | None = None
         self._lasts: np.ndarray | None = None
@@ -143,13 +143,12 @@ class LocalPeer(TellingPeer):
             view = self._shards[key] = self._view(f"published/{unit.index}", torch.uint8, at)
         return view
 
-    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
-        """1-D [unit.numel] in the accumulator's dtype; `source` is a shard index, with per-source accumulators only."""
-        key = unit.index, source
-        view = self._accumulators.get(key)
+    def accumulator(self, unit: UnitSpec) -> torch.Tensor:
+        """1-D [unit.numel] in the accumulator's dtype."""
+        view = self._accumulators.get(unit.index)
         if view is None:
-            name, dtype, count = f"accumulator/{unit.index}", unit.accumulator_dtype, unit.numel
-            view = self._accumulators[key] = self._view(name, dtype, source * count, count)
+            view = self._view(f"accumulator/{unit.index}", unit.accumulator_dtype, 0, unit.numel)
+            self._accumulators[unit.index] = view
         return view
 
     def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None = None) -> torch.Tensor:

@@ -54,12 +54,12 @@ def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str
     return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
 
 
-def starts(units: tuple[UnitSpec, ...], sources: int, shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
-    """For each unit the bytes before its `sources` accumulators among those of all units, and the bytes of all.
+def starts(units: tuple[UnitSpec, ...], shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its accumulator among those of all units, and the bytes of all.
 
     One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
     """
-    sizes = (sources * -(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+    sizes = (-(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
     return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
@@ -113,15 +113,14 @@ class NodeShare:
     """The share of one member of another node that lies on this one: a cache of its shards, sums of gradients for it.
 
     The first question attaches to the member's column here, which may wait. Raises as `SymmetricHeap.tensor` does.
-    Tensors are views. `sums_at` has the bytes before each unit's accumulators, and `sources` is how many a unit has.
+    Tensors are views. `sums_at` has the bytes before each unit's accumulator.
     """
 
-    def __init__(self, heap: SymmetricHeap, nodes: RankGrid, member: int, sums_at: list[int], sources: int) -> None:
+    def __init__(self, heap: SymmetricHeap, nodes: RankGrid, member: int, sums_at: list[int]) -> None:
         self.member, self.rank = member, heap.ranks[member]
         self.column, self.row = nodes.column(member), nodes.row(nodes.host(member))
-        self._heap, self._sums_at, self._sources = heap, sums_at, sources
+        self._heap, self._sums_at = heap, sums_at
         self._units = len(sums_at)
-        self._slots = {shard: place for place, shard in enumerate(m % nodes.shards for m in nodes.local_shard_group)}
         self._views: dict[tuple[str, int, int], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
 
@@ -146,12 +145,9 @@ class NodeShare:
 
     # the node sums -----------------------------------------------------------------------------------------------
 
-    def accumulator(self, unit: UnitSpec, source: int = 0) -> torch.Tensor:
-        """1-D [unit.numel]: where this node adds its gradients for the member; `source` is a shard index, with
-        per-source accumulators only.
-        """
-        slot = self._slots[source] if self._sources > 1 else 0
-        at = self._sums_at[unit.index] // unit.accumulator_dtype.itemsize + slot * unit.numel
+    def accumulator(self, unit: UnitSpec) -> torch.Tensor:
+        """1-D [unit.numel]: where this node adds its gradients for the member."""
+        at = self._sums_at[unit.index] // unit.accumulator_dtype.itemsize
         return self._view(f"sums/{self.row}", unit.accumulator_dtype, at, unit.numel)
 
     def mutex(self, unit: UnitSpec) -> RobustMutex:

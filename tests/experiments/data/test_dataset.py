@@ -9,9 +9,9 @@ import pytest
 from support.tiny_job import tiny_job
 
 from odc.errors import DataError
-from odc.experiments.data.bpe import BpeTokenizer
+from odc.experiments.data.bpe import BpeTokenizer, ByteTokenizer
 from odc.experiments.data.dataset import cache_folder, load_dataset
-from odc.experiments.data.tokenizer import ByteTokenizer, HfTokenizer
+from odc.experiments.data.tokenizer import HfTokenizer
 from odc.experiments.progress import Progress
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from odc.errors import DataError
+from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.data.documents import Document, load_documents
 from odc.experiments.data.rows import PromptCompletion
 from odc.experiments.data.sources import RawDocument, read_source
-from odc.experiments.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 CHAT = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "AB"})
@@ -109,13 +109,11 @@ def test_cache_gives_the_same_documents(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_cache_knows_the_tokenizer(tmp_path: Path):
-    class Shifted(ByteTokenizer):
-        fingerprint = "shifted"
-        eos_id = 258
-
+    shifted = ByteTokenizer()
+    shifted.fingerprint, shifted.eos_id = "shifted", 258
     raw = [RawDocument("d", "ab")]
     load_documents(raw, BYTES, max_tokens=10, cache=tmp_path)
-    (document,) = load_documents(raw, Shifted(), max_tokens=10, cache=tmp_path)
+    (document,) = load_documents(raw, shifted, max_tokens=10, cache=tmp_path)
     assert document.tokens[-1] == 258
 
 
