@@ -2,8 +2,8 @@
 
 Run as `OMP_NUM_THREADS=1 python -m bench.deaths --results bench/results`, as root for ranks on several hosts, which are
 network namespaces. Everything is *measured*: the job of the table of faults (tests/faults/test_faults.py) trains a
-small model with unequal counts. On one host a rank kills itself in its third step, in turn at every moment of
-MOMENTS; on two hosts each rank in turn is killed from outside, at whatever it does. In the last row the process that hosts the
+small model with unequal counts. On one host a rank kills itself in its third step, in turn at every one of MOMENTS; on
+two hosts each rank in turn is killed from outside, at whatever it does. In the last row the process that hosts the
 job's store is killed before the first minibatch, of jobs started in four ways (tests/faults/test_store_host.py).
 The time runs from just before the signal until the error has left the loop of the last rank.
 """

@@ -48,7 +48,7 @@ ON_ONE_HOST = [
     Fault("rank", "exit_with_it", "between_minibatches", RAISED),
     Fault("rank", "shut_down_with_it", "between_minibatches", RAISED, quick=True),
     Fault("rank", "end_a_child_with_it", "between_minibatches", RAISED),
-    Fault("rank", "show_it_and_go_on", "between_minibatches", "rank {}.*: ValueError: " + ERROR),
+    Fault("rank", "show_it_and_go_on", "between_minibatches", "rank {}.*ValueError: " + ERROR),
     Fault("rank", "exit_only", "between_minibatches", "aborted by rank {}: SystemExit: 3", quick=True),
     Fault("rank", "leave", "between_minibatches", "rank {}", 2, quick=True),
     Fault("rank", "stop", "after_fully_shard", "rank {}"),

@@ -128,7 +128,7 @@ def end_a_child_with_it() -> None:
     try:
         raise_it()
     finally:
-        multiprocessing.util._exit_function()
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
 
 def show_it_and_go_on() -> None:
@@ -218,6 +218,7 @@ def train(rank: int, world: int, fault: Fault, steps: int = STEPS) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
     if fault.hosts > 1:
         until_watched(world)
+        dist.barrier()  # a neighbour that has ended already is not waited for
     script.at("after_fully_shard")
     model.layers[1].register_forward_pre_hook(lambda *unused: script.at("forward"))
     model.layers[1].register_full_backward_pre_hook(lambda *unused: script.at("backward"))
