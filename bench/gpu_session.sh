@@ -8,7 +8,7 @@
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
 # downloaded. One log a step and the figures, eight files a step at most, go to RESULTS (runs/gpu); figures are written
-# one by one, so a step that is cut off has said what it knew. Every part has a time limit of its own, and a part that
+# one by one, so a step that is cut off keeps what it measured. Every part has a time limit, and a part that
 # fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
 step=${1:?which step: 1, 2, 3 or 4}
@@ -39,8 +39,8 @@ part() {
     timeout -k 5 "$limit" "$@" >>"$log" 2>&1
     code=$?
     tail -n 15 "$log"
-    said="$name: exit code $code after $(($(date +%s) - begun)) s"
-    echo "$said" | tee -a "$results/summary.txt"
+    ended="$name: exit code $code after $(($(date +%s) - begun)) s"
+    echo "$ended" | tee -a "$results/summary.txt"
     [ $code -eq 0 ] || failed="$failed $name"
 }
 
