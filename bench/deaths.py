@@ -10,7 +10,6 @@ The time runs from just before the signal until the error has left the loop of t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -21,8 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from odc.bench.report import store
-from odc.provenance import begin
+from bench.script import Script
 
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "fsdp")]  # the jobs are those of the tests
@@ -103,16 +101,12 @@ def row_of(ranks: str, found: list[tuple[float, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--repeats", type=int, default=2, help="kills of each kind")
-    arguments = parser.parse_args()
-    begun = begin()
-    rows = [row_of(str(world), on_one_host(world, arguments.repeats)) for world in (2, 3, 4)]
-    rows.append(row_of("2 x 2 on two hosts", on_two_hosts(arguments.repeats)))
-    rows.append(row_of("3, the store's host before the first minibatch", before_the_first_minibatch(arguments.repeats)))
-    title = "Seconds from `kill -9` of a rank until every other rank has raised, naming it"
-    store(arguments.results, "deaths", title, rows, begun=begun)
+    script = Script(__doc__, repeats=(2, "kills of each kind"))
+    repeats = script.given.repeats
+    rows = [row_of(str(world), on_one_host(world, repeats)) for world in (2, 3, 4)]
+    rows.append(row_of("2 x 2 on two hosts", on_two_hosts(repeats)))
+    rows.append(row_of("3, the store's host before the first minibatch", before_the_first_minibatch(repeats)))
+    script.store("deaths", "Seconds from `kill -9` of a rank until every other rank has raised, naming it", rows)
 
 
 if __name__ == "__main__":

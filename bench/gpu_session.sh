@@ -3,7 +3,7 @@
 #
 #   bench/gpu_session.sh 1     correctness: doctor, heap, engines, kernels between ranks, the drop-in
 #   bench/gpu_session.sh 2     compiled kernels against torch; compute-sanitizer, where it is installed
-#   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather, host time (bench/one_gpu.py)
+#   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather (bench/one_gpu.py)
 #   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
@@ -76,9 +76,9 @@ case $step in
     ;;
 3)
     [ -z "$REHEARSE" ] || export TRITON_INTERPRET=1
-    for each in host beside kernels; do
+    for each in beside kernels; do
         # shellcheck disable=SC2086
-        part 175 "one_gpu_$each" "$python" -m bench.one_gpu --only $each --results "$results/$each" $one
+        part 260 "one_gpu_$each" "$python" -m bench.one_gpu --only $each --results "$results" $one
     done
     ;;
 4)

@@ -12,17 +12,14 @@ fitted to the rows that are compared. A limited link carries the payload of full
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.host_arms import Work
-from bench.quoted import Result, find, load
-from odc.bench.report import store
-from odc.provenance import begin
+from bench.script import Script
+from bench.stored import Result, find, load
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
 
 NAME = "simulated_hosts"
@@ -35,12 +32,8 @@ _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    arguments = parser.parse_args()
-    begun = begin()
     title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
-    store(arguments.results, NAME, title, rows(load("hosts")), begun=begun)
+    Script(__doc__).store(NAME, title, rows(load("hosts")))
 
 
 @dataclass(frozen=True)
