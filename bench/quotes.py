@@ -214,13 +214,6 @@ def dispatch() -> Figures:
 
 
 @_quote
-def simulator() -> Figures:
-    result = stored("simulate")
-    events = span([row["reference_us_a_use"] for row in result["rows"]], ".1f")
-    return result | {"events": events, "vectorised": span([row["seconds"] for row in result["rows"]], ".1f")}
-
-
-@_quote
 def trust() -> Figures:
     result = stored("simulated_vs_emulated")
     result["ratios"] = span([row["simulated/emulated"] for row in result["rows"]])
