@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),
     "experiments": WORK,
     "integrations": WORK,
-    "simulate": frozenset({"arms", "balance", "trace"}),
+    "simulate": frozenset({"arms", "balance"}),
     "cli": WORK | FLOORS[7],
     "__main__": frozenset({"cli"}),
     "odc": frozenset({"fsdp"}),  # odc/__init__.py

@@ -87,11 +87,12 @@ def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> N
     from bench import quotes
     from bench.readme import quote, templates
 
-    stored = quotes.load("simulate")
-    slower = {**stored, "rows": [{**row, "reference_us_a_use": 15.0} for row in stored["rows"]]}
-    monkeypatch.setattr(quotes, "load", lambda name: slower)
-    made = quote(templates()["simulator"], "simulator")
-    assert "takes 15.0 us for each use of a unit" in " ".join(made.split())
+    stored = quotes.load("simulated_vs_emulated")
+    slower = {**stored, "rows": [{**row, "simulated/emulated": 1.5} for row in stored["rows"]]}
+    load = quotes.load
+    monkeypatch.setattr(quotes, "load", lambda name: slower if name == "simulated_vs_emulated" else load(name))
+    made = quote(templates()["trust"], "trust")
+    assert "simulated step times are 1.50 of the emulated ones" in " ".join(made.split())
 
 
 @pytest.mark.usefixtures("bench_folder")
