@@ -117,7 +117,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.emulated import Slept
+from bench.slept import Slept
 from odc import Settings
 from odc.bench.ranks import RankPool, held
 from odc.bench.units import drop

@@ -1,9 +1,8 @@
-"""Split samples: processor time of two pieces over that of the whole sample, and what planning takes up to 4,096 ranks.
+"""Split samples: processor time of two pieces over that of the whole sample.
 
 A Llama of two layers runs a sample of 4,096 tokens forward and backward: whole, on both ranks at once, and as two
 zig-zag pieces, in turns, so both ways share the machine's load. `pieces_over_whole` is the time of both pieces over
-that of one whole sample, the median of the turns. Planning is `lb_split` on LongAlign-like lengths with the cost of
-Qwen2.5-7B and hosts of 8 ranks, in processor time, beside `lb_mini` on the same lengths.
+that of one whole sample, the median of the turns.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from odc.balance import Plan, SplitSample, cost_from_config, lb_mini, lb_split, partition
+from odc.balance import Plan, SplitSample
 from odc.balance.slices import zigzag
-from odc.bench.dispatching import draw_lengths
 from odc.bench.ranks import RankPool, held, let_go, meet
-from odc.simulate.catalog import MODELS
 
 TOKENS, VOCABULARY, TURNS = 4096, 2048, 5
 
@@ -97,31 +93,4 @@ def test_processor_time(dtype: str, note: Callable[..., None]) -> None:
         pieces_over_whole=f"{median(ratios):.3f}",
         least=f"{min(ratios):.3f}",
         most=f"{max(ratios):.3f}",
-    )
-
-
-@pytest.mark.parametrize("ranks", [8, 64, 512, 4096])
-@pytest.mark.parametrize("per_rank", [1, 2, 4])
-def test_planning(ranks: int, per_rank: int, note: Callable[..., None]) -> None:
-    cost, lengths = cost_from_config(MODELS["qwen2.5-7b"]), draw_lengths(ranks * per_rank).tolist()
-    partition(np.arange(1000), 4)  # numba is loaded
-
-    def planned(plan: Callable[[], Plan]) -> tuple[Plan, float]:
-        took = []
-        for _ in range(3):
-            began = time.process_time()
-            made = plan()
-            took.append(time.process_time() - began)
-        return made, 1e3 * min(took)
-
-    mini, mini_ms = planned(lambda: lb_mini(lengths, ranks, 1 << 17, cost))
-    split, split_ms = planned(lambda: lb_split(lengths, ranks, 1 << 17, cost, node=8))
-    mean = np.mean(mini.rank_costs)
-    note(
-        what=f"plan, {per_rank} a rank on {ranks}",
-        lb_mini_ms=mini_ms,
-        lb_split_ms=split_ms,
-        lb_mini_over_mean=f"{mini.longest / mean:.3f}",
-        lb_split_over_mean=f"{split.longest / mean:.3f}",
-        pieces=sum(len(one.ranks) for one in split.splits),
     )

@@ -11,11 +11,9 @@ from __future__ import annotations
 import ast
 import heapq
 import importlib.util
-import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.turns import in_turns
 from odc.balance import lb_micro, lb_mini, local_sort, lower_bound, partition
 from odc.balance.state import Ints
 from odc.bench.dispatching import COST, draw_lengths, owners_of, plain_lpt, sparse_kk
@@ -61,18 +60,13 @@ def test_partition(note, samples: int, parts: int, equal_sizes: bool):
         baselines["KK"] = lambda: sparse_kk(costs, parts, equal_sizes)
         if (verls := verl_kk()) is not None:
             baselines["verl_KK"] = lambda: verls(costs, parts, equal_sizes)
-    least = dict.fromkeys(baselines, math.inf)
     owners = {name: baseline() for name, baseline in baselines.items()}
-    for repeat in range(30 if samples < 10_000 else 10):
-        for name, baseline in baselines.items():
-            if "KK" in name and repeat >= 3:
-                continue
-            began = time.perf_counter()
-            baseline()
-            least[name] = min(least[name], time.perf_counter() - began)
+    quick = {name: baseline for name, baseline in baselines.items() if "KK" not in name}
+    slow = {name: baseline for name, baseline in baselines.items() if "KK" in name}
+    times = {**in_turns(quick, 30 if samples < 10_000 else 10), **in_turns(slow, 3)}
     row: dict[str, Any] = {"samples": samples, "parts": parts, "sizes": "equal" if equal_sizes else "unequal"}
     for name in ("odc", "LPT", "KK", "verl_KK"):
-        row[f"{name}_ms"] = f"{least[name] * 1e3:.3g}" if name in baselines else ""
+        row[f"{name}_ms"] = f"{min(times[name]) * 1e3:.3g}" if name in baselines else ""
     for name in ("odc", "LPT", "KK", "verl_KK"):
         row[f"{name}_above_mean"] = above_mean(costs, owners[name], parts) if name in baselines else ""
     row["bound_above_mean"] = f"{lower_bound(costs, parts) / (costs.sum() / parts) - 1:.1e}"
@@ -104,11 +98,8 @@ def test_policy(note, policy: Callable[..., Any], samples: int, parts: int):
         pytest.skip("evening out so many microbatches was not tried")
     lengths = draw_lengths(samples).tolist()
     partition(np.arange(1000), 4)  # numba is loaded
-    seconds = []
-    for _ in range(5 if samples < 10_000 else 2):
-        began = time.perf_counter()
-        plan = policy(lengths, parts, 65536, COST)
-        seconds.append(time.perf_counter() - began)
+    seconds = in_turns({"plan": lambda: policy(lengths, parts, 65536, COST)}, 5 if samples < 10_000 else 2)["plan"]
+    plan = policy(lengths, parts, 65536, COST)
     note(
         samples=samples,
         parts=parts,

@@ -10,7 +10,6 @@ Each run writes its losses step by step below `--folder`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,12 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.script import Script
 from odc.arms import ArmName, arm_named
-from odc.bench.report import store
 from odc.experiments.config import JobConfig
 from odc.experiments.job import run
 from odc.experiments.text.workload import TextWorkload
-from odc.provenance import begin
 
 REFERENCE: ArmName = "fsdp2"
 ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")
@@ -33,20 +31,11 @@ _LAST = 50  # steps of the mean at the end
 _FLOOR = 1e-9  # where the picture has losses that are equal
 
 
-def job_of(arguments: argparse.Namespace) -> JobConfig:
+def job_of(given: Any) -> JobConfig:
     """The job that all arms run, without arm and output folder."""
-    return JobConfig(
-        model=arguments.model,
-        data="stdlib",
-        long="drop",
-        vocab=arguments.vocab,
-        max_tokens=arguments.max_tokens,
-        minibatch_size=arguments.minibatch_size,
-        steps=arguments.steps,
-        lr=2e-3,
-        warmup=arguments.steps // 15,
-        seed=arguments.seed,
-    )
+    same = ("model", "vocab", "max_tokens", "minibatch_size", "steps", "seed")
+    options = {name: getattr(given, name) for name in same}
+    return JobConfig(data="stdlib", long="drop", lr=2e-3, warmup=given.steps // 15, **options)
 
 
 def records_of(arm: ArmName, job: JobConfig, folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -88,12 +77,12 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
     reference = losses[REFERENCE]
     steps = range(1, len(reference) + 1)
     styles = ("-", (0, (5, 3)), (0, (1, 2)))
-    for (arm, own), style in zip(losses.items(), styles, strict=True):
+    for (arm, curve), style in zip(losses.items(), styles, strict=True):
         upper.plot(
-            steps, own, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
+            steps, curve, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
         )
         if arm != REFERENCE:
-            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(own, reference, strict=True)]
+            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(curve, reference, strict=True)]
             lower.semilogy(steps, gaps, color=_COLOURS[arm], linewidth=0.9, label=f"{arm} against {REFERENCE}")
     upper.set(ylabel="loss of the minibatch", title=title)
     lower.set(xlabel="optimizer step", ylabel=f"distance of losses\n(equal ones at {_FLOOR:.0e})")
@@ -105,38 +94,27 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="where runs keep their losses")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--model", default="qwen2-toy")
-    parser.add_argument("--vocab", type=int, default=512, help="tokens of the trained BPE")
-    parser.add_argument("--max-tokens", type=int, default=512, help="cap of a microbatch; longer documents are dropped")
-    parser.add_argument("--minibatch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    begun = begin()
-    job = job_of(arguments)
-    records, seconds = {}, {}
+    script = Script(
+        __doc__,
+        folder=(Path("runs/convergence"), "where runs keep their losses"),
+        steps=(300, "of each arm"),
+        model=("qwen2-toy", "shipped config"),
+        vocab=(512, "tokens of the trained BPE"),
+        max_tokens=(512, "cap of a microbatch; longer documents are dropped"),
+        minibatch_size=(8, "documents of a step"),
+        seed=(0, "of samples and weights"),
+    )
+    job, records, seconds = job_of(script.given), {}, {}
     for arm in ARMS:
         print(f"{arm}: {job.steps} steps", file=sys.stderr, flush=True)
-        records[arm], seconds[arm] = records_of(arm, job, arguments.folder / arm)
-    losses = {arm: [record["loss"] for record in own] for arm, own in records.items()}
-    assert len({tuple(record["tokens"] for record in own) for own in records.values()}) == 1, "samples differ"
+        records[arm], seconds[arm] = records_of(arm, job, script.given.folder / arm)
+    losses = {arm: [record["loss"] for record in each] for arm, each in records.items()}
+    assert len({tuple(record["tokens"] for record in each) for each in records.values()}) == 1, "samples differ"
     title = f"{job.ranks} ranks, {job.model}, {job.minibatch_size} documents a step: losses of {len(ARMS)} arms"
-    store(
-        arguments.results,
-        "convergence",
-        title,
-        [row_of(arm, losses[arm], losses[REFERENCE], seconds[arm]) for arm in ARMS],
-        begun=begun,
-        job=job.to_dict(),
-        losses=losses,
-        norms={arm: [record["norm"] for record in own] for arm, own in records.items()},
-    )
-    picture = arguments.results / "convergence.png"
-    draw(picture, losses, title)
-    print(f"picture: {picture}")
+    rows = [row_of(arm, losses[arm], losses[REFERENCE], seconds[arm]) for arm in ARMS]
+    norms = {arm: [record["norm"] for record in each] for arm, each in records.items()}
+    script.store("convergence", title, rows, job=job.to_dict(), losses=losses, norms=norms)
+    draw(script.given.results / "convergence.png", losses, title)
 
 
 if __name__ == "__main__":

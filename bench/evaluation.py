@@ -2,7 +2,7 @@
 
 Run as `OMP_NUM_THREADS=1 python -m bench.evaluation --results bench/results` (about two minutes). Two tables:
 
-* *Forwards*: compute is *emulated*, a request sleeps for as long as its length says, LongAlign-like; parameters are
+* *Forwards*: compute is *emulated*, a request sleeps for as long as its length takes, LongAlign-like; parameters are
   fetched or gathered for real. Documents have one to eight requests each, of one length, which stay on one rank.
   `fsdp2, padded` deals documents out in turn and pads, and so does `odc, padded`. `odc` does not pad; `odc, by length`
   also evens out the ranks' work, whatever the counts. The arms run the same requests in turn, `--repeats` times.
@@ -13,10 +13,8 @@ Run as `OMP_NUM_THREADS=1 python -m bench.evaluation --results bench/results` (a
 
 from __future__ import annotations
 
-import argparse
 import time
 import tracemalloc
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,16 +22,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.emulated import WIDTH, Model
+from bench.script import Script
+from bench.slept import Model
 from odc import Settings
 from odc.arms import ARMS
 from odc.balance import partition
 from odc.bench.ranks import RankPool, held
-from odc.bench.report import store
 from odc.bench.units import drop
-from odc.eval import RequestPlan, gather_results, run_requests, session
+from odc.eval import gather_results, run_requests, session
 from odc.experiments.arms import shard_model
-from odc.provenance import begin
 from odc.simulate.lengths import NAMED
 
 #: (transport, padded, dealt by length)
@@ -71,8 +68,9 @@ def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
     @torch.no_grad()
     def run(requests: list[float]) -> list[float]:
         nonlocal ran
+        one = torch.zeros(1, 1, dtype=torch.int64)
         for request in requests:
-            model(torch.ones(1, WIDTH), 3 * request, 0)  # of which a forward sleeps one third
+            model(one, one, seconds=3 * request, microbatch=0)  # of which a forward sleeps one third
             ran += 1
         return requests
 
@@ -91,21 +89,18 @@ def evaluate(way: str, docs: list[list[float]]) -> tuple[float, int]:
     return took, ran
 
 
-def forward_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def forward_rows(pool: RankPool, given: Any) -> list[dict[str, Any]]:
     """One row a way, with times relative to the first way's."""
-    docs = documents(arguments.documents, arguments.seconds, arguments.seed)
+    docs = documents(given.documents, given.seconds, given.seed)
     seconds = [one for doc in docs for one in doc]
     runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.repeats):
+    for _ in range(given.repeats):
         for way in WAYS:
             runs[way].append(pool.each(evaluate, way, docs))
     took = {way: [max(one for one, _ in run) for run in some] for way, some in runs.items()}
-    dealt = owners(docs, pool.world, False)
-    waste = RequestPlan({"requests": tuple(dealt.count(rank) for rank in range(pool.world))}, 0).waste()
     rows = []
     for way, times in took.items():
         counts = [count for _, count in runs[way][0]]
-        assert sum(counts) == len(seconds) + (waste if WAYS[way][1] else 0)
         rows.append(
             {
                 "way": way,
@@ -146,14 +141,14 @@ def gather(way: str, count: int, trace: bool) -> tuple[float, int]:
     return took, peak
 
 
-def gather_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def gather_rows(pool: RankPool, given: Any) -> list[dict[str, Any]]:
     """One row a way; times and memory on rank 0."""
     ways = ("dist.gather_object", "in order, into a list", "in order, into a function")
     took: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(arguments.repeats):
+    for _ in range(given.repeats):
         for way in ways:
-            took[way].append(pool.each(gather, way, arguments.results_count, False)[0][0])
-    peaks = {way: pool.each(gather, way, arguments.results_count, True)[0][1] for way in ways}
+            took[way].append(pool.each(gather, way, given.results_count, False)[0][0])
+    peaks = {way: pool.each(gather, way, given.results_count, True)[0][1] for way in ways}
     return [
         {
             "way": way,
@@ -168,26 +163,24 @@ def gather_rows(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--documents", type=int, default=14, help="of one to eight requests")
-    parser.add_argument("--seconds", type=float, default=0.25, help="slept for a request of mean length")
-    parser.add_argument("--results-count", type=int, default=100_000, help="small results to gather")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    begun = begin()
-    with RankPool(arguments.ranks, timeout_s=1800) as pool:
-        forwards, gathered = forward_rows(pool, arguments), gather_rows(pool, arguments)
-    title = f"{arguments.documents} documents on {arguments.ranks} ranks: scheduling, with slept compute"
-    lengths = f"LongAlign-like; the mean request sleeps {arguments.seconds:g} s"
-    best = "all work, evenly over the ranks, without any communication"
-    store(
-        arguments.results, "evaluation", title, forwards, seed=arguments.seed, lengths=lengths, best=best, begun=begun
+    script = Script(
+        __doc__,
+        ranks=(4, "number of ranks"),
+        documents=(14, "of one to eight requests"),
+        seconds=(0.25, "slept for a request of mean length"),
+        results_count=(100_000, "small results to gather"),
+        repeats=(3, "runs of each way"),
+        seed=(0, "of the lengths"),
     )
-    title = f"{arguments.results_count} small results of {arguments.ranks} ranks gathered on rank 0, measured"
-    store(arguments.results, "gather", title, gathered, begun=begun)
+    given = script.given
+    with RankPool(given.ranks, timeout_s=1800) as pool:
+        forwards, gathered = forward_rows(pool, given), gather_rows(pool, given)
+    title = f"{given.documents} documents on {given.ranks} ranks: scheduling, with slept compute"
+    lengths = f"LongAlign-like; the mean request sleeps {given.seconds:g} s"
+    best = "all work, evenly over the ranks, without any communication"
+    script.store("evaluation", title, forwards, seed=given.seed, lengths=lengths, best=best)
+    title = f"{given.results_count} small results of {given.ranks} ranks gathered on rank 0, measured"
+    script.store("gather", title, gathered)
 
 
 if __name__ == "__main__":

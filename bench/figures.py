@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.quoted import QUIET, RESULTS, load
+from bench.stored import QUIET, RESULTS, load
 from odc.provenance import commit
 
 ROOT = Path(__file__).parent.parent
@@ -36,10 +36,6 @@ class FigureStep:
     stores: tuple[str, ...]
     overlay: str = ".venv"
 
-    @property
-    def name(self) -> str:
-        return self.stores[0]
-
     def words(self) -> list[str]:
         python = ROOT / self.overlay / "bin" / "python"
         return [str(python) if python.exists() else sys.executable, "-m", *shlex.split(self.command)]
@@ -49,10 +45,10 @@ def _bench(name: str, options: str = "", *stores: str) -> FigureStep:
     return FigureStep(" ".join(f"bench.{name} {options} --results bench/results".split()), stores or (name,))
 
 
-def _pytest(*names: str, options: str = "", overlay: str = ".venv") -> FigureStep:
+def _pytest(*names: str, overlay: str = ".venv") -> FigureStep:
     """Several in one step are measured without a pause: the load before them is that before the first."""
     words = ("pytest -q --timeout 1200", *(f"bench/bench_{name}.py" for name in names), "--results bench/results")
-    return FigureStep(f"{' '.join(words)}{options}", names, overlay)
+    return FigureStep(" ".join(words), names, overlay)
 
 
 def _compare(command: str, name: str) -> FigureStep:
@@ -65,10 +61,7 @@ STEPS = (
     _bench("hosts"),
     _bench("simulated_hosts"),
     _bench("emulated", "--regime swe-smith --steps 2 --scale 0.08", "emulated_swe_smith"),
-    _pytest(
-        *("fetch", "push", "overlap", "pieces", "inputs"),  # what pages quote of them
-        options=' -k "(not bfloat16 or processor_time) and not planning and not reproducible"',
-    ),
+    _pytest("fetch", "push", "overlap", "pieces", "inputs"),
     _bench("split", "--regime longalign --counts 1 4 --steps 1 --seconds 9", "split_longalign"),
     _compare(
         "compare --demo --max-tokens 8192 --minibatch-size 3 --arms odc,odc-split --repeats 2 --steps 5", "split_demo"
@@ -81,7 +74,7 @@ STEPS = (
     _bench("handover", "--seconds 1 --pairs 3 --steps 4 --rounds 7", "handover", "handover_steps"),
     _bench("grpo", "--steps 4 --repeats 1 --response-tokens 512 --max-tokens 576"),
     _bench("simulated_vs_emulated", "--ranks 2 8 --steps 1 --scale 0.2"),
-    _pytest("simulate", "dispatch", "node_exact"),
+    _pytest("dispatch"),
     _pytest("planners", overlay=".venv-integrations"),
     _bench("order", "--rounds 60"),
     _bench("convergence", "--steps 200"),
@@ -129,7 +122,7 @@ def take_all(steps: Sequence[FigureStep], wanted: str, *, again: bool = False, l
         took = f"{time.monotonic() - start:.0f} s, {(time.monotonic() - began) / 60:.1f} minutes in all"
         print(f"{title}: {wrong or 'done'} ({took}, load {before:.2f} before)", flush=True)
         if wrong:
-            failed.append(f"{step.name}: {wrong}")
+            failed.append(f"{step.stores[0]}: {wrong}")
     return failed
 
 
@@ -150,9 +143,8 @@ def main() -> None:
     if wanted is None or wanted.endswith("+dirty"):
         sys.exit("figures need a clean checkout: commit or remove what differs outside docs/ and bench/results")
     failed = take_all(steps, wanted, again=bool(only))
-    for module in ("bench.readme", "bench.quoted_hosts"):
-        if subprocess.run([sys.executable, "-m", module], cwd=ROOT, check=False).returncode:
-            failed.append(f"{module}: could not write the pages")
+    if subprocess.run([sys.executable, "-m", "bench.readme"], cwd=ROOT, check=False).returncode:
+        failed.append("bench.readme: could not write the pages")
     print(f"{len(steps)} steps, {len(failed)} failures; pages are written from {RESULTS.name}", flush=True)
     sys.exit("\n".join(failed) if failed else 0)
 

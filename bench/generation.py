@@ -9,9 +9,7 @@ once for the whole run, for a whole model of memory.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,14 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench.script import Script
 from odc import Settings
 from odc.arms import ARMS
 from odc.bench.ranks import RankPool, held
-from odc.bench.report import store
 from odc.bench.units import drop
 from odc.blocks import blocks_of
 from odc.experiments.arms import shard_model
-from odc.provenance import begin
 from odc.simulate.lengths import Lognormal
 
 #: (transport, in lockstep, weights kept)
@@ -84,13 +81,13 @@ def generate(way: str, lengths: list[list[int]], layers: int, hidden: int) -> tu
     return took, forwards
 
 
-def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(pool: RankPool, given: Any) -> list[dict[str, Any]]:
     """One row a way; speeds are medians of ratios within a repeat."""
-    lengths = lengths_of(pool.world, arguments.requests, arguments.tokens, arguments.seed)
+    lengths = lengths_of(pool.world, given.requests, given.tokens, given.seed)
     runs: dict[str, list[list[tuple[float, int]]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.repeats):
+    for _ in range(given.repeats):
         for way in WAYS:
-            runs[way].append(pool.each(generate, way, lengths, arguments.layers, arguments.hidden))
+            runs[way].append(pool.each(generate, way, lengths, given.layers, given.hidden))
     took = {way: [max(seconds for seconds, _ in run) for run in some] for way, some in runs.items()}
     rows = []
     for way, times in took.items():
@@ -110,23 +107,23 @@ def rows_of(pool: RankPool, arguments: argparse.Namespace) -> list[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=16, help="of each rank")
-    parser.add_argument("--tokens", type=float, default=24, help="new tokens of the mean request")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    begun = begin()
-    with RankPool(arguments.ranks, timeout_s=1800) as pool:
-        rows = rows_of(pool, arguments)
-    size = sum(parameter.numel() for parameter in build(arguments.layers, arguments.hidden).parameters())
-    title = f"{arguments.requests} requests on each of {arguments.ranks} ranks generated, {size / 1e6:.1f}M parameters"
-    lengths = f"LongAlign-like, {arguments.tokens:g} new tokens in the mean"
-    store(arguments.results, "generation", title, rows, seed=arguments.seed, lengths=lengths, begun=begun)
+    script = Script(
+        __doc__,
+        ranks=(2, "number of ranks"),
+        requests=(16, "of each rank"),
+        tokens=(24.0, "new tokens of the mean request"),
+        layers=(4, "of the model"),
+        hidden=(256, "size of the model"),
+        repeats=(3, "runs of each way"),
+        seed=(0, "of the lengths"),
+    )
+    given = script.given
+    with RankPool(given.ranks, timeout_s=1800) as pool:
+        rows = rows_of(pool, given)
+    size = sum(parameter.numel() for parameter in build(given.layers, given.hidden).parameters())
+    title = f"{given.requests} requests on each of {given.ranks} ranks generated, {size / 1e6:.1f}M parameters"
+    lengths = f"LongAlign-like, {given.tokens:g} new tokens in the mean"
+    script.store("generation", title, rows, seed=given.seed, lengths=lengths)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,22 @@ its losses are still the reference, but its time and memory are those of another
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 
+from bench.script import Script
+from odc import Settings
+from odc.arms import ARMS, ArmName
 from odc.bench.ranks import RankPool, alone, held
-from odc.bench.report import store
 from odc.bench.units import drop
-from odc.provenance import begin
+from odc.experiments.arms import run_minibatch, shard_model
+from odc.fsdp import root_of
 
 SAMPLES, TOKENS, STEPS, WARM = 8, 1024, 6, 2
 GIB = float(1 << 30)
@@ -50,52 +50,38 @@ def qwen2(shape: dict[str, int]) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def build(arm: str, device: str) -> None:
+def build(arm: ArmName, device: str) -> None:
     """The sharded model and its optimizer, in `held`."""
     drop()
     held.device = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
     held.shape = QWEN2 if device == "cuda" else TINY
     with held.device:
-        model = qwen2(held.shape)
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+        held.model = qwen2(held.shape)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if arm == "odc":
-        from odc.fsdp import fully_shard
-    else:
-        from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    held.model = model
-    held.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    shard_model(ARMS[arm], held.model, list(held.model.model.layers), Settings(), device, mp_policy=policy)
+    held.optimizer = torch.optim.AdamW(held.model.parameters(), lr=1e-4)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats(held.device)
 
 
-def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]:
+def train(arm: ArmName, steps: int) -> tuple[list[float], list[float], float, float]:
     """(losses over all ranks, seconds of each step, peak GiB of torch's allocator, GiB of odc's heap)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, seconds = [], []
     for step in range(steps):
-        rows = torch.randint(
-            held.shape["vocab_size"], (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(step)
-        )
-        mine = rows[rank::world].to(held.device)
-        settle()
-        begin = time.perf_counter()
-        total = torch.zeros((), device=held.device)
-        for i, row in enumerate(mine):
-            if arm != "odc":
-                held.model.set_is_last_backward(i == len(mine) - 1)
-            elif i == 0:
-                held.block = held.model.minibatch()
-                held.block.__enter__()
-            logits = held.model(row[None, :-1]).logits
-            loss = cross_entropy(logits[0].float(), row[1:], reduction="sum")
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(held.shape["vocab_size"], (SAMPLES, TOKENS + 1), generator=generator)
+        mine, total = rows[rank::world].to(held.device), torch.zeros((), device=held.device)
+
+        def backward(m: int, mine: torch.Tensor = mine, total: torch.Tensor = total) -> None:
+            logits = held.model(mine[m][None, :-1]).logits
+            loss = cross_entropy(logits[0].float(), mine[m][1:], reduction="sum")
             (loss * world / (SAMPLES * TOKENS)).backward()
             total += loss.detach()
-        if arm == "odc":
-            held.block.__exit__(None, None, None)
+
+        settle()
+        begin = time.perf_counter()
+        run_minibatch(ARMS[arm], held.model, len(mine), backward)
         held.optimizer.step()
         held.optimizer.zero_grad()
         settle()
@@ -103,11 +89,7 @@ def train(arm: str, steps: int) -> tuple[list[float], list[float], float, float]
         whole = total.cpu()
         dist.all_reduce(whole)
         losses.append(float(whole) / (SAMPLES * TOKENS))
-    heap = 0
-    if arm == "odc":
-        from odc.fsdp import root_of
-
-        heap = root_of(held.model).layout.heap.nbytes
+    heap = root_of(held.model).layout.heap.nbytes if arm == "odc" else 0
     peak = torch.cuda.max_memory_allocated(held.device) if held.device.type == "cuda" else 0
     return losses, seconds, peak / GIB, heap / GIB
 
@@ -117,7 +99,7 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-def run(arm: str, ranks: int, steps: int, device: str) -> dict[str, Any]:
+def run(arm: ArmName, ranks: int, steps: int, device: str) -> dict[str, Any]:
     """The row of one arm, and its losses."""
     with RankPool(ranks, 300.0, device) as pool:
         pool.each(build, arm, device)
@@ -136,38 +118,36 @@ def run(arm: str, ranks: int, steps: int, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--gloo", action="store_true", help="FSDP2 by way of the host where ranks share a device")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: does the script run?")
-    options = parser.parse_args()
-    begun = begin()
-    if options.steps <= WARM:
-        parser.error(f"--steps must be more than {WARM}, which warm up")
-    if not (options.rehearse or torch.cuda.is_available()):
-        parser.exit(1, "bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)\n")
-    device = "cpu" if options.rehearse else "cuda"
+    script = Script(
+        __doc__,
+        ranks=([2, 4], "numbers of ranks"),
+        steps=(STEPS, f"more than {WARM}, which warm up"),
+        gloo=(False, "FSDP2 by way of the host where ranks share a device"),
+        rehearse=(False, "a tiny model on the CPU: does the script run?"),
+    )
+    given, rows = script.given, list[dict[str, Any]]()
+    if given.steps <= WARM:
+        raise SystemExit(f"--steps must be more than {WARM}, which warm up")
+    if not (given.rehearse or torch.cuda.is_available()):
+        raise SystemExit("bench.gpu_train: no CUDA device here (see `odc doctor`)")
+    device = "cpu" if given.rehearse else "cuda"
     title, name = (__doc__ or "").splitlines()[0], "gpu_train"
-    if options.rehearse:
+    if given.rehearse:
         title, name = "A rehearsal of bench.gpu_train: a tiny model on the CPU", "gpu_train_rehearsal"
-    about = {"tokens_a_step": SAMPLES * TOKENS, "steps": options.steps, "begun": begun}
-    rows: list[dict[str, Any]] = []
 
-    def measured(arm: str, ranks: int, reference: list[float] | None) -> list[float]:
+    def measured(arm: ArmName, ranks: int, reference: list[float] | None) -> list[float]:
         """The losses of an arm, whose row is stored at once, in case a later arm fails or is cut off."""
-        row = alone(run, arm, ranks, options.steps, device)
+        row = alone(run, arm, ranks, given.steps, device)
         losses: list[float] = row["losses"]
         row["largest_loss_gap"] = max(abs(a - b) for a, b in zip(losses, reference or losses, strict=True))
         rows.append(row)
-        store(options.results, name, title, rows, **about)
+        script.store(name, title, rows, tokens_a_step=SAMPLES * TOKENS, steps=given.steps)
         return losses
 
-    for ranks in options.ranks:
+    for ranks in given.ranks:
         shared = device == "cuda" and ranks > torch.cuda.device_count()
         found = measured("odc", ranks, None)  # first: by way of the host FSDP2 may take all the time there is
-        measured("fsdp2", 1 if shared and not options.gloo else ranks, found)
+        measured("fsdp2", 1 if shared and not given.gloo else ranks, found)
     if far := [row for row in rows if row["largest_loss_gap"] > LARGEST_GAP]:
         raise SystemExit(f"FSDP2's losses differ by {far[0]['largest_loss_gap']} from odc's before them")
 

@@ -9,15 +9,13 @@ over repeats.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from odc.bench.report import store
-from odc.provenance import begin
+from bench.script import Script
 
 ARMS = {
     "fsdp2, verl's equal counts": {"arm": "fsdp2", "balance": "verl"},
@@ -48,14 +46,13 @@ def run_arm(config: Any) -> dict[str, Any]:
     }
 
 
-def row_of(name: str, runs: list[dict[str, Any]], base: float | None) -> dict[str, Any]:
+def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The table's row of one arm."""
     seconds = [median(run["train_s"][i] for run in runs) for i in range(len(runs[0]["train_s"]))]
-    total = sum(seconds)
     return {
         "arm": name,
-        "train_s a step": total / len(seconds),
-        "speed-up": (base or total) / total,
+        "train_s a step": fmean(seconds),
+        "speed-up": 1.0,  # over the first arm, filled in with all rows
         "bubble": median(fmean(run["bubble"]) for run in runs),
         "microbatches by rank": " ".join("/".join(map(str, counts)) for counts in runs[0]["counts"]),
         "loss, last step": runs[0]["loss"][-1],
@@ -65,53 +62,32 @@ def row_of(name: str, runs: list[dict[str, Any]], base: float | None) -> dict[st
 def main() -> None:
     from odc.experiments.grpo import GrpoConfig
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--model", default="qwen2-demo")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--response-tokens", type=int, default=768)
-    parser.add_argument("--max-tokens", type=int, default=832)
-    parser.add_argument("--steps", type=int, default=6, help="the first is not counted")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    begun = begin()
-    config = GrpoConfig(
-        model=given.model,
-        prompts=given.prompts,
-        group=given.group,
-        response_tokens=given.response_tokens,
-        max_tokens=given.max_tokens,
-        steps=given.steps,
-        lengths="drawn",
-        objective="odc",
-        lr=1e-4,
-        seed=given.seed,
+    script = Script(
+        __doc__,
+        model=("qwen2-demo", "shipped config"),
+        prompts=(4, "of a step"),
+        group=(4, "responses to a prompt"),
+        response_tokens=(768, "at most"),
+        max_tokens=(832, "cap of a microbatch"),
+        steps=(6, "the first is not counted"),
+        repeats=(3, "runs of each arm"),
+        seed=(0, "of weights, prompts and lengths"),
     )
+    given = script.given
+    same = ("model", "prompts", "group", "response_tokens", "max_tokens", "steps", "seed")
+    config = GrpoConfig(lengths="drawn", objective="odc", lr=1e-4, **{name: getattr(given, name) for name in same})
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for repeat in range(given.repeats):
         for name, changes in ARMS.items():
             runs[name].append(run_arm(config.with_(**changes)))
             print(f"repeat {repeat + 1}: {name}: {fmean(runs[name][-1]['train_s']):.2f} s a step", file=sys.stderr)
-    rows: list[dict[str, Any]] = []
-    base = None
-    for name, some in runs.items():
-        rows.append(row_of(name, some, base))
-        base = base or rows[0]["train_s a step"] * len(some[0]["train_s"])
-    lengths = f"{given.prompts * given.group} responses a step, of {runs[BASE][0]['tokens']} tokens on average"
-    store(
-        given.results,
-        "grpo",
-        "GRPO, 2 ranks, skewed responses: training time of a step",
-        rows,
-        lengths=lengths,
-        runs=runs,
-        begun=begun,
-    )
-
-
-BASE = next(iter(ARMS))
+    rows = [row_of(name, some) for name, some in runs.items()]
+    for row in rows:
+        row["speed-up"] = rows[0]["train_s a step"] / row["train_s a step"]
+    tokens = next(iter(runs.values()))[0]["tokens"]
+    lengths = f"{given.prompts * given.group} responses a step, of {tokens} tokens on average"
+    title = "GRPO, 2 ranks, skewed responses: training time of a step"
+    script.store("grpo", title, rows, lengths=lengths, runs=runs)
 
 
 if __name__ == "__main__":

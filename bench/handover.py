@@ -3,7 +3,7 @@
 `python -m bench.handover` makes two tables. Two ranks hold the model, and a third process, which is no rank, reads.
 
 The rate compares a full `Reader.read` into existing tensors ("kept") and into new ones ("fresh") with a memcpy of the
-same bytes, tensor by tensor, from that process's own memory into the same kind of destination. Rounds alternate while
+same bytes, tensor by tensor, from that process's memory into the same kind of destination. Rounds alternate while
 the job stands still. Target: 0.5 of memcpy.
 
 The steps are minibatches whose compute is emulated (slept) and whose communication is real, in alternating rounds with
@@ -12,7 +12,6 @@ and without a reader that fetches in a loop. Target: within 3%.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import multiprocessing
@@ -20,20 +19,19 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from bench.script import Script
+from bench.turns import in_turns
 from odc.bench.ranks import RankPool, held
-from odc.bench.report import store
-from odc.provenance import begin
 
 MIB = 1 << 20
 _WIDTH = 1024  # of a unit: one fp32 matrix of 4 MiB
-_SETTLE_S = 0.2  # after a reader is told to start or stop
+_SETTLE_S = 0.2  # after an order to the reader to start or stop
 
 
 class Layer(nn.Module):
@@ -84,11 +82,8 @@ def steps(count: int) -> list[float]:
     return times
 
 
-# the process that reads ----------------------------------------------------------------------------------------------
-
-
 def follow(pipe: Connection, handle: str) -> None:
-    """Does what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
+    """Follows the orders of the pipe: ("rates", rounds), "start", "stop" or "end"."""
     from odc.errors import StaleVersionError
     from odc.handover import Reader
 
@@ -127,26 +122,12 @@ def rates(reader: Any, into: dict[str, torch.Tensor], rounds: int) -> list[dict[
     rows, fresh = [], list[torch.Tensor]()
     for pages in ("kept", "fresh"):
         kept = pages == "kept"
-        fetches, copies = [], []
-        for _ in range(rounds + 1):
-            fetches.append(_seconds(functools.partial(reader.read, into if kept else None)))
-            copies.append(_seconds(functools.partial(memcpy, kept)))
-            fresh.clear()
-        fetch, copy = median(fetches[1:]), median(copies[1:])
+        read = functools.partial(reader.read, into if kept else None)
+        times = in_turns({"read": read, "memcpy": functools.partial(memcpy, kept)}, rounds, after=fresh.clear, warm=1)
+        fetch, copy = median(times["read"]), median(times["memcpy"])
         rows.append({"pages": pages, "MiB": nbytes / MIB, "fetch_ms": fetch * 1e3, "memcpy_ms": copy * 1e3,
                      "ratio": copy / fetch, "fetch_GBps": nbytes / fetch / 1e9, "rounds": rounds})  # fmt: skip
     return rows
-
-
-def _seconds(work: Any) -> float:
-    begin = time.perf_counter()
-    kept = work()
-    took = time.perf_counter() - begin
-    del kept
-    return took
-
-
-# both ----------------------------------------------------------------------------------------------------------------
 
 
 class Outsider:
@@ -208,36 +189,22 @@ def step_row(pool: RankPool, mib: int, seconds: float, second_buffer: bool, pair
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument(
-        "--mib", type=int, nargs="+", default=[32, 128, 512], help="sizes of models whose rate is taken"
+    script = Script(
+        __doc__,
+        mib=([32, 128, 512], "sizes of models whose rate is taken"),
+        rounds=(15, "of each rate"),
+        seconds=(0.5, "slept in a step"),
+        pairs=(6, "rounds with and without a reader"),
+        steps=(8, "of one round"),
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.5, help="slept in a step")
-    parser.add_argument("--pairs", type=int, default=6, help="rounds with and without a reader")
-    parser.add_argument("--steps", type=int, default=8, help="of one round")
-    given = parser.parse_args()
-    begun = begin()
+    given = script.given
     with RankPool(2, timeout_s=1800) as pool:
         rates_ = rate_rows(pool, given.mib, given.rounds)
         loads = [
             step_row(pool, min(given.mib), given.seconds, second, given.pairs, given.steps) for second in (False, True)
         ]
-    store(
-        given.results,
-        "handover",
-        "A full fetch from outside the job against memcpy of the same tensors",
-        rates_,
-        begun=begun,
-    )
-    store(
-        given.results,
-        "handover_steps",
-        "The job's steps with a reader that fetches in a loop, compute emulated",
-        loads,
-        begun=begun,
-    )
+    script.store("handover", "A full fetch from outside the job against memcpy of the same tensors", rates_)
+    script.store("handover_steps", "The job's steps with a reader that fetches in a loop, compute emulated", loads)
 
 
 if __name__ == "__main__":

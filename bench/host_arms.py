@@ -115,7 +115,7 @@ class Sharded:
             for m in range(self._work.microbatches):
                 last = m == self._work.microbatches - 1
                 if not self.on_demand:
-                    self._model.set_requires_gradient_sync(last or "every" in self._arm)
+                    self._model.set_requires_gradient_sync(last)
                 self._model.set_is_last_backward(last and "unmarked" not in self._arm)
                 self._loss().backward()
 
@@ -179,5 +179,5 @@ def bytes_out(arm: str, work: Work, hosts: int) -> float:
     if "hybrid" in arm or arm.startswith("odc"):
         sums = 0.5 if "bf16" in arm else 1
         return (1 + sums) * (hosts - 1) / hosts  # an all-reduce's, or a shard once and a sum once
-    syncs = m if arm in ("gloo", "fsdp2-every") else 1
+    syncs = m if arm == "gloo" else 1
     return (world - 1) / world * (2 * m + 2 * syncs)  # gloo reduces and scatters as it all-reduces

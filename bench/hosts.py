@@ -12,7 +12,6 @@ where NIXL is not installed. "exchange" computes nothing, "demo" is the model of
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,9 +22,8 @@ from typing import Any
 
 from bench import host_arms
 from bench.host_arms import Work, bytes_out
-from odc.bench.report import store
+from bench.script import Script
 from odc.net.engines.nixl import installed
-from odc.provenance import begin
 from odc.ranks.processes import RanksFailed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
@@ -119,27 +117,21 @@ def _row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--cases", help="numbers of cases, from 0, with commas between them (all)")
-    parser.add_argument("--name", default="hosts", help="of the result that is stored")
-    arguments = parser.parse_args()
-    chosen = [int(one) for one in arguments.cases.split(",")] if arguments.cases else range(len(CASES))
-    begun = begin()
+    script = Script(
+        __doc__,
+        cases=(",".join(map(str, range(len(CASES)))), "numbers of cases, with commas between them"),
+        name=("hosts", "of the result that is stored"),
+    )
     rows: list[dict[str, Any]] = []
     failed: list[int] = []
-    for number in chosen:
+    for number in map(int, script.given.cases.split(",")):
         try:
             rows += measure(CASES[number])
         except RanksFailed as error:
             failed.append(number)
             print(f"case {number} failed: {error}", file=sys.stderr, flush=True)
-    work = CASES[0].work
-    title = (
-        f"Hosts as namespaces of one machine: minibatches of {work.units} units of {work.side**2 * 4 / 2**20:.0f} MiB, "
-        "fp32"
-    )
-    store(arguments.results, arguments.name, title, rows, begun=begun)
+    units = f"{CASES[0].work.units} units of {CASES[0].work.side ** 2 * 4 / 2**20:.0f} MiB, fp32"
+    script.store(script.given.name, f"Hosts as namespaces of one machine: minibatches of {units}", rows)
     sys.exit(f"cases that failed: {failed}" if failed else 0)
 
 

@@ -9,27 +9,23 @@ time over the default's of that round, "least_times_default" the ratio of their 
 least.
 
 The rows "add alone" have no ranks: a gradient of fp32 is added in private memory, in blocks of 1 MiB of the sum, to
-fp32, to fp64 as torch does it for mixed types, and to fp64 by way of a converted block that stays in the cache.
+fp32 and to fp64, as torch does it for mixed types.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench.script import Script
+from bench.turns import Push, build_all, in_turns
 from odc import Settings
-from odc.bench.ranks import RankPool, held
-from odc.bench.report import store
-from odc.bench.units import MIB, drop, sharded_by
-from odc.provenance import begin
+from odc.bench.ranks import RankPool
+from odc.bench.units import MIB, drop
 
-OWNER = 1
 WAYS = {
     "push, default": Settings(),
     "push, reproducible": Settings(reproducible=True),
@@ -37,72 +33,22 @@ WAYS = {
 _BLOCK_BYTES = 1 << 20
 
 
-def build_all(chunk: int) -> None:
-    """One unit of two chunks of `chunk` bytes of fp32 for each way, with open minibatches. Every rank calls it."""
-    held.modules = {
-        name: sharded_by("odc", 2 * chunk, torch.float32, "block", way, "cpu") for name, way in WAYS.items()
-    }
-    for module in held.modules.values():
-        module.unshard()
-        module.reshard()
-
-
-class Push:
-    """Pushes gradients of ones to the owner, and returns once it has added them."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        from odc.fsdp import root_of
-        from odc.protocol import Gradient
-
-        root = root_of(held.modules[name])
-        self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]
-        self.gradients = [
-            Gradient(i, torch.ones(2 * spec.numel, dtype=dtype)) for i, spec in enumerate(self.unit.params)
-        ]
-
-    @property
-    def accumulator_bytes(self) -> int:
-        """Of one rank."""
-        return sum(nbytes for name, nbytes in self.layout.ledger().items() if "accumulator" in name)
-
-    def __call__(self) -> None:
-        self.member.pusher.push_to(OWNER, self.unit, self.gradients)
-        ring = self.member.protocol.ring(OWNER, 0)
-        while ring.added() != ring.posted():
-            time.sleep(0)
+def accumulator_bytes(push: Push) -> int:
+    """Of one rank."""
+    return sum(nbytes for name, nbytes in push.layout.ledger().items() if "accumulator" in name)
 
 
 def alone(numel: int) -> dict[str, Callable[[], None]]:
     """Ways to add `numel` elements without ranks, by name."""
-    gradient, single, double = torch.ones(numel), torch.zeros(numel), torch.zeros(numel, dtype=torch.float64)
-    converted = torch.empty(_BLOCK_BYTES // 8, dtype=torch.float64)
+    gradient = torch.ones(numel)
+    totals = {"fp32": torch.zeros(numel), "fp64": torch.zeros(numel, dtype=torch.float64)}
 
     def add(total: torch.Tensor) -> None:
         block = _BLOCK_BYTES // total.itemsize
         for start in range(0, numel, block):
             total[start : start + block].add_(gradient[start : start + block])
 
-    def add_converted() -> None:
-        for start in range(0, numel, len(converted)):
-            part = double[start : start + len(converted)]
-            part.add_(converted[: len(part)].copy_(gradient[start : start + len(part)]))
-
-    return {
-        "add alone, fp32": lambda: add(single),
-        "add alone, fp64": lambda: add(double),
-        "add alone, fp64, converted in the cache": add_converted,
-    }
-
-
-def interleaved(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each action by round, after two rounds that are not counted."""
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(rounds + 2):
-        for name, action in actions.items():
-            began = time.perf_counter()
-            action()
-            times[name].append(time.perf_counter() - began)
-    return {name: taken[2:] for name, taken in times.items()}
+    return {f"add alone, {name}": lambda total=total: add(total) for name, total in totals.items()}
 
 
 def rows_of(times: dict[str, list[float]], mib: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -123,22 +69,17 @@ def rows_of(times: dict[str, list[float]], mib: int, dtype: torch.dtype) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--mib", type=int, default=16, help="size of the pushed chunk in fp32")
-    parser.add_argument("--rounds", type=int, default=60)
-    arguments = parser.parse_args()
-    begun = begin()
-    rows = rows_of(interleaved(alone(arguments.mib * MIB // 4), arguments.rounds), arguments.mib, torch.float32)
+    script = Script(__doc__, mib=(16, "size of the pushed chunk in fp32"), rounds=(60, "of each way"))
+    given = script.given
+    rows = rows_of(in_turns(alone(given.mib * MIB // 4), given.rounds), given.mib, torch.float32)
     with RankPool(2, timeout_s=1800) as pool:
-        pool.each(build_all, arguments.mib * MIB)
+        pool.each(build_all, given.mib * MIB, WAYS)
         for dtype in (torch.float32, torch.bfloat16):
             pushes = {name: Push(name, dtype) for name in WAYS}
-            found = rows_of(interleaved(dict(pushes), arguments.rounds), arguments.mib, dtype)
-            rows += [row | {"accumulator_bytes": pushes[row["what"]].accumulator_bytes} for row in found]
+            found = rows_of(in_turns(pushes, given.rounds), given.mib, dtype)
+            rows += [row | {"accumulator_bytes": accumulator_bytes(pushes[row["what"]])} for row in found]
         pool.each(drop)
-    title = "Sums that do not depend on the order of arrival: what they cost a push (measured)"
-    store(arguments.results, "order", title, rows, begun=begun)
+    script.store("order", "Sums that do not depend on the order of arrival: what they cost a push (measured)", rows)
 
 
 if __name__ == "__main__":

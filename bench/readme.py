@@ -1,87 +1,84 @@
-"""Writes the figures of the README and of docs/ from what the benchmarks stored: `python -m bench.readme`.
+"""Writes the figures that the README and docs/ quote, and docs/hosts.svg: `python -m bench.readme`.
 
-A figure in the README is the figure that was measured, and a test compares them. What the figures mean is text here,
-and has to be read again when they change. The pages of docs/ have theirs in `bench.pages`.
+A page holds a quote between `<!-- figures:NAME -->` and `<!-- figures:end -->`. The words of a quote stand in
+bench/quotes.md under `## NAME`, with a replacement field (as of `str.format`) for each figure; `bench.quotes` takes the
+figures from stored results. A test compares the pages with both, so that no figure can drift.
+
+A line of a quote is a paragraph or a row of a table. A row that begins with `|*` is repeated for each of the `rows`,
+one with `|*NAME` for each of the figures NAME.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench import pages
-from bench.quoted import RESULTS, best, command, load, note, prose, taken
-from bench.quoted_speed import REGIMES
+from bench import hosts_picture, quotes
 from odc.bench.report import table
-from odc.experiments.table import between_passes
 
-README = Path(__file__).parent.parent / "README.md"
-_BEGIN, _END = "<!-- measured:begin (made by `python -m bench.readme`) -->", "<!-- measured:end -->"
-
-
-def section(results: Path = RESULTS) -> str:
-    """The text between the marks, marks included."""
-    demo = load("demo", results)
-    return "\n\n".join([_BEGIN, _head(demo), _table(demo), _emulated(results), taken(results), _END])
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "results" / "README.md")
+TEMPLATES = Path(__file__).parent / "quotes.md"
+_BLOCK = re.compile(r"(<!-- figures:(?!end)([a-z_]+) -->\n)(?:.*?\n)??(<!-- figures:end -->)", re.DOTALL)
 
 
 def replaced(text: str) -> str:
-    """The README with its section made anew."""
-    pattern = re.compile(r"<!-- measured:begin.*?<!-- measured:end -->", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError("the README has no section of figures")
-    return pattern.sub(lambda _: section(), text)
+    """A page with all its quotes made anew; raises KeyError for one without a template."""
+    made = templates()
+    return _BLOCK.sub(lambda found: f"{found[1]}{quote(made[found[2]], found[2])}\n{found[3]}", text)
 
 
-def _head(demo: dict[str, Any]) -> str:
-    machine, job = demo["machine"], demo["job"]
-    return prose(
-        f"The demo (`{command(demo)}`): {job['ranks']} CPU ranks on {machine['cores']} "
-        f"cores ({machine['processor']}, torch {demo['versions']['torch']}), {job['steps'] - demo['skipped_steps']} "
-        f"steps, each the median of {demo['repeats']} interleaved runs. `odc` is {_gain(demo)}, the fastest arm of "
-        f"torch. Read ratios, not speeds.{note(demo)}"
-    )
+def names(text: str) -> list[str]:
+    """The names of a page's quotes."""
+    return [found[2] for found in _BLOCK.finditer(text)]
 
 
-def _gain(demo: dict[str, Any]) -> str:
-    speeds = {name: arm["total"]["tokens_per_s"] for name, arm in demo["arms"].items()}
-    rival = best({name: -speed for name, speed in speeds.items() if not name.startswith("odc")})
-    return f"{speeds['odc'] / speeds[rival]:.2f} times as fast as `{rival}`"
+def templates() -> dict[str, str]:
+    """The words of every quote, by name."""
+    parts = re.split(r"^## (\w+)\n", TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def _table(demo: dict[str, Any]) -> str:
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("tokens/s", lambda arm: f"{arm['total']['tokens_per_s']:,.0f}"),
-        ("step, s (median)", lambda arm: f"{arm['step_s']['median']:.2f}"),
-        ("bubble, measured", lambda arm: f"{arm['bubble']['median']:.1%}"),
-        ("bubble of any plan, at least (predicted)", lambda arm: f"{arm['plan']['bound']:.1%}"),
-        ("memory between microbatches, MiB", between_passes),
-        ("largest loss gap to fsdp2", lambda arm: f"{arm['loss']['largest_difference']:.0e}".replace("0e+00", "0")),
-    ]
-    return table([{"": name, **{arm: cell(figures) for arm, figures in demo["arms"].items()}} for name, cell in rows])
+def quote(template: str, name: str) -> str:
+    """A quote as it stands on a page."""
+    figures = quotes.figures_of(name)
+    made = list[str]()
+    for in_table, lines in groupby(template.splitlines(), key=lambda line: line.startswith("|")):
+        if in_table:
+            made.append(table(list(_rows(lines, figures))))
+        else:
+            made += (_paragraph(line, figures) for line in lines)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(made)).strip()
 
 
-def _emulated(results: Path) -> str:
-    """The gain of the last row of `bench.emulated`, `odc`, over each arm of torch, the fastest first, by lengths."""
-    said, notes = [], ""
-    for name, lengths in REGIMES.items():
-        result = load(f"emulated_{name}", results)
-        seconds = {row["arm"]: row["step_s"] for row in result["rows"]}
-        ours = result["rows"][-1]["step_s"]
-        rivals = sorted((one for one in seconds if not one.startswith("odc")), key=seconds.__getitem__)
-        gains = ", ".join(f"{seconds[rival] / ours:.2f} (`{rival}`)" for rival in rivals)
-        said.append(f"on {lengths} lengths {gains}")
-        notes += note(result)
-    return prose(
-        "With *emulated* compute on eight ranks, `odc` is so many times as fast as torch's arms: "
-        f"{'; '.join(said)}. [Figures](bench/results/README.md).{notes}"
-    )
+def _paragraph(line: str, figures: Mapping[str, Any]) -> str:
+    text, indent = line.format_map(figures), "  " if line.startswith("* ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _rows(lines: Iterable[str], figures: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """The rows of a table by its heads, which are its first line."""
+    filled = []
+    for line in lines:
+        repeated = re.match(r"\|\*(\w*)", line)
+        many = figures[repeated[1] or "rows"] if repeated else [{}]
+        filled += [line[repeated.end() if repeated else 1 :].format_map({**figures, **row}) for row in many]
+    heads, *cells = ([cell.strip() for cell in line.strip()[:-1].split("|")] for line in filled)
+    for row in cells:
+        yield dict(zip(heads, row, strict=True))
+
+
+def write() -> None:
+    """Writes all pages and the picture."""
+    for page in PAGES:
+        page.write_text(replaced(page.read_text(encoding="utf-8")), encoding="utf-8")
+    hosts_picture.PICTURE.write_text(hosts_picture.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
-    for page in pages.PAGES:
-        page.write_text(pages.replaced(page.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote the figures of {RESULTS.name} into {README.name} and {len(pages.PAGES)} pages")
+    write()
+    print(f"wrote the figures of {len(templates())} quotes into {len(PAGES)} pages")

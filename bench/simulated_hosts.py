@@ -5,24 +5,21 @@ Run as `python -m bench.simulated_hosts --results bench/results`; it takes a sec
 Hosts of `bench.hosts` share the cores of one machine, which copy every byte. What that costs is all that is taken from
 measurements, and only from runs *without a limit on the link*, of 2 hosts of 2 ranks: `gloo` and `odc` each take the
 seconds of their row there. What part of odc's goes with the microbatches, and what with the bytes that cross once a
-minibatch, is told by the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
+minibatch, follows from the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
 hold for all of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is
 fitted to the rows that are compared. A limited link carries the payload of full Ethernet frames.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.host_arms import Work
-from bench.quoted import Result, find, load
-from odc.bench.report import store
-from odc.provenance import begin
+from bench.script import Script
+from bench.stored import Result, find, load
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
 
 NAME = "simulated_hosts"
@@ -35,12 +32,8 @@ _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    arguments = parser.parse_args()
-    begun = begin()
     title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
-    store(arguments.results, NAME, title, rows(load("hosts")), begun=begun)
+    Script(__doc__).store(NAME, title, rows(load("hosts")))
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,17 @@ One more run of each transport has a rank slowed 1.5 times, which the planner do
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.emulated import COMPARED, COST, REGIMES, UNITS, Run, draw_minibatches, measure, run_arm
+from bench.emulated import COMPARED, REGIMES
+from bench.script import Script
+from bench.slept import UNITS, Run, draw_minibatches, measure, plans_of
 from odc.arms import ARMS, ArmName, Transport
 from odc.balance import Plan
 from odc.bench.ranks import RankPool
-from odc.bench.report import store
-from odc.provenance import begin
 from odc.simulate import Cluster, Model, Step, Unit, simulate
 
 REGIME = "longalign"
@@ -35,17 +32,13 @@ _FEW, _MANY = 2, 8  # microbatches of the steps that sleep nothing
 
 def idle_plan(ranks: int, microbatches: int) -> Plan:
     """A plan of equal counts, whose cost does not matter."""
-    own = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
-    return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
+    each = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
+    return Plan.of([[[i] for i in one] for one in each], [1.0] * (ranks * microbatches))
 
 
-def overheads(
-    pool: RankPool, arm: ArmName, ranks: int, steps: int, function: Callable[[Run], Any] = run_arm
-) -> tuple[float, float]:
+def overheads(pool: RankPool, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
     """Measured seconds of one microbatch, and of a step beside its microbatches, when compute takes no time."""
-    few, many = (
-        median(measure(pool, Run(arm, (idle_plan(ranks, m),) * steps, 0.0), function)["steps"]) for m in (_FEW, _MANY)
-    )
+    few, many = (median(measure(pool, Run(arm, (idle_plan(ranks, m),) * steps, 0.0))["steps"]) for m in (_FEW, _MANY))
     each = max(0.0, (many - few) / (_MANY - _FEW))
     return each, max(0.0, few - _FEW * each)
 
@@ -60,7 +53,7 @@ def model(how: Transport, each: float, beside: float) -> tuple[Model, float]:
 
 def slowed(plan: Plan, rank: int, factor: float) -> Plan:
     """The same plan, one rank's costs multiplied: what a slow rank sleeps."""
-    costs = [[cost * (factor if r == rank else 1.0) for cost in own] for r, own in enumerate(plan.costs)]
+    costs = [[cost * (factor if r == rank else 1.0) for cost in each] for r, each in enumerate(plan.costs)]
     return replace(plan, costs=costs)
 
 
@@ -70,7 +63,7 @@ def compare(pool: RankPool, ranks: int, scale: float, steps: int, seed: int) -> 
     rows = []
     known: dict[str, tuple[float, float]] = {}
     for name in COMPARED:
-        plans = tuple(ARMS[name].plan(lengths, ranks, cap, COST, 0) for lengths in minibatches)
+        plans = plans_of(name, minibatches, ranks, cap)
         how = ARMS[name].transport
         if how not in known:
             known[how] = overheads(pool, name, ranks, 5)
@@ -97,33 +90,25 @@ def compare(pool: RankPool, ranks: int, scale: float, steps: int, seed: int) -> 
 
 def simulated_step(plan: Plan, how: Transport, cluster: Cluster, units: Model, scale: float) -> float:
     """Simulated seconds of one step."""
-    seconds = [[cost * scale for cost in own if cost > 0] for own in plan.costs]
+    seconds = [[cost * scale for cost in each if cost > 0] for each in plan.costs]
     return simulate(Step(cluster, units, seconds, how)).seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=4, help="minibatches of each arm")
-    parser.add_argument("--scale", type=float, default=0.25, help="seconds slept for a second of the cost curve")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    begun = begin()
-    rows = []
-    for ranks in arguments.ranks:
-        with RankPool(ranks, timeout_s=1800) as pool:
-            rows += compare(pool, ranks, arguments.scale, arguments.steps, arguments.seed)
-    store(
-        arguments.results,
-        "simulated_vs_emulated",
-        "Simulated step time against emulated (slept) compute with units of 64 KiB, LongAlign-like lengths",
-        rows,
-        rule=f"a row is within when simulated and emulated differ by at most {NEAR:.0%}",
-        seed=arguments.seed,
-        scale=arguments.scale,
-        begun=begun,
+    script = Script(
+        __doc__,
+        ranks=([2, 4, 8], "numbers of ranks"),
+        steps=(4, "minibatches of each arm"),
+        scale=(0.25, "seconds slept for a second of the cost curve"),
+        seed=(0, "of the lengths"),
     )
+    given, rows = script.given, list[dict[str, Any]]()
+    for ranks in given.ranks:
+        with RankPool(ranks, timeout_s=1800) as pool:
+            rows += compare(pool, ranks, given.scale, given.steps, given.seed)
+    title = "Simulated step time against emulated (slept) compute with units of 64 KiB, LongAlign-like lengths"
+    rule = f"a row is within when simulated and emulated differ by at most {NEAR:.0%}"
+    script.store("simulated_vs_emulated", title, rows, rule=rule, seed=given.seed, scale=given.scale)
     raise SystemExit(0 if all(row["within"] for row in rows) else 1)
 
 

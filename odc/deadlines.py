@@ -7,6 +7,7 @@ Those that users may set, and their defaults, are in odc/settings.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # The job's store.
 STORE_POLL_S, STORE_LONGEST_POLL_S = 0.002, 0.02  # between two checks for a key that another rank sets
@@ -19,6 +20,10 @@ STORE_DEATH_S, STORE_DEATH_POLL_S = (
     1.0,
     0.01,
 )  # for the death of the store's host to show once a call has failed
+
+# Messages through the job's store.
+MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S = 2e-4, 2e-2  # between two checks for what a member sends or takes
+MAIL_TICK_S = 0.2  # between two reports of progress
 
 # Connections between processes of one host.
 CONNECTION_S = 1.0  # for a client to send its request and take the answer
@@ -93,3 +98,15 @@ class Backoff:
 
     def restart(self) -> None:
         self._next_s = self._first_s
+
+
+def last_in_chain(member: int, me: int, waits_for: Callable[[int], int | None]) -> int:
+    """The member to blame if `member` is late: the end of the chain of waits that begins there.
+
+    `waits_for` returns None for a member that waits for no other.
+    """
+    seen = {me, member}
+    while (following := waits_for(member)) is not None and following not in seen:
+        seen.add(following)
+        member = following
+    return member

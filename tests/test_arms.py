@@ -128,8 +128,7 @@ def test_the_emulated_benchmark_runs_arms_of_the_table() -> None:
 
 
 def test_the_benchmark_of_split_samples_exchanges_a_small_part_of_the_tokens_that_are_planned() -> None:
-    from bench.emulated import COST
-    from bench.split import LONGEST, thinned, typical
+    from bench.slept import COST, LONGEST, thinned, typical
 
     plan = ARMS["odc-split"].plan([131_072, 4_000, 9_000], 8, 131_072, linear_cost, 0)
     thin = thinned(plan)

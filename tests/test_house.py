@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "hosts": frozenset({"memory", "net", "protocol"}),
     "runtime": frozenset({"hosts", "memory", "net", "protocol", "trace"}),
     "dispatch": frozenset({"balance", "memory", "net", "protocol", "runtime", "trace"}),
-    "eval": frozenset({"net", "protocol", "runtime"}),
+    "eval": frozenset({"net"}),
     "fsdp": frozenset({"memory", "movers", "net", "protocol", "runtime", "trace"}),
     "handover": frozenset({"fsdp", "memory", "net", "protocol", "runtime"}),
     "split": frozenset({"balance", "fsdp", "net", "protocol", "runtime", "trace"}),
@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),
     "experiments": WORK,
     "integrations": WORK,
-    "simulate": frozenset({"arms", "balance", "trace"}),
+    "simulate": frozenset({"arms", "balance"}),
     "cli": WORK | FLOORS[7],
     "__main__": frozenset({"cli"}),
     "odc": frozenset({"fsdp"}),  # odc/__init__.py

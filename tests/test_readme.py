@@ -56,24 +56,10 @@ def bench_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bench_folder")
-def test_figures_of_the_readme_are_the_stored_ones() -> None:
-    from bench.readme import section
-
-    assert section() in README.read_text(encoding="utf-8"), "run `python -m bench.readme`"
-
-
-@pytest.mark.usefixtures("bench_folder")
-def test_the_diagram_is_what_its_script_draws() -> None:
-    from bench.diagram import DIAGRAM, svg
-
-    assert DIAGRAM.read_text(encoding="utf-8") == svg(), "run `python -m bench.diagram`"
-    assert f"](docs/{DIAGRAM.name})" in README.read_text(encoding="utf-8")
-
-
 def test_the_picture_of_several_hosts_is_drawn_from_what_is_stored() -> None:
-    from bench.quoted_hosts import PICTURE, svg
+    from bench.hosts_picture import PICTURE, svg
 
-    assert PICTURE.read_text(encoding="utf-8") == svg(), "run `python -m bench.quoted_hosts`"
+    assert PICTURE.read_text(encoding="utf-8") == svg(), "run `python -m bench.readme`"
 
 
 def test_the_documentation_stays_short() -> None:
@@ -85,22 +71,37 @@ def test_the_documentation_stays_short() -> None:
 
 @pytest.mark.usefixtures("bench_folder")
 def test_figures_of_the_pages_are_the_stored_ones() -> None:
-    from bench.pages import BLOCKS, PAGES, names, replaced
+    from bench.readme import PAGES, names, replaced, templates
 
-    pages = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
+    pages = {str(path): path.read_text(encoding="utf-8") for path in PAGES}
     stale = [name for name, text in pages.items() if replaced(text) != text]
     assert not stale, "run `python -m bench.readme`"
-    places = [block for text in pages.values() for block in names(text)]
-    assert sorted(places) == sorted(BLOCKS), "each block stands on one page, once"
+    quoted = [name for text in pages.values() for name in names(text)]
+    assert set(quoted) == set(templates()), "each quote stands on a page"
     markers = sum(text.count("<!-- figures:") for text in pages.values())
-    assert markers == 2 * len(BLOCKS), "a marker is misspelt, so that its figures could drift"
+    assert markers == 2 * len(quoted), "a marker is misspelt, so that its figures could drift"
 
 
 @pytest.mark.usefixtures("bench_folder")
-def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from bench import quoted, quoted_plans
+def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import quotes
+    from bench.readme import quote, templates
 
-    stored = quoted.load("simulate")
-    slower = {**stored, "rows": [{**row, "reference_us_a_use": 15.0} for row in stored["rows"]]}
-    monkeypatch.setattr(quoted_plans, "load", lambda name: slower)
-    assert "takes 15.0 us for each use of a unit" in " ".join(quoted_plans.simulator().split())
+    stored = quotes.load("simulated_vs_emulated")
+    slower = {**stored, "rows": [{**row, "simulated/emulated": 1.5} for row in stored["rows"]]}
+    load = quotes.load
+    monkeypatch.setattr(quotes, "load", lambda name: slower if name == "simulated_vs_emulated" else load(name))
+    made = quote(templates()["trust"], "trust")
+    assert "simulated step times are 1.50 of the emulated ones" in " ".join(made.split())
+
+
+@pytest.mark.usefixtures("bench_folder")
+def test_a_quote_has_paragraphs_items_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import quotes, readme
+
+    figures = {"rows": [{"arm": "a", "s": 1.25}, {"arm": "b", "s": 2.5}], "worst": 2.5, "note": ""}
+    monkeypatch.setattr(quotes, "figures_of", lambda name: figures)
+    template = "| arm | time, s |\n|* {arm} | {s:.1f} |\n| worst | {worst:.1f} |\n\n{note}\n\n* " + "word " * 30
+    rows = ["| arm   | time, s |", "| ----- | ------- |", "| a     | 1.2     |", "| b     | 2.5     |"]
+    item = ["* " + " ".join(["word"] * 23), "  " + " ".join(["word"] * 7)]
+    assert readme.quote(template, "any").splitlines() == [*rows, "| worst | 2.5     |", "", *item]

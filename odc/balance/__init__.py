@@ -10,7 +10,6 @@ from odc.balance.cost import (
     quadratic,
     transformer_cost,
 )
-from odc.balance.fit import Fit, fit, fit_scale
 from odc.balance.lb_split import floor_of, lb_split
 from odc.balance.partition import partition
 from odc.balance.plan import Plan
@@ -21,14 +20,11 @@ from odc.balance.slices import SplitSample, most_pieces
 __all__ = [
     "POLICIES",
     "Cost",
-    "Fit",
     "Plan",
     "QuadraticCost",
     "SplitSample",
     "WindowedCost",
     "cost_from_config",
-    "fit",
-    "fit_scale",
     "floor_of",
     "lb_dynamic",
     "lb_micro",

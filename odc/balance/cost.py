@@ -1,7 +1,7 @@
 """Cost models: what one sample of a given length costs to train on, forward and backward.
 
 A microbatch costs the sum over its samples, because attention is computed per document. `transformer_cost` counts
-matrix products only (a multiply-add is two FLOPs, backward is twice the forward); `odc.balance.fit` fits measurements.
+matrix products only (a multiply-add is two FLOPs, backward is twice the forward).
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """All members of a job in one process: what a fetch and a push cost the processor, apart from other ranks.
 
-Each member has a real layout, protocol and service; words lie in real memory files, data on `device`. Nobody waits for
-anybody, so the time until a call returns is the host's own, but for a push on a device, which waits for that.
+Each member has a real layout, protocol and service; words lie in real memory files, data on `device`. No member
+waits for another, so a call takes the host's time alone, but for a push on a device, which waits for that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,6 @@ from odc.protocol import Gradient, HeapLayout, RankGrid, UnitSpec
 from odc.runtime import Endpoint, Service
 from odc.settings import Settings
 
-_NAMES = ("fetch, host time a unit", "push, host time a unit")
 OWNERS, SLICES, SLICE = 8, 24, 64  # members, parameters of the unit, elements of each one's shard
 
 
@@ -117,45 +114,19 @@ class UnitCalls:
                 ctypes.memmove(one.data_ptr() + start, one.data_ptr() + start, nbytes)
 
 
-def microseconds(run: Callable[[], object], after: Callable[[], object], rounds: int, warm: int = 5) -> list[float]:
-    """What `run` takes this process, by round; `after` is not timed."""
-    taken = []
-    for _ in range(warm + rounds):
-        begin = time.perf_counter()
-        run()
-        taken.append((time.perf_counter() - begin) * 1e6)
-        after()
-    return taken[warm:]
-
-
-def host_times(members: Members, device: torch.device, rounds: int) -> dict[str, tuple[float, float]]:
-    """(median, fastest) microseconds of this process for a fetch and a push of the unit."""
-    calls = UnitCalls(members, device)
-
-    def settle() -> None:
-        members.drain()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    runs: Sequence[tuple[str, Callable[[], None]]] = (("fetch", calls.fetch), ("push", calls.push))
-    taken = {name: microseconds(run, settle, rounds) for name, run in runs}
-    return {name: (median(each), min(each)) for name, each in taken.items()}
-
-
 def host(nbytes: int, device: str) -> list[Action]:
     """Fetch and push of a unit of 24 small slices over 8 owners, all in rank 0: bookkeeping, and hardly a byte."""
+    fetch, push, copies = "fetch, host time a unit", "push, host time a unit", "its memmoves alone"
+    idle = Action(copies, lambda: None)
     if dist.get_rank():
-        return [Action(name, lambda: None, 0, ("its memmoves alone",)) for name in _NAMES] + [
-            Action("its memmoves alone", lambda: None)
-        ]
+        asked = replace(idle, against=(copies,))
+        return [replace(asked, name=fetch, queued=True), replace(asked, name=push), idle]
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     members = Members(here, lanes_of(here), Settings(), OWNERS, SLICES, SLICE)
     held.closing = [members]
     calls = UnitCalls(members, here)
-    alone = Action("its memmoves alone", UnitCalls(members, torch.device("cpu")).copies)
-    fetch, push = _NAMES
     return [
-        Action(fetch, calls.fetch, 0, (alone.name,)),
-        Action(push, calls.push, 0, (alone.name,), after=members.drain),
-        alone,
+        Action(fetch, calls.fetch, 0, (copies,), queued=True),
+        Action(push, calls.push, 0, (copies,), after=members.drain),  # a push waits for the device itself
+        replace(idle, run=UnitCalls(members, torch.device("cpu")).copies),
     ]

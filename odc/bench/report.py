@@ -87,9 +87,16 @@ def cell(value: Any) -> str:
 
 
 def store(
-    folder: Path, name: str, title: str, rows: Sequence[Mapping[str, Any]], *, begun: Measurement, **more: Any
+    folder: Path,
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    begun: Measurement,
+    show: bool = True,
+    **more: Any,
 ) -> None:
-    """Prints the table and writes `<folder>/<name>.json` and `.md`; `begun` was taken before the first row."""
+    """Writes `<folder>/<name>.json` and `.md`; `begun` was taken before the first row. `show` prints the table."""
     result = {"title": title, **facts(begun), **more, "rows": list(rows)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -99,4 +106,5 @@ def store(
     notes = "".join(f"\n{key}: {value}\n" for key, value in more.items() if isinstance(value, str))
     text = f"# {title}\n\n`{result['command']}`\n\n{where}\n\n{when}\n{notes}\n{table(rows)}\n"
     (folder / f"{name}.md").write_text(text)
-    print(f"\n{title}\n{table(rows)}\nstored in {folder / name}.json and .md", flush=True)
+    if show:
+        print(f"\n{title}\n{table(rows)}\nstored in {folder / name}.json and .md", flush=True)

@@ -35,7 +35,6 @@ _DEMO: dict[str, Any] = {
     "lr": 2e-3,
     "warmup": 2,
 }
-_WIDE = 10_000  # characters: all arms in one table
 Repeats = Annotated[int, Option(help="Runs of each arm, interleaved.")]
 Output = Annotated[
     str | None, Option(help="Folder for figures, pictures and traces.", show_default="runs/COMMAND-DATE")
@@ -136,15 +135,16 @@ def carry_out(
     """
     from rich.console import Console
 
-    from odc.experiments.html import require_template_engine, write_html
+    from odc.experiments.html import PAGE_WIDTH, write_html
+    from odc.experiments.preflight import require
     from odc.experiments.report import compare
 
     if report:
-        require_template_engine()
+        require("matplotlib", "plot", "an HTML report")
     figures, written = compare(config, path, ["odc", *sys.argv[1:]], say, team)
     if report:
         written["report"] = config.output / "report.html"
-        write_html(written["report"], figures, tables(figures, _WIDE), written.get("timeline"))
+        write_html(written["report"], figures, tables(figures, PAGE_WIDTH), written.get("timeline"))
     console = Console()
     for table in tables(figures, console.width):
         console.print(table)

@@ -1,4 +1,4 @@
-"""`odc plan`: one plan of the lengths in a file, as a table, a picture and JSON. Loads no torch."""
+"""`odc plan`: one plan of the lengths in a file, as a table and JSON. Loads no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def plan(
     ] = False,
     seed: Annotated[int, Option(help="Decides between samples of equal cost and length.")] = 0,
     json: Annotated[Path | None, Option(help="Where the plan goes as JSON.", show_default="nowhere")] = None,
-    picture: Annotated[Path | None, Option(help="Where its picture goes (PNG).", show_default="nowhere")] = None,
 ) -> None:
     """Plan one minibatch whose sample lengths are in a file; print the table. All times are predicted."""
     sizes = read_lengths(lengths, field)
@@ -61,7 +60,10 @@ def plan(
         sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options
     )
     print(made)
-    _store(made, json, picture, f"{policy}, {made.samples} samples on {ranks} ranks")
+    if json is not None:
+        with writing("json", json):
+            json.write_text(made.to_json() + "\n", encoding="utf-8")
+        print(f"plan     {json}")
 
 
 def _of_one_policy(policy: str, only: str, what: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -70,19 +72,6 @@ def _of_one_policy(policy: str, only: str, what: str, options: dict[str, Any]) -
     if given and policy.replace("_", "-") != only:
         raise ConfigError(f"{what} of {only}, not of {policy}")
     return given
-
-
-def _store(made: Plan, json: Path | None, picture: Path | None, title: str) -> None:
-    if json is not None:
-        with writing("json", json):
-            json.write_text(made.to_json() + "\n", encoding="utf-8")
-        print(f"plan     {json}")
-    if picture is not None:
-        from odc.balance.picture import draw_plan
-
-        with writing("picture", picture):
-            draw_plan(made, picture, title)
-        print(f"picture  {picture}")
 
 
 def _cost(quadratic_cost: str | None, model: Path | None) -> Cost:

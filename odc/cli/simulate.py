@@ -5,15 +5,18 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from odc.cli.files import require_writable, writing
 from odc.cli.options import options_from
 from odc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from odc.simulate.scenario import Scenario
+    from odc.simulate.study import Study
 
 _OUTPUT: dict[str, Any] = {"rich_help_panel": "Output"}
 
@@ -39,28 +42,15 @@ def simulate(
         str | None, Option(help="Where the sweeps are drawn.", show_default="simulated.png", **_OUTPUT)
     ] = None,
     json: Annotated[str | None, Option(help="Where figures are written.", show_default="nowhere", **_OUTPUT)] = None,
-    reproduce: Annotated[
-        str | None,
-        Option(help="Write published ratios beside simulated ones there.", show_default="nowhere", **_OUTPUT),
-    ] = None,
 ) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""
     if slow:
         from odc.experiments.config import factors_by_rank
 
         given["slow"] = factors_by_rank(slow)
-    for name, where in (("picture", picture), ("json", json), ("reproduce", reproduce)):
+    for name, where in (("picture", picture), ("json", json)):
         if where:
             require_writable(name, Path(where))
-    if reproduce:
-        _reproduce(given, file, reproduce, json)
-    else:
-        _simulate(file, given, sweeps, picture, json)
-
-
-def _simulate(
-    file: str | None, given: dict[str, Any], sweeps: str | None, picture: str | None, json: str | None
-) -> None:
     from rich.console import Console
 
     from odc.simulate.report import study_table
@@ -75,42 +65,33 @@ def _simulate(
     Console().print(study_table(done))
     swept = {axis: sweep(scenario, axis, values[axis], _say) for axis in axes}
     if swept:
-        from odc.simulate.report import draw_sweeps
-
-        path = Path(picture or "simulated.png")
-        title = f"{scenario.model} on {scenario.machine}, lengths like {scenario.lengths}: simulated"
-        with writing("picture", path):
-            draw_sweeps(path, swept, title)
-        print(f"picture  {path}")
+        _draw(Path(picture or "simulated.png"), scenario, swept)
     elif picture:
         raise ConfigError("picture: say what to draw it along (--sweep all)")
     if json:
-        figures = {
-            "schema": "odc-simulate-1",
-            "command": ["odc", *sys.argv[1:]],
-            "study": done.to_dict(),
-            "sweeps": {axis: [one.to_dict() for one in studies] for axis, studies in swept.items()},
-        }
-        with writing("json", Path(json)):
-            Path(json).write_text(jsonlib.dumps(figures, indent=1) + "\n")
-        print(f"figures  {json}")
+        _write(Path(json), done, swept)
     _say(f"done in {time.monotonic() - began:.1f} s")
 
 
-def _reproduce(given: dict[str, Any], file: str | None, path: str, json: str | None) -> None:
-    if file or set(given) - {"minibatches", "seed"}:
-        raise ConfigError("--reproduce says itself what to simulate; it takes --minibatches, --seed and --json only")
-    from odc.simulate.reproduce import page, reproduce
+def _draw(path: Path, scenario: Scenario, swept: dict[str, list[Study]]) -> None:
+    from odc.simulate.report import draw_sweeps
 
-    minibatches, seed = given.get("minibatches", 20), given.get("seed", 0)
-    rows = reproduce(minibatches, seed, _say)
-    with writing("reproduce", Path(path)):
-        Path(path).write_text(page(rows, minibatches, seed), encoding="utf-8")
-    print(f"page     {path}")
-    if json:
-        with writing("json", Path(json)):
-            Path(json).write_text(jsonlib.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        print(f"figures  {json}")
+    title = f"{scenario.model} on {scenario.machine}, lengths like {scenario.lengths}: simulated"
+    with writing("picture", path):
+        draw_sweeps(path, swept, title)
+    print(f"picture  {path}")
+
+
+def _write(path: Path, done: Study, swept: dict[str, list[Study]]) -> None:
+    figures = {
+        "schema": "odc-simulate-1",
+        "command": ["odc", *sys.argv[1:]],
+        "study": done.to_dict(),
+        "sweeps": {axis: [one.to_dict() for one in studies] for axis, studies in swept.items()},
+    }
+    with writing("json", path):
+        path.write_text(jsonlib.dumps(figures, indent=1) + "\n")
+    print(f"figures  {path}")
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, TypeVar
 
 from odc.errors import ResultsError
-from odc.eval import plain_json
+from odc.eval import plain
 from odc.eval.peers import Peers
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def gather_results(
     """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; it returns on all together.
 
     Args:
-        rows: any number of rows of this rank, made of plain values (see `plain_json.dumps`).
+        rows: any number of rows of this rank, made of plain values (see `plain.PlainMessage.add`).
         index: index of each row: numbers, strings or tuples of them that compare with each other. Tuples such as
             (task, doc_id, filter, repeat) tell apart the rows of one document.
         expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
@@ -89,28 +89,26 @@ def gather_metrics(
 
 
 def _send(entries: Iterable[tuple[Any, int, Any]], peers: Peers, chunk_bytes: int, what: str) -> None:
-    """Send entries as lines of JSON, in messages of about `chunk_bytes`; an empty message ends them."""
-    chunk, size = list[bytes](), 0
+    """Send entries in messages of about `chunk_bytes`; an empty message ends them."""
+    one = f"rank {peers.rank}: one of the {what}"
+    message = plain.PlainMessage(one)
     for at, _, row in entries:
-        chunk.append(plain_json.dumps([at, row], f"rank {peers.rank}: one of the {what}"))
-        size += len(chunk[-1]) + 1
-        if size >= chunk_bytes:
-            peers.send(0, b"\n".join(chunk), what)
-            chunk, size = [], 0
+        message.add([at, row])
+        if message.nbytes >= chunk_bytes:
+            peers.send(0, message.encode(), what)
+            message = plain.PlainMessage(one)
             peers.tick()
-    if chunk:
-        peers.send(0, b"\n".join(chunk), what)
+    if message.nbytes:
+        peers.send(0, message.encode(), what)
     peers.send(0, b"", what)
 
 
 def _received(peers: Peers, member: int, what: str) -> Iterator[tuple[Any, int, Any]]:
     sender = f"{what} of rank {peers.ranks[member]}"
     while message := peers.receive(member, sender):
-        peers.tick()
-        for line in message.split(b"\n"):
-            entry = plain_json.loads(line, sender)
+        for entry in plain.loads(message, sender):
             if type(entry) is not list or len(entry) != 2:
-                raise ResultsError(f"{sender} cannot be read: a line is not an index and a row")
+                raise ResultsError(f"{sender} cannot be read: a value is not an index and a row")
             yield entry[0], member, entry[1]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
 from odc.balance import most_pieces
@@ -118,7 +118,7 @@ class JobConfig:
     label: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHOICES, _WHOLE, _NUMBERS)
+        check_fields(self, _LEAST)
         if self.lr == 0 or self.timeout_s == 0 or self.eps == 0:
             raise ConfigError("lr, eps and timeout_s must be above 0")
         if self.min_lr > 1:
@@ -187,23 +187,9 @@ class JobConfig:
         return asdict(self) | {"betas": list(self.betas)}
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "arm": ARM_NAMES,
-    "device": get_args(Device),
-    "long": get_args(Long),
-    "precision": get_args(Precision),
-    "schedule": get_args(Schedule),
-    "accumulate": get_args(Accumulate),
-    "optimizer_sharding": get_args(OptimizerSharding),
-}
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
-_WHOLE = (
-    dict.fromkeys(("ranks", "steps", "minibatch_size"), 1)
-    | {"per_node": 2, "max_tokens": 2, "vocab": 257}
-    | dict.fromkeys(("warmup", "save_every", "valid_every", "lora", "seed", "least_piece"), 0)
-)
-_NUMBERS = ("lr", "min_lr", "weight_decay", "eps", "clip", "timeout_s", "lora_alpha", "lora_dropout")
+_LEAST = dict.fromkeys(("ranks", "steps", "minibatch_size"), 1) | {"per_node": 2, "max_tokens": 2, "vocab": 257}
 
 
 def factors_by_rank(text: str) -> dict[int, float]:
@@ -214,23 +200,19 @@ def factors_by_rank(text: str) -> dict[int, float]:
         raise ConfigError(f"slow must be RANK:FACTOR, for example 1:1.5, not {text!r}") from None
 
 
-def check_fields(
-    config: object, choices: Mapping[str, tuple[Any, ...]], whole: Mapping[str, int], numbers: Sequence[str]
-) -> None:
-    """Raises `ConfigError` naming the first field of `config` with a bad value.
+def check_fields(config: object, least: Mapping[str, int]) -> None:
+    """Raises `ConfigError` naming the first field of the dataclass `config` whose value its type does not allow.
 
-    `choices` are a field's allowed values, `whole` the least value of a whole number, `numbers` finite and 0 or more.
+    Choices are as annotated, whole numbers at least as `least` says (0 where it says nothing), others finite and 0 or
+    more.
     """
-    for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {getattr(config, name)!r}")
-    for name, least in whole.items():
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be a whole number, {least} or more, not {value!r}")
-    for name in numbers:
-        value = getattr(config, name)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    for name, kind in get_type_hints(type(config)).items():
+        value, from_ = getattr(config, name), least.get(name, 0)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, get_args(kind)))}, not {value!r}")
+        if kind is int and (type(value) is not int or value < from_):
+            raise ConfigError(f"{name} must be a whole number, {from_} or more, not {value!r}")
+        if kind is float and (not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0):
             raise ConfigError(f"{name} must be a finite number, 0 or more, not {value!r}")
 
 

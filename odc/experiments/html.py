@@ -1,56 +1,50 @@
-"""The report of a comparison as one self-contained HTML file: table, pictures and settings, for a browser or a mail."""
+"""The report of a comparison as one self-contained HTML file: tables, pictures and settings, for a browser or a mail.
+
+rich lays out the text as it does in a terminal; the pictures are embedded below it.
+"""
 
 from __future__ import annotations
 
 import base64
-import importlib.resources
+import html
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from odc.errors import OdcError, install
 from odc.experiments.table import on_hosts
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+PAGE_WIDTH = 120  # characters
 # Lines that coincide must still be told apart, so each arm has a marker, dashes and width of its own beside its colour.
 _COLOURS = ("#27496d", "#d8431f", "#1b9e77", "#b07c00", "#8e63b8", "#4d9de0", "#7a5230", "#c2185b")
 _MARKERS = "os^Dvp*X"
 _DASHES = ("-", "--", "-.", ":")
 
 
-def require_template_engine() -> None:
-    """Raise OdcError, naming the extra, where a report could not be written; call it before any work starts."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise OdcError(f"an HTML report needs jinja2 and matplotlib: {install('plot')}") from error
-
-
 def write_html(path: Path, figures: Mapping[str, Any], tables: Sequence[Table], timeline: Path | None) -> None:
     """Write the report to `path`: `figures` as `odc.experiments.report.compare` returns them, `tables` made of them.
 
-    `timeline` is a PNG that is embedded. Raises OdcError without jinja2 or matplotlib.
+    `timeline` is a PNG that is embedded. Needs rich and matplotlib.
     """
-    require_template_engine()
-    import jinja2
+    from rich.console import Console
+    from rich.table import Table
 
-    template = importlib.resources.files("odc.experiments").joinpath("templates/report.html.jinja").read_text("utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    text = environment.from_string(template).render(
-        title=f"odc: {', '.join(figures['arms'])}",
-        command=shlex.join(figures["command"]),
-        facts=_facts(figures),
-        tables=[_table(table) for table in tables],
-        pictures=_pictures(figures, timeline),
-        settings=[(name, value) for name, value in figures["job"].items() if name != "arm" and value not in (None, "")],
-    )
-    path.write_text(text, encoding="utf-8")
+    settings = Table(title="Settings", box=None, show_header=False)
+    for name, value in figures["job"].items():
+        if name != "arm" and value not in (None, ""):
+            settings.add_row(name, str(value))
+    console = Console(file=io.StringIO(), record=True, width=PAGE_WIDTH, markup=False, highlight=False)
+    for part in (shlex.join(figures["command"]), _facts(figures), *tables, settings):
+        console.print(part)
+        console.line()
+    title = f"<title>{html.escape('odc: ' + ', '.join(figures['arms']))}</title>"
+    page = console.export_html().replace("<head>", f"<head>\n{title}", 1)
+    path.write_text(page.replace("</body>", "\n".join([*_pictures(figures, timeline), "</body>"])), encoding="utf-8")
 
 
 def _facts(figures: Mapping[str, Any]) -> str:
@@ -64,40 +58,27 @@ def _facts(figures: Mapping[str, Any]) -> str:
     return f"{begun}{where}; {about}; {versions}; load of the machine at the start {load}."
 
 
-def _table(table: Table) -> dict[str, Any]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    rows = [
-        {"cells": cells, "last": row.end_section}
-        for cells, row in zip(zip(*columns, strict=True), table.rows, strict=True)
-    ]
-    headings = [str(column.header) for column in table.columns]
-    return {"title": table.title or "", "caption": table.caption or "", "headings": headings, "rows": rows}
-
-
-def _pictures(figures: Mapping[str, Any], timeline: Path | None) -> list[dict[str, str]]:
-    repeats = figures["repeats"]
-    over = (
-        f"; a line is the median of {repeats} runs, its band reaches from the least to the most" if repeats > 1 else ""
+def _pictures(figures: Mapping[str, Any], timeline: Path | None) -> Iterator[str]:
+    """The pictures as HTML, each with its caption."""
+    over = ""
+    if (repeats := figures["repeats"]) > 1:
+        over = f"; a line is the median of {repeats} runs, its band reaches from the least to the most"
+    yield _picture(
+        "image/svg+xml",
+        _steps_chart(figures),
+        f"Steps from {figures['skipped_steps'] + 1} on, in the order of training{over}. Arms run the same samples in "
+        "the same step. A bubble is missing where the arm's spans do not tell it.",
     )
-    pictures = [
-        {
-            "title": "Every step",
-            "source": _embedded("image/svg+xml", _steps_chart(figures)),
-            "caption": f"Steps from {figures['skipped_steps'] + 1} on, in the order of training{over}. Arms run the "
-            "same samples in the same step. A bubble is missing where the arm's spans do not tell it.",
-        }
-    ]
     if timeline is not None:
         caption = "What each rank did when. Every panel starts at 0 and all share one scale."
         if on_hosts(figures):
             caption += " Ranks stand by host; times of all hosts are on the clock of host 0."
-        source = _embedded("image/png", timeline.read_bytes())
-        pictures.append({"title": "Timeline", "source": source, "caption": caption})
-    return pictures
+        yield _picture("image/png", timeline.read_bytes(), caption)
 
 
-def _embedded(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def _picture(kind: str, content: bytes, caption: str) -> str:
+    source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return f'<p><img alt="" style="max-width: 100%" src="{source}"><br>{html.escape(caption)}</p>'
 
 
 def _steps_chart(figures: Mapping[str, Any]) -> bytes:

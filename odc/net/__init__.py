@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from odc.net.mailbox import Mailbox
 from odc.net.store import JobStore, KeyValueStore, announce_failure, announce_process, host_identity
 
 __all__ = [
     "JobStore",
     "KeyValueStore",
+    "Mailbox",
     "announce_failure",
     "announce_process",
     "host_identity",

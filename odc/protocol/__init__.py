@@ -8,7 +8,7 @@ from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.push import Gradient, Inbox, Outbox, Pusher, flatten
 from odc.protocol.units import Piece, UnitSpec
-from odc.protocol.wait import Waiter, last_in_chain
+from odc.protocol.wait import Waiter
 from odc.protocol.words import Outcome, RootState, Word
 
 __all__ = [
@@ -28,5 +28,4 @@ __all__ = [
     "Word",
     "accumulator_dtype",
     "flatten",
-    "last_in_chain",
 ]

@@ -2,10 +2,9 @@
 
 from odc.arms import ARMS, Arm, arm_named
 from odc.simulate.cluster import Cluster
-from odc.simulate.events import simulate_events
+from odc.simulate.events import simulate
 from odc.simulate.step import Step, StepResult
-from odc.simulate.study import simulate, simulate_plan
-from odc.simulate.vectorised import simulate_vectorised
+from odc.simulate.study import simulate_plan
 from odc.simulate.workload import Model, Unit, even_model
 
 __all__ = [
@@ -19,7 +18,5 @@ __all__ = [
     "arm_named",
     "even_model",
     "simulate",
-    "simulate_events",
     "simulate_plan",
-    "simulate_vectorised",
 ]

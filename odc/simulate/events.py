@@ -1,4 +1,4 @@
-"""The reference simulator: every rank is a generator that reads like the training loop, and one clock runs them all.
+"""The simulator: every rank is a generator that reads like the training loop, and one clock runs them all.
 
 * A rank uses units in order. It may begin the fetch (or gather) of the next unit when it starts to compute this one,
   within one pass. Pushes start after a unit's backward and delay nothing but the end of the step.
@@ -21,13 +21,14 @@ import heapq
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 
 from odc.simulate.step import Step, StepResult
 from odc.simulate.workload import Use
 
 
-@dataclass
+@dataclass(slots=True)
 class _Transfer:
     """A transfer under way. `done` is None until a collective's last rank has called it."""
 
@@ -37,22 +38,19 @@ class _Transfer:
     waiting: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Sleep:
-    seconds: float
+#: What a rank does: it yields seconds that it computes, or a transfer that it waits for.
+_Program = Generator[float | _Transfer, None, None]
 
 
-_Program = Generator[_Sleep | _Transfer, None, None]
-
-
-def simulate_events(step: Step) -> StepResult:
-    """The step, event by event."""
+def simulate(step: Step) -> StepResult:
+    """One step, event by event."""
     return _Simulation(step).run()
 
 
 class _Simulation:
     def __init__(self, step: Step) -> None:
         self.step, self.cluster, self.uses = step, step.cluster, step.model.uses()
+        self.shards, self.cached = step.shards, step.cached
         self.on_demand = step.transport in ("on demand", "dynamic")
         ranks = self.cluster.ranks
         self.slow = self.cluster.slowness()
@@ -72,13 +70,15 @@ class _Simulation:
         jobs += [seconds for gang in step.gangs for seconds in gang.seconds]
         self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
         self.queue = deque(costliest_first)
+        self.transfer_seconds = cache(partial(self.cluster.transfer_seconds, shards=step.shards))
+        self.gather_seconds = cache(partial(self.cluster.gather_seconds, shards=step.shards))
 
     def run(self) -> StepResult:
         while self.events:
             self.now, rank = heapq.heappop(self.events)
             wish = next(self.programs[rank], None)
-            if isinstance(wish, _Sleep):
-                heapq.heappush(self.events, (self.now + wish.seconds, rank))
+            if isinstance(wish, float):
+                heapq.heappush(self.events, (self.now + wish, rank))
             elif wish is not None and wish.done is None:
                 wish.waiting.append(rank)
             elif wish is not None:
@@ -92,9 +92,9 @@ class _Simulation:
         if self.step.transport == "dynamic":
             while self.queue:
                 job = self.queue.popleft()
-                yield _Sleep(self.cluster.claim_seconds())
+                yield self.cluster.claim_seconds()
                 yield from self._microbatch(rank, job, last=False)
-            yield _Sleep(self.cluster.claim_seconds())  # the claim that finds nothing left
+            yield self.cluster.claim_seconds()  # the claim that finds nothing left
             return
         for number, gang in enumerate(self.step.gangs):
             if rank in gang.ranks:
@@ -121,7 +121,7 @@ class _Simulation:
                 ahead = self._fetch(rank, following)
             seconds = self._compute_seconds(rank, job, k)
             self.busy[rank] += seconds
-            yield _Sleep(seconds)
+            yield seconds
             if use.push_bytes and (last or not self.step.reduces_last):
                 yield from self._push(rank, use)
 
@@ -138,7 +138,7 @@ class _Simulation:
             ahead = self._fetch(rank, following) if prefetch and following is not None else None
             seconds = self._compute_seconds(rank, job, k)
             self.busy[rank] += seconds
-            yield _Sleep(seconds)
+            yield seconds
             if use.push_bytes:
                 yield from self._push(rank, use)
 
@@ -169,7 +169,7 @@ class _Simulation:
             return _Transfer(0.0, self.now)
         if self.on_demand:
             return self._send("fetch", rank, use.fetch_bytes, use.unit)
-        return self._collective(rank, self.cluster.gather_seconds(use.fetch_bytes, self.step.shards))
+        return self._collective(rank, self.gather_seconds(use.fetch_bytes))
 
     def _push(self, rank: int, use: Use) -> Iterator[_Transfer]:
         if self.on_demand:
@@ -177,18 +177,18 @@ class _Simulation:
             self.last_arrival = max(self.last_arrival, done)
             return
         pending = self.reductions[rank]
-        seconds = self.cluster.gather_seconds(use.push_bytes, self.step.shards, reduces=True)
+        seconds = self.gather_seconds(use.push_bytes, reduces=True)
         pending.append(self._collective(rank, seconds))
         if len(pending) > self.cluster.reductions_in_flight:
             yield from self._wait(rank, pending.popleft())
 
     def _collective(self, rank: int, seconds: float) -> _Transfer:
         """The rank's next collective; its last caller starts it."""
-        group, number = rank // self.step.shards, self.called[rank]
+        group, number = rank // self.shards, self.called[rank]
         self.called[rank] += 1
         call = self.calls.setdefault((group, number), _Transfer(seconds, None))
         call.arrived += 1
-        if call.arrived == self.step.shards:
+        if call.arrived == self.shards:
             del self.calls[group, number]
             call.done = self._serve("collective", group, self.now, seconds)
             self.last_arrival = max(self.last_arrival, call.done)
@@ -198,10 +198,10 @@ class _Simulation:
 
     def _send(self, kind: str, rank: int, nbytes: float, unit: int) -> _Transfer:
         """One unit between a rank and its owners."""
-        shards, cluster = self.step.shards, self.cluster
-        if self.step.cached:
+        shards, cluster = self.shards, self.cluster
+        if self.cached:
             return self._through_cache(kind, rank, nbytes, unit)
-        seconds = cluster.transfer_seconds(nbytes, shards, push=kind == "push")
+        seconds = self.transfer_seconds(nbytes, push=kind == "push")
         begin = max(self.now, self.free.get((kind, rank), 0.0))
         done = self._serve(kind, rank, begin, seconds)
         if cluster.owner_skew > 1 and shards > 1:

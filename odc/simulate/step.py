@@ -1,8 +1,4 @@
-"""One step to simulate, and what it took.
-
-Two simulators run a step: `events` is written to be read, `vectorised` reaches thousands of ranks. They agree to
-rounding.
-"""
+"""One step to simulate, and what it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulating a step, a plan, a scenario under several arms, and sweeps along one field of a scenario.
+"""Simulating a plan, a scenario under several arms, and sweeps along one field of a scenario.
 
 Every arm sees the same minibatches. Figures are ratios of summed step times, so a long step counts for what it costs.
 """
@@ -14,17 +14,10 @@ from odc.arms import Arm, arm_named
 from odc.balance import Plan, lower_bound
 from odc.errors import ConfigError
 from odc.simulate.cluster import Cluster
-from odc.simulate.events import simulate_events
+from odc.simulate.events import simulate
 from odc.simulate.scenario import Scenario
 from odc.simulate.step import Step, StepResult
-from odc.simulate.vectorised import simulate_vectorised
 from odc.simulate.workload import Gang, Model
-
-
-def simulate(step: Step) -> StepResult:
-    """One step; event by event only where transfers queue at owners or for the node cache."""
-    queues = step.cluster.owner_skew > 1 and step.shards > 1 and step.transport in ("on demand", "dynamic")
-    return simulate_events(step) if queues or step.cached else simulate_vectorised(step)
 
 
 def simulate_plan(

@@ -11,26 +11,25 @@ from typing import Any
 
 import pytest
 
-from bench import figures, pages, quoted, readme
+from bench import figures, quotes, readme, stored
 
-STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in quoted.RESULTS.glob("*.json")}
+STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in stored.RESULTS.glob("*.json")}
 
 
 def test_every_stored_result_is_quoted_and_has_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     read, read_text = set[str](), Path.read_text
 
     def noted(self: Path, *args: Any, **kwargs: Any) -> str:
-        if self.parent == quoted.RESULTS:
+        if self.parent == stored.RESULTS:
             read.add(self.stem)
         return read_text(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", noted)
-    readme.section()
-    for made in pages.BLOCKS.values():
-        made()
-    stored = [name for step in figures.STEPS for name in step.stores]
-    assert set(STORED) == read == set(stored)
-    assert len(stored) == len(set(stored))
+    for name in readme.templates():
+        quotes.figures_of(name)
+    taken = [name for step in figures.STEPS for name in step.stores]
+    assert set(STORED) == read == set(taken)
+    assert len(taken) == len(set(taken))
 
 
 @pytest.mark.parametrize("name", sorted(STORED))
@@ -98,11 +97,11 @@ def test_a_dirty_tree_is_refused(state: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_name_what_is_stale_or_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quoted, "load", lambda name: {"commit": "a" * 40})
+    monkeypatch.setattr(stored, "load", lambda name: {"commit": "a" * 40})
 
     def noted(commit: str | None, begin: float | None) -> str:
         load = {} if begin is None else {"load_1min": {"begin": begin, "end": 50.0}}
-        return quoted.note({"commit": commit, **load})
+        return stored.note({"commit": commit, **load})
 
     assert noted("a" * 40, 0.9) == "", "ranks make the load at the end"
     assert noted("a" * 40, 1.4) == " (Taken on a busy machine: load 1.4 before it began.)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.quoted import find, load
 from bench.simulated_hosts import NAME, rows
+from bench.stored import find, load
 
 
 def test_stored_predictions_are_those_of_the_simulator() -> None:

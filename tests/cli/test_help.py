@@ -39,7 +39,7 @@ def test_one_spelling_for_one_thing() -> None:
     assert set(group.commands) == set(COMMANDS)
     flags = {name: group.resolve_command(Context(group), [name])[1].params for name in COMMANDS}
     written = {name: {flag for one in options for flag in one.opts} for name, options in flags.items()}
-    assert [name for name in COMMANDS if "--picture" in written[name]] == ["plan", "simulate"]
+    assert [name for name in COMMANDS if "--picture" in written[name]] == ["simulate"]
     assert {"--lengths"} <= written["plan"] & written["simulate"]
     for name in ("train", "compare", "simulate"):
         (slow,) = (one for one in flags[name] if "--slow" in one.opts)

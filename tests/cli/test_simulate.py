@@ -72,7 +72,6 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
         (("--picture", "/does/not/a.png", "--sweep", "all"), "picture: cannot write /does/not/a.png"),
         (("--slow", "1:0"), "slow: ranks lie below 2 and factors above 0, unlike rank 1 with 0"),
         (("--sweep", "hosts"), "there is no sweep along 'hosts'"),
-        (("--reproduce", "a.md", "--ranks", "4"), "--minibatches"),
     ],
 )
 def test_says_what_is_wrong(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

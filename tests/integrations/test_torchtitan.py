@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support.trainers import as_torchrun
 
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: make test-integrations")
 Rows = list[tuple[float, float, float]]  # loss over all ranks, largest loss of a rank, gradient norm

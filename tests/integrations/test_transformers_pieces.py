@@ -13,7 +13,7 @@ from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, mixture, model, padded, samples
 
 from odc.errors import ConfigError
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,

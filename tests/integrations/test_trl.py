@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, samples
 
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None or find_spec("peft") is None, reason="needs trl and peft: make test-integrations"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.trainers import arguments, as_torchrun, model
 
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None or find_spec("peft") is None, reason="needs trl and peft: make test-integrations"

@@ -8,10 +8,10 @@ import pytest
 from support.members import F32, HeapGroup
 
 from odc import deadlines
-from odc.deadlines import Backoff, Deadline
+from odc.deadlines import Backoff, Deadline, last_in_chain
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
-from odc.protocol import Waiter, Word, last_in_chain
+from odc.protocol import Waiter, Word
 from odc.settings import Settings
 from odc.trace import WAIT, recorder
 

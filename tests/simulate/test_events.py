@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from odc.errors import ConfigError
-from odc.simulate import Cluster, Model, Step, Unit, even_model, simulate, simulate_events
+from odc.simulate import Cluster, Model, Step, Unit, even_model, simulate
 from odc.simulate.workload import Gang
 
 TWO = Model((Unit(8.0, 8.0, 0.5), Unit(8.0, 8.0, 0.5)))
 
 
 def test_one_rank_computes_and_nothing_else() -> None:
-    result = simulate_events(Step(Cluster(1, intra_bandwidth=1.0), TWO, [[3.0, 6.0]], "on demand"))
+    result = simulate(Step(Cluster(1, intra_bandwidth=1.0), TWO, [[3.0, 6.0]], "on demand"))
     assert (result.seconds, result.busy, result.bubble) == (pytest.approx(9.0), (pytest.approx(9.0),), pytest.approx(0))
 
 
@@ -22,15 +22,15 @@ def test_fetches_hide_behind_compute_but_for_the_first_of_each_pass() -> None:
     # 2 ranks: half of 8 bytes at 4 bytes/s is 1 s a fetch. Forward 3 s a unit, backward 6 s.
     cluster = Cluster(2, intra_bandwidth=4.0)
     alone = Step(cluster, TWO, [[18.0], []], "on demand")
-    assert simulate_events(alone).transfer[0] == pytest.approx(2.0)
-    assert simulate_events(alone).seconds == pytest.approx(18 + 2 + 1)  # and the last push
+    assert simulate(alone).transfer[0] == pytest.approx(2.0)
+    assert simulate(alone).seconds == pytest.approx(18 + 2 + 1)  # and the last push
     late = Step(cluster, TWO, [[18.0], []], "on demand", prefetch=0)
-    assert simulate_events(late).transfer[0] == pytest.approx(4.0)
+    assert simulate(late).transfer[0] == pytest.approx(4.0)
 
 
 def test_a_collective_waits_for_its_last_rank() -> None:
     cluster = Cluster(2, intra_bandwidth=4.0)
-    result = simulate_events(Step(cluster, TWO, [[18.0], [6.0]], "collectives", prefetch=0))
+    result = simulate(Step(cluster, TWO, [[18.0], [6.0]], "collectives", prefetch=0))
     # Rank 0: gather 1, 3, gather 1, 3, gather 1, 6, gather 1 (after the reduction: 1), 6, reduction 1.
     assert result.seconds == pytest.approx(18 + 4 + 1 + 1)
     assert result.busy == (pytest.approx(18.0), pytest.approx(6.0))
@@ -40,20 +40,20 @@ def test_a_collective_waits_for_its_last_rank() -> None:
 def test_resident_ranks_meet_before_their_first_and_after_their_last_microbatch(in_flight: int) -> None:
     # 2 ranks: a gather or reduction of 8 bytes at 4 bytes/s takes 1 s. Rank 0 waits for 4 s, then reduces twice.
     cluster = Cluster(2, intra_bandwidth=4.0, reductions_in_flight=in_flight)
-    result = simulate_events(Step(cluster, TWO, [[18.0], [20.0, 2.0]], "resident"))
+    result = simulate(Step(cluster, TWO, [[18.0], [20.0, 2.0]], "resident"))
     assert result.seconds == pytest.approx(2 + 22 + 2)
     assert result.transfer[0] == pytest.approx(2 + (2 if in_flight == 0 else 1))
-    free = simulate_events(Step(Cluster(2, reductions_in_flight=in_flight), TWO, [[18.0], [20.0, 2.0]], "resident"))
+    free = simulate(Step(Cluster(2, reductions_in_flight=in_flight), TWO, [[18.0], [20.0, 2.0]], "resident"))
     assert free.seconds == pytest.approx(22.0)
 
 
 def test_dummies_fill_up_counts_under_collectives_only() -> None:
     model = even_model(2, 8.0, unit_seconds=0.5)
     step = Step(Cluster(2), model, [[4.0, 4.0], [4.0]], "collectives")
-    assert simulate_events(step).microbatches == (2, 2)
-    assert simulate_events(step).busy[1] == pytest.approx(4.0 + 2 * 4 * 0.5)
-    assert simulate_events(Step(Cluster(2), model, step.seconds, "on demand")).microbatches == (2, 1)
-    assert simulate_events(Step(Cluster(2), model, [[4.0], []], "resident")).microbatches == (2, 1)
+    assert simulate(step).microbatches == (2, 2)
+    assert simulate(step).busy[1] == pytest.approx(4.0 + 2 * 4 * 0.5)
+    assert simulate(Step(Cluster(2), model, step.seconds, "on demand")).microbatches == (2, 1)
+    assert simulate(Step(Cluster(2), model, [[4.0], []], "resident")).microbatches == (2, 1)
 
 
 def test_transfers_queue_at_an_owner_that_holds_all() -> None:
@@ -61,26 +61,25 @@ def test_transfers_queue_at_an_owner_that_holds_all() -> None:
     single = Cluster(4, intra_bandwidth=6.0, owner_skew=4.0)
     model = Model((Unit(8.0, 0.0, 1.0, kept=True),))
     step = Step(even, model, [[1.0]] * 4, "on demand")
-    assert simulate_events(step).seconds == pytest.approx(1 + 1.0)  # 3/4 of 8 bytes, all at once
+    assert simulate(step).seconds == pytest.approx(1 + 1.0)  # 3/4 of 8 bytes, all at once
     # The owner's link sends 3/4 * 8 bytes (its own rank needs none) to each of four, one after the other.
-    queued = simulate_events(Step(single, model, step.seconds, "on demand"))
+    queued = simulate(Step(single, model, step.seconds, "on demand"))
     assert queued.seconds == pytest.approx(1 + 4 * 1.0)
-    assert simulate(Step(single, model, step.seconds, "on demand")) == queued
 
 
 def test_pieces_meet_in_every_unit_before_the_microbatches() -> None:
     # 3 ranks. Rank 0 is slow: pieces of 9 s take 18 s there and 9 s on rank 1, in 4 uses of 1/6, 1/6, 1/3, 1/3.
     gang = Gang((1, 0), (9.0, 9.0), exchange_seconds=0.5)
     step = Step(Cluster(3, slow={0: 2.0}), TWO, [[], [3.0], [30.0]], "on demand", gangs=[gang])
-    result = simulate_events(step)
+    result = simulate(step)
     assert result.busy == pytest.approx((18.0, 12.0, 30.0))
     assert result.transfer == pytest.approx((3.0, 3.0, 0.0))  # 0.5 s a unit in forward, twice that in backward
     assert result.seconds == pytest.approx(30.0), "a rank without pieces waits for nobody"
-    alone = simulate_events(replace(step, seconds=[[], [3.0], []]))
+    alone = simulate(replace(step, seconds=[[], [3.0], []]))
     # Rank 1 computes its last use of 3 s once rank 0 has begun its own, 12 s and three exchanges after the start.
     assert alone.seconds == pytest.approx(max(18 + 3, 12 + 3 + 3 + 3))
     second = Gang((0, 2), (6.0, 3.0))
-    both = simulate_events(replace(step, seconds=[[], [3.0], []], gangs=[gang, second]))
+    both = simulate(replace(step, seconds=[[], [3.0], []], gangs=[gang, second]))
     assert both.seconds == pytest.approx(21 + 12), "the second sample's rank 0 comes from the first"
     assert both.microbatches == (0, 1, 0)
 
@@ -95,7 +94,7 @@ def test_gangs_that_cannot_be(gang: Gang) -> None:
 
 def test_dynamic_gives_the_next_microbatch_to_whoever_is_free() -> None:
     step = Step(Cluster(2, slow={1: 3.0}), even_model(2, 1.0), [[1.0] * 8, []], "dynamic")
-    result = simulate_events(step)
+    result = simulate(step)
     assert result.microbatches == (6, 2)
     assert result.seconds == pytest.approx(6.0)
 
@@ -105,8 +104,8 @@ def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
     model = Model((Unit(8.0, 8.0, 1.0, kept=True),))
     step = Step(cluster, model, [[3.0]] * 4, "on demand", within_node=True)
     # Fetch and push: half of 8 bytes at 8 bytes/s. Then each rank exchanges half of its 4 bytes, twice, at 2 bytes/s.
-    assert simulate_events(step).seconds == pytest.approx(0.5 + 3 + 0.5 + 2 * 1.0)
-    full = simulate_events(Step(cluster, model, step.seconds, "on demand"))
+    assert simulate(step).seconds == pytest.approx(0.5 + 3 + 0.5 + 2 * 1.0)
+    full = simulate(Step(cluster, model, step.seconds, "on demand"))
     assert full.transfer[0] == pytest.approx(8 / 2 / 2.0)
 
 

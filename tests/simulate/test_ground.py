@@ -9,7 +9,7 @@ import sys
 def test_importing_it_imports_nothing_heavy() -> None:
     program = """
 import sys
-import odc.simulate, odc.simulate.study, odc.simulate.report, odc.simulate.reproduce, odc.simulate.measured
+import odc.simulate, odc.simulate.study, odc.simulate.report
 heavy = {"torch", "matplotlib", "yaml", "rich", "typer", "datasets"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -1,4 +1,4 @@
-"""What must hold for any step, of either simulator: both agree (test_vectorised), so the fast one is asked."""
+"""What must hold for any step."""
 
 from __future__ import annotations
 

@@ -13,9 +13,11 @@ from odc.eval import Peers
 RANKS = (4, 7, 9, 2)  # global ranks of the members: messages must name these
 
 
-def run_together(world: int, function: Callable[[Peers], Any], *, timeout_s: float = 60.0) -> list[Any]:
+def run_together(
+    world: int, function: Callable[[Peers], Any], *, timeout_s: float = 60.0, store: Any = None
+) -> list[Any]:
     """What `function(peers)` returned, or the exception it raised, by member."""
-    store, results = dist.HashStore(), list[Any]([None] * world)
+    store, results = dist.HashStore() if store is None else store, list[Any]([None] * world)
 
     def live(member: int) -> None:
         peers = Peers(store, RANKS[:world], member, timeout_s)

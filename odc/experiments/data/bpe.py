@@ -1,6 +1,6 @@
-"""A small byte-level BPE, trained once on the corpus and cached.
+"""Byte-level BPEs by the `tokenizers` package: plain bytes, and one that is trained once on the corpus and cached.
 
-Ranks that start at once may each train; the first complete file wins and all load it. Text is normalized (NFC) and
+Ranks that start at once may each train; the first complete file wins and all load it. Its text is normalized (NFC) and
 split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json says "qwen2".
 """
 
@@ -19,22 +19,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError, install
-from odc.experiments.data.chat import END, START, Encoded, chatml
+from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, chatml
 from odc.experiments.data.rows import Message, PromptCompletion, texts_of
 from odc.experiments.data.sources import RawDocument
-from odc.experiments.data.tokenizer import EOS, SPECIALS, save_byte_level
 
+EOS = "<|endoftext|>"
+SPECIALS = (EOS, START, END)
 SMALLEST_VOCAB = 256 + len(SPECIALS)
 _SPLIT = (  # Qwen2's
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "pad_token": EOS,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHATML_TEMPLATE,
+}
 _VERSION = "bpe-2"  # part of the cached file's name: raise it when training changes
 
 
 class BpeTokenizer:
-    """A byte-level BPE by the `tokenizers` package, with `SPECIALS` as its first ids; it never reads them out of texts.
+    """A byte-level BPE with `SPECIALS` among its ids, by `rules` as in a tokenizer.json.
 
-    Texts are encoded in parallel over the machine's cores unless TOKENIZERS_PARALLELISM forbids it.
+    It never reads special tokens out of texts. Texts are encoded in parallel over the machine's cores unless
+    TOKENIZERS_PARALLELISM forbids it.
     """
 
     bos_id = None
@@ -57,10 +66,26 @@ class BpeTokenizer:
         return chatml(messages, self.encode, self._start, self._end, first)
 
     def save(self, folder: Path) -> None:
-        rules = json.loads(self._tokenizer.to_str())
-        model = rules["model"]
-        merges = [tuple(pair) for pair in model["merges"]]
-        save_byte_level(folder, model["vocab"], merges, rules["normalizer"], rules["pre_tokenizer"])
+        """Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC); `load_tokenizer` does so only for
+        rules that say it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2), encoding="utf-8")
+
+
+class ByteTokenizer(BpeTokenizer):
+    """Every UTF-8 byte is its own token: ids 0 to 255 are bytes, 256 to 258 are `SPECIALS`. A BPE without merges."""
+
+    vocab_size = SMALLEST_VOCAB
+
+    def __init__(self) -> None:
+        super().__init__(_byte_rules())
+        self.fingerprint = "bytes-1"
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """What the rules give, 300 times faster."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
 
 def cached_bpe(documents: Sequence[RawDocument], vocab_size: int, cache: Path) -> BpeTokenizer:
@@ -127,6 +152,21 @@ def _train(texts: Iterable[str], vocab_size: int) -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def _byte_rules() -> str:
+    """The rules, as JSON text, of a BPE whose ids are bytes, each written as the character that GPT-2 gave it."""
+    tokenizers = _tokenizers()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    printable = {ord(character) for character in alphabet if ord(character) < 256}
+    others = (byte for byte in range(256) if byte not in printable)  # their characters follow those of all bytes
+    vocab = {character: ord(character) if ord(character) < 256 else next(others) for character in alphabet}
+    vocab |= {name: 256 + number for number, name in enumerate(SPECIALS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
     return str(tokenizer.to_str())
 
 

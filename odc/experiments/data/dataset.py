@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from odc.errors import DataError
 from odc.experiments.config import JobConfig
-from odc.experiments.data.bpe import cached_bpe
+from odc.experiments.data.bpe import ByteTokenizer, cached_bpe
 from odc.experiments.data.documents import Document, load_documents
 from odc.experiments.data.sources import RawDocument, read_source, source_named
-from odc.experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from odc.experiments.data.tokenizer import Tokenizer, load_tokenizer
 from odc.experiments.progress import Progress
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol: plain bytes, and whatever a Hugging Face folder holds (`bpe` trains a third).
+"""Tokenizers behind one small protocol, and whatever a Hugging Face folder holds as one (`bpe` makes the others).
 
 Text is never searched for special tokens, so a document that happens to spell `<|endoftext|>` does not end there.
 """
@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError, install
-from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, by_template, chatml
+from odc.experiments.data.chat import Encoded, by_template
 from odc.experiments.data.rows import Message
 
-EOS = "<|endoftext|>"
-SPECIALS = (EOS, START, END)
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without rules of their own
 
 
@@ -55,32 +53,6 @@ class Tokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer; makes the folder."""
-
-
-class ByteTokenizer:
-    """Every UTF-8 byte is its own token: ids 0 to 255 are bytes, 256 to 258 are `SPECIALS`."""
-
-    vocab_size = 256 + len(SPECIALS)
-    eos_id = 256
-    bos_id = None
-    fingerprint = "bytes-1"
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-
-    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        return [self.encode(text) for text in texts]
-
-    def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
-        return chatml(messages, self.encode, 257, 258, first)
-
-    def save(self, folder: Path) -> None:
-        """Write it as a byte-level BPE without merges, which is the same thing.
-
-        Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC) first; `load_tokenizer` does not.
-        """
-        vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-        save_byte_level(folder, vocab | {name: 256 + i for i, name in enumerate(SPECIALS)}, [])
 
 
 class HfTokenizer:
@@ -167,46 +139,3 @@ def _is_plain(folder: Path) -> bool:
         return False
     fields = json.loads(config.read_text(encoding="utf-8"))
     return isinstance(fields, dict) and fields.get("tokenizer_class") in _PLAIN
-
-
-def save_byte_level(
-    folder: Path,
-    vocab: dict[str, int],
-    merges: Sequence[tuple[str, ...]],
-    normalizer: dict[str, Any] | None = None,
-    pre_tokenizer: dict[str, Any] | None = None,
-) -> None:
-    """Write a byte-level BPE as `tokenizer.json` and `tokenizer_config.json`, with ChatML as its chat template.
-
-    `vocab` holds `SPECIALS` too. By default text is left as it is, and split as GPT-2 does.
-    """
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    rules = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": vocab[name], "content": name, **flags} for name in SPECIALS],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer or byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges]},
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
-        "pad_token": EOS,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML_TEMPLATE,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(rules, ensure_ascii=False), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE files, as GPT-2 fixed them."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -78,7 +78,7 @@ class GrpoConfig:
     show: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHOICES, _WHOLE, _NUMBERS)
+        check_fields(self, _LEAST)
         if self.lr == 0 or self.timeout_s == 0:
             raise ConfigError("lr and timeout_s must be above 0")
         if self.clip_low >= 1 or self.clip_dual <= 1:
@@ -114,15 +114,6 @@ class GrpoConfig:
         return replace(self, **changes)
 
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "arm": get_args(GrpoArm),
-    "balance": get_args(Balance),
-    "objective": get_args(ObjectiveName),
-    "lengths": get_args(Lengths),
-    "lag": (0, 1),
-}
-_WHOLE = dict.fromkeys(
+_LEAST = dict.fromkeys(
     ("ranks", "steps", "prompts", "prompt_tokens", "response_tokens", "minibatches", "least_piece"), 1
-)
-_WHOLE |= {"group": 2, "max_tokens": 2, "save_every": 0, "seed": 0}
-_NUMBERS = ("clip_low", "clip_high", "clip_dual", "kl", "lr", "weight_decay", "clip", "timeout_s")
+) | {"group": 2, "max_tokens": 2}

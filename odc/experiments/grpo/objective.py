@@ -1,6 +1,6 @@
-"""GRPO's formulae: advantages of a group, the clipped policy loss of a token, the KL estimate.
+"""GRPO as verl defines it: advantages of a group, the policy loss of a token, the KL estimate, and verl's plans.
 
-They are verl's definitions: DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip,
+The formulae are DeepSeekMath (arXiv 2402.03300) for the advantage, PPO (1707.06347) for the clip,
 1912.09729 for the dual clip, Schulman's note on KL approximation for k3. Losses are averaged over the response tokens
 of the whole minibatch.
 """
@@ -16,9 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odc.errors import ConfigError
+from odc.balance import Cost, Plan, quadratic
+from odc.balance.karmarkar_karp import karmarkar_karp
+from odc.errors import ConfigError, PlanError
 from odc.experiments.grpo.config import GrpoConfig
 
+#: What verl weighs a sample of l tokens with.
+VERL_WORKLOAD: Cost = quadratic(24576, 1)
 _EPSILON = 1e-6
 _LARGEST_LOG = 20.0
 
@@ -121,3 +125,37 @@ def _verl(config: GrpoConfig) -> Objective:
         return torch.as_tensor(found)
 
     return Objective("verl", advantages, loss)
+
+
+def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> Plan:
+    """Equal sample counts on all ranks; on each as many microbatches as the fullest needs, of even workload.
+
+    As verl 0.9 spreads a minibatch (`RayPPOTrainer._balance_batch`, then `rearrange_micro_batches` with
+    `same_micro_num_in_dp=True`), on odc's Karmarkar-Karp. Each minibatch is balanced by itself, verl's kinder option
+    (`keep_minibatch`).
+
+    `cost` only prices the plan. Raises PlanError where verl would: samples that do not divide by the ranks, or one over
+    the cap.
+    """
+    if len(lengths) % ranks:
+        raise PlanError(f"{len(lengths)} samples do not divide by {ranks} ranks")
+    if max(lengths) > max_tokens:
+        raise PlanError(f"sample {lengths.index(max(lengths))} has {max(lengths)} tokens, the cap is {max_tokens}")
+    work = [VERL_WORKLOAD(length) for length in lengths]
+    parts = karmarkar_karp(work, ranks, _falling(work, range(len(work))), equal_sizes=True)
+    count = max(min(len(part), -(-sum(lengths[i] for i in part) // max_tokens)) for part in parts)
+    while True:  # ends at one sample a microbatch, at the latest
+        split = [karmarkar_karp(work, count, _falling(work, part)) for part in parts]
+        if all(bins and sum(lengths[i] for i in bins) <= max_tokens for rank in split for bins in rank):
+            break
+        count += 1
+    return Plan.of([_small_at_both_ends(rank, work) for rank in split], [cost(length) for length in lengths])
+
+
+def _falling(work: Sequence[float], some: Sequence[int]) -> list[int]:
+    return sorted(some, key=lambda i: (-work[i], i))
+
+
+def _small_at_both_ends(bins: list[list[int]], work: Sequence[float]) -> list[list[int]]:
+    falling = sorted(bins, key=lambda some: -sum(work[i] for i in some))
+    return falling[::2][::-1] + falling[1::2]

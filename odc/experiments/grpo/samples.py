@@ -1,20 +1,23 @@
-"""What is learnt from: a task's prompts, responses to them with rewards, and microbatches of both, all as token ids.
+"""What is learnt from: a task's prompts, responses to them with rewards, and batches of both, all as token ids.
 
 Prompt and response are one packed document whose response tokens are labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from odc.balance import Plan
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import IGNORED, Microbatch, pack, padded_dummy
+from odc.split import Splitter
+from odc.trace import piece_of
 
 
 class Task(Protocol):
@@ -114,6 +117,39 @@ def batch_of(samples: Sequence[Sample], advantages: Sequence[float]) -> SampleBa
             [own for sample, own in zip(samples, advantages, strict=True) for _ in sample.response]
         ),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ResponsePart:
+    """What one forward takes: the model's arguments, its labels (int64 [1, L]), and the values of its labels.
+
+    `batch` has one entry for each label; of a piece of a split sample `batch.inputs` is the whole sample, and `unit`
+    names it in spans.
+    """
+
+    inputs: dict[str, Any]
+    labels: Tensor
+    batch: SampleBatch
+    unit: str = ""
+
+
+def response_pieces(
+    splitter: Splitter, plan: Plan, samples: Sequence[Sample], advantages: Sequence[float]
+) -> Iterator[ResponsePart]:
+    """This rank's pieces of split samples; forward and backward come before the next.
+
+    Every rank exhausts it for every plan, before its microbatches.
+    """
+    for piece in splitter.pieces(plan):
+        whole = batch_of([samples[piece.sample]], [advantages[piece.sample]])
+        given = piece.of(whole.inputs.input_ids[0], targets=whole.inputs.labels[0])
+        labelled = whole.inputs.labels[0] != IGNORED
+        numbers = torch.where(labelled, labelled.cumsum(0) - 1, -1)  # of each position's label among all
+        mine = piece.cut.take(piece.place, numbers)
+        mine = mine[mine >= 0]
+        reference = None if whole.reference is None else whole.reference[mine]
+        values = SampleBatch(whole.inputs, whole.log_probs[mine], reference, whole.advantages[mine])
+        yield ResponsePart(given.inputs, given.targets[None], values, piece_of(piece.sample))
 
 
 def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

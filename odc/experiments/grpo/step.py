@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import AdamW
 
 from odc.arms import arm_named
@@ -23,18 +22,27 @@ from odc.balance import Plan, cost_from_config
 from odc.blocks import blocks_of
 from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.objective import kl_estimate, objective_named
-from odc.experiments.grpo.pieces import ResponsePiece, ResponsePieces
-from odc.experiments.grpo.plans import verl_plan
+from odc.experiments.grpo.objective import kl_estimate, objective_named, verl_plan
 from odc.experiments.grpo.rollout import SampleFeed
-from odc.experiments.grpo.samples import Sample, SampleBatch, Task, UpperHalf, batch_of, token_log_probs
+from odc.experiments.grpo.samples import (
+    ResponsePart,
+    Sample,
+    SampleBatch,
+    Task,
+    UpperHalf,
+    batch_of,
+    response_pieces,
+    token_log_probs,
+)
 from odc.experiments.preflight import model_source
 from odc.experiments.results import JobResult, StepRecord
 from odc.experiments.text.model import build_model, causal_config, config_of
 from odc.experiments.text.packing_check import check_documents_once
+from odc.experiments.text.pieces import splitter_of
 from odc.experiments.update import agree, gather, update
 from odc.experiments.workload import Trainer
-from odc.trace import OPTIMIZER, piece_of, recorder
+from odc.split import Splitter, ranks_of_host
+from odc.trace import OPTIMIZER, recorder
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class GrpoTrainer(Trainer):
     """One rank of a GRPO job; without a task it learns the toy task."""
 
     feed: SampleFeed | None = None
-    pieces: ResponsePieces | None = None  # only under an arm that splits samples
+    splitter: Splitter | None = None  # only under an arm that splits samples
 
     def __init__(self, config: GrpoConfig, task: Task | None) -> None:
         self.config, self.arm, self.objective = config, arm_named(config.arm), objective_named(config)
@@ -104,7 +112,7 @@ class GrpoTrainer(Trainer):
         self.model = build_model(source, dtype=torch.float32, seed=config.seed)
         shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
         if self.arm.splits:
-            self.pieces = ResponsePieces(self.model, config)
+            self.splitter = splitter_of(self.model, config.longest, config.max_tokens, config.timeout_s)
         self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True
         )
@@ -118,13 +126,13 @@ class GrpoTrainer(Trainer):
 
     def start(self, first: int) -> None:
         self.done = first * self.config.minibatches
-        if self.pieces is not None:
-            self.pieces.prepare()
+        if self.splitter is not None:
+            self.splitter.prepare()
         self.feed = SampleFeed(self.config, self.task, self.model, first, self._held)
 
     def finish(self) -> None:
-        if self.pieces is not None:
-            self.pieces.close()
+        if self.splitter is not None:
+            self.splitter.close()
 
     def close(self) -> None:
         if self.feed is not None:
@@ -179,7 +187,7 @@ class GrpoTrainer(Trainer):
         lengths, ranks, cap = [len(sample) for sample in samples], self.config.ranks, self.config.max_tokens
         if self.config.balance == "verl":
             return verl_plan(lengths, ranks, cap, self.cost)
-        limits = {} if self.pieces is None else {"node": self.pieces.node, "floor": self.config.least_piece}
+        limits = {} if self.splitter is None else {"node": ranks_of_host(), "floor": self.config.least_piece}
         return self.arm.plan(lengths, ranks, cap, self.cost, self.config.seed, **limits)
 
     def update(
@@ -196,7 +204,9 @@ class GrpoTrainer(Trainer):
         self.done += 1
         name, begin = f"update {self.done}", time.perf_counter()
         with recorder().window(self.done):
-            pieces = iter(()) if self.pieces is None else self.pieces.of(plan, samples, advantages)
+            pieces: Iterable[ResponsePart] = ()
+            if self.splitter is not None:
+                pieces = response_pieces(self.splitter, plan, samples, advantages)
             losses, divergence = self._minibatch(mine, pieces, tokens, between)
         loss, rows = agree(name, math.fsum(losses), divergence, len(losses))
         with recorder().span(OPTIMIZER):
@@ -208,7 +218,7 @@ class GrpoTrainer(Trainer):
     def _minibatch(
         self,
         mine: list[SampleBatch],
-        pieces: Iterator[ResponsePiece],
+        pieces: Iterable[ResponsePart],
         tokens: int,
         between: Callable[[], None] | None,
     ) -> tuple[list[float], float]:
@@ -216,17 +226,18 @@ class GrpoTrainer(Trainer):
         losses: list[float] = []
         divergences: list[float] = []
 
-        def run(inputs: dict[str, Any], labels: Tensor, batch: SampleBatch, unit: str = "") -> None:
+        def run(part: ResponsePart) -> None:
+            batch = part.batch
             if len(losses) == 1 and between is not None:
                 between()
-            with recorder().microbatch(len(losses), unit):
-                logits = self.model(**inputs).logits
+            with recorder().microbatch(len(losses), part.unit):
+                logits = self.model(**part.inputs).logits
                 if not len(batch.log_probs):
                     # A dummy, as the others are in a collective; or a piece without labels, as others await its layers.
                     (0.0 * logits.sum()).backward()
                     losses.append(0.0)
                     return
-                log_probs = token_log_probs(logits, labels)
+                log_probs = token_log_probs(logits, part.labels)
                 loss = self.objective.loss(
                     log_probs, batch.log_probs, batch.reference, batch.advantages, tokens, dist.get_world_size()
                 )
@@ -236,12 +247,12 @@ class GrpoTrainer(Trainer):
                     divergences.append(float(kl_estimate(log_probs.detach(), batch.reference).sum()))
 
         def split() -> None:
-            for one in pieces:
-                run(one.inputs, one.labels, one.batch, piece_of(one.piece.sample))
+            for part in pieces:
+                run(part)
 
         def backward(m: int) -> None:
             batch = mine[m]
-            run(batch.inputs.model_inputs(labels=False), batch.inputs.labels, batch)
+            run(ResponsePart(batch.inputs.model_inputs(labels=False), batch.inputs.labels, batch))
 
         run_minibatch(self.arm, self.model, len(mine), backward, split)
         return losses, math.fsum(divergences)

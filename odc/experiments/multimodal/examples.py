@@ -6,6 +6,7 @@ written in ChatML. Lengths come from file headers, which every rank reads. Media
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.multimodal.media import audio_frames, image_grid
 from odc.experiments.multimodal.model import TowerGeometry
 
@@ -170,8 +171,13 @@ def _parts(messages: Sequence[dict[str, Any]], folder: Path, geometry: TowerGeom
             yield _text([], "\n", trained=False)
 
 
+@functools.cache
+def _tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
 def _text(before: list[int], text: str, *, trained: bool) -> Text:
-    tokens = np.concatenate([np.array(before, np.int32), ByteTokenizer().encode(text)])
+    tokens = np.concatenate([np.array(before, np.int32), _tokenizer().encode(text)])
     return Text(tokens, np.full(len(tokens), trained))
 
 

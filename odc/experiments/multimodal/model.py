@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from odc.errors import ConfigError, install
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.multimodal.towers import AudioTower, LanguageModel, VisionTower
 
 _PARTS = ("vision_config", "audio_config", "text_config")

@@ -14,7 +14,7 @@ from odc.balance import QuadraticCost
 from odc.balance.cost import cost_from_config, transformer_cost
 from odc.dispatch import TEXT, BalancePolicy, Records
 from odc.errors import ConfigError
-from odc.experiments.data.tokenizer import ByteTokenizer
+from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.multimodal.examples import MODALITIES, PHASES, Example, ExampleBatch, Modality, Phase, Text
 from odc.experiments.multimodal.model import ModelConfig, TowerGeometry
 

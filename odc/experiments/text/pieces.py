@@ -27,6 +27,13 @@ def check_splittable(source: Path) -> None:
     hook(empty_model(source))
 
 
+def splitter_of(model: Any, longest: int, max_tokens: int, timeout_s: float, keep: bool = True) -> Splitter:
+    """Splits samples of at most `longest` tokens into pieces of at most `max_tokens`, on the ranks of this host."""
+    # In zig-zag pieces of two slices each, both rounded up.
+    most = min(max_tokens, -(-longest // 2) + 1)
+    return Splitter(model, longest, piece_tokens=most, keep=keep, node=ranks_of_host(), timeout_s=timeout_s)
+
+
 class DocumentPieces:
     """The pieces of one rank, of documents of at most `longest` tokens. Every rank makes one, of a sharded model.
 
@@ -42,23 +49,9 @@ class DocumentPieces:
                 f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
                 f"tokens, one on each rank of a host; take at least {-(-longest // self._most_pieces) + 2}"
             )
-        self._splitter = Splitter(
-            model,
-            longest,
-            # In zig-zag pieces of two slices each, both rounded up.
-            piece_tokens=min(config.max_tokens, -(-longest // 2) + 1),
-            # The recompute of a checkpointed block puts its keys and values once more.
-            keep=not config.activation_checkpointing,
-            node=self.node,
-            timeout_s=config.timeout_s,
-        )
-
-    def prepare(self) -> None:
-        """Runs a random sample whole and split, and makes the arenas; all ranks call it, outside a minibatch.
-
-        Raises `UnsupportedError` if the outputs differ, and `HeapMemoryError` without room for the arenas.
-        """
-        self._splitter.prepare()
+        # The recompute of a checkpointed block puts its keys and values once more.
+        keep = not config.activation_checkpointing
+        self.splitter = splitter_of(model, longest, self._cap, config.timeout_s, keep=keep)
 
     def least_cap(self, longest: int) -> int:
         """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""
@@ -69,11 +62,7 @@ class DocumentPieces:
 
         Every rank exhausts it for every plan, before its microbatches.
         """
-        for piece in self._splitter.pieces(plan):
+        for piece in self.splitter.pieces(plan):
             whole = pack([documents[piece.sample]]).to(self._device)
             given = piece.of(whole.input_ids[0], targets=whole.labels[0])
             yield piece, {**given.inputs, "labels": given.targets[None]}
-
-    def close(self) -> None:
-        """Waits until other ranks have read what lies here."""
-        self._splitter.close()

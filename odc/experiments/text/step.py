@@ -115,7 +115,7 @@ class TextTrainer(Trainer):
 
     def start(self, first: int) -> None:
         if self.pieces is not None:
-            self.pieces.prepare()
+            self.pieces.splitter.prepare()
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict()}
@@ -125,7 +125,7 @@ class TextTrainer(Trainer):
 
     def finish(self) -> None:
         if self.pieces is not None:
-            self.pieces.close()
+            self.pieces.splitter.close()
         if self.config.export is not None:
             self.progress.phase(f"exporting to {self.config.export}")
             export(Path(self.config.export), self.model, self.dataset.tokenizer, self.config)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import DataError
-from odc.experiments.data.bpe import SMALLEST_VOCAB, BpeTokenizer, cached_bpe
+from odc.experiments.data.bpe import SMALLEST_VOCAB, BpeTokenizer, ByteTokenizer, cached_bpe
 from odc.experiments.data.sources import RawDocument
-from odc.experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from odc.experiments.data.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("transformers", reason="needs the train extra")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from odc.balance import linear_cost
 from odc.errors import PlanError
-from odc.experiments.grpo.plans import WORKLOAD, verl_plan
+from odc.experiments.grpo.objective import VERL_WORKLOAD, verl_plan
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=2, max_size=40).filter(lambda lengths: len(lengths) % 2 == 0)
 
@@ -43,9 +43,9 @@ def test_as_verl_partitions(lengths: list[int]) -> None:
     plan = verl_plan(lengths, 2, 150, linear_cost)
 
     def loads(parts: list[list[int]]) -> list[float]:
-        return sorted(sum(WORKLOAD(lengths[i]) for i in part) for part in parts)
+        return sorted(sum(VERL_WORKLOAD(lengths[i]) for i in part) for part in parts)
 
-    work = [int(WORKLOAD(length)) for length in lengths]
+    work = [int(VERL_WORKLOAD(length)) for length in lengths]
     ours = [[i for some in rank for i in some] for rank in plan.ranks]
     theirs = get_seqlen_balanced_partitions(work, 2, equal_size=True)
     assert loads(ours) == pytest.approx(loads(theirs), rel=0.02)  # ties are merged in another order

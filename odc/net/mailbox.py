@@ -1,0 +1,193 @@
+"""Messages among the processes of one task through the job's key-value store, and what becomes of all if one fails.
+
+The store works beside any backend, needs no further process group, and can be polled, so one member's failure ends
+every wait of the others within a fraction of a second. Messages pass through its server in pieces of 256 KiB, at a few
+hundred MB/s on one host: right for scores, texts and traces, but not for images.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from odc.deadlines import (
+    MAIL_FIRST_SLEEP_S,
+    MAIL_LONGEST_SLEEP_S,
+    MAIL_TICK_S,
+    STORE_LEAST_S,
+    Backoff,
+    Deadline,
+    last_in_chain,
+)
+from odc.errors import PeerLostError, WaitTimeoutError, culprit_of
+from odc.net.store import JobStore
+
+_PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
+_AHEAD = 4  # unread pieces between two members
+_CHECKS = 20  # of a peer's progress, in one timeout
+
+
+class Mailbox:
+    """One member's messages to and from the others, in order. Use it from one thread.
+
+    `ids` are the members' global ranks, or numbers of hosts, of which error messages speak as `kind`; the other methods
+    take members, indices into `ids`, of which `me` is this one's. A wait ends `timeout_s` after the last progress of
+    the member it waits for. `task` names what all do together; `prefix` begins its keys in the store.
+
+    Every wait raises PeerLostError once another member has failed, and WaitTimeoutError, naming the end of the chain of
+    waits; and as a JobStore does.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        ids: Sequence[int],
+        me: int,
+        timeout_s: float,
+        prefix: str = "",
+        *,
+        kind: str = "rank",
+        task: str = "the evaluation",
+    ) -> None:
+        self._of_ranks = kind == "rank"
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), ids[me] if self._of_ranks else None, prefix)
+        self.ids, self.me, self.timeout_s = tuple(ids), me, timeout_s
+        self._kind, self._task, self._names = kind, task, [f"{kind} {one}" for one in ids]
+        self._sent, self._received = [0] * len(ids), [0] * len(ids)
+        self._met, self._ticked = 0, float("-inf")
+
+    @property
+    def world(self) -> int:
+        """How many members there are."""
+        return len(self.ids)
+
+    def tick(self) -> None:
+        """Report progress; raises PeerLostError if another member failed. Checks at most five times a second.
+
+        A session calls it before each forward of its modules; call it in a long computation without forwards.
+        """
+        now = time.monotonic()
+        if now - self._ticked >= min(MAIL_TICK_S, self.timeout_s / _CHECKS):
+            self._ticked = now
+            self._store.add(f"steps/{self.me}", 1)
+            self.check("computing")
+
+    def check(self, doing: str) -> None:
+        """Raise PeerLostError if a member has failed; `doing` says what this one was doing."""
+        failed = self.failed()
+        if failed is not None:
+            culprit, reason = failed
+            raise PeerLostError(
+                f"{self._names[self.me]}, {doing}: {self._kind} {culprit} failed in {self._task}: {reason}",
+                culprit=culprit if self._of_ranks else None,
+            )
+
+    def failed(self) -> tuple[int, str] | None:
+        """Which of `ids` failed first, and why; None if none has."""
+        if not self._store.check(["failed"]):
+            return None
+        culprit, reason = json.loads(self._store.get("failed"))
+        return int(culprit), str(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait of the other members and blame this one, or the rank that `error` blames.
+
+        Of several failures the first counts.
+        """
+        store, mine = self._store.within(STORE_LEAST_S), self.ids[self.me]
+        if store.add("failures", 1) == 1:
+            whom = culprit_of(error, mine) if self._of_ranks else mine
+            store.set("failed", json.dumps([whom, f"{type(error).__name__}: {error}"]))
+
+    def meet(self, what: str) -> None:
+        """Wait until every member has called it; `what` says where they meet, for messages."""
+        self._arrive(what)
+        if self.me:
+            self._wait(lambda: self._store.add("released", 0) >= self._met, 0, what)
+        else:
+            self._store.add("released", 1)
+
+    def _arrive(self, what: str) -> None:
+        """Count this member in at the next meeting; the first member waits for all others to arrive."""
+        self._met += 1
+        self._store.add(f"met/{self.me}", 1)
+        for member in range(1, 1 if self.me else self.world):
+            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
+
+    def leave(self, what: str) -> None:
+        """The last meeting, called by every member. Afterwards the store holds nothing of this task."""
+        self.meet(what)
+        # The store's server may live in the first member's process, which stays until no other needs it any more.
+        self._arrive(what)
+        if self.me:
+            return
+        names = [f"{kind}/{member}" for kind in ("met", "steps", "waits") for member in range(self.world)]
+        for name in [*names, "released"]:
+            self._store.delete_key(name)
+
+    def send(self, member: int, message: bytes, what: str) -> None:
+        """Send `member` a message; waits while it has not read the last megabyte before it."""
+        for at in range(0, max(len(message), 1), _PIECE):
+            number, more = self._sent[member], at + _PIECE < len(message)
+            if number >= _AHEAD:
+                old = f"data/{self.me}-{member}/{number - _AHEAD}"
+                self._wait(lambda old=old: not self._store.check([old]), member, f"to take {what}")  # type: ignore[misc]
+            piece = (b"+" if more else b".") + message[at : at + _PIECE]
+            self._store.set(f"data/{self.me}-{member}/{number}", piece)
+            self._sent[member] += 1
+
+    def receive(self, member: int, what: str, timeout_s: float | None = None) -> bytes:
+        """Wait for the next message of `member`; `what` says what it holds, for error messages.
+
+        `timeout_s` takes the place of the mailbox's own. Reading counts as progress of this member.
+        """
+        message = bytearray()
+        while True:
+            key = f"data/{member}-{self.me}/{self._received[member]}"
+            self._wait(lambda key=key: self._store.check([key]), member, what, timeout_s)  # type: ignore[misc]
+            piece = self._store.get(key)
+            self._store.delete_key(key)
+            self._received[member] += 1
+            message += memoryview(piece)[1:]
+            self.tick()
+            if piece[:1] == b".":
+                return bytes(message)
+
+    def _wait(self, ready: Callable[[], bool], member: int, what: str, timeout_s: float | None = None) -> None:
+        """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
+        next_check = Deadline(limit_s / _CHECKS)
+        published, seen = False, -1
+        while not ready():
+            self.check(f"waiting for {what}")
+            backoff.sleep()
+            if not next_check.passed():
+                continue
+            next_check = Deadline(limit_s / _CHECKS)
+            if not published:
+                self._store.set(f"waits/{self.me}", str(member))
+                published = True
+            before, seen = seen, self._store.add(f"steps/{member}", 0)
+            if deadline.passed(seen):
+                self._run_out(member, what, limit_s)
+            if seen != before:
+                self._store.add(f"steps/{self.me}", 1)  # a member that waits for this one waits for that progress
+        if published:
+            self._store.set(f"waits/{self.me}", str(self.me))  # for no other; a key that is read is never deleted
+        self._ticked = float("-inf")  # the next tick() counts at once
+
+    def _run_out(self, member: int, what: str, timeout_s: float) -> NoReturn:
+        culprit = last_in_chain(member, self.me, self._waits_for)
+        chain = f"; it waits for {self._names[culprit]} itself" if culprit != member else ""
+        raise WaitTimeoutError(
+            f"{self._names[self.me]}, waiting for {what}: {self._names[member]} has made no progress for "
+            f"{timeout_s:g} s{chain}; raise timeout_s if it is only slow",
+            culprit=self.ids[culprit] if self._of_ranks else None,
+        )
+
+    def _waits_for(self, member: int) -> int | None:
+        key = f"waits/{member}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
