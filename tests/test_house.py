@@ -150,6 +150,18 @@ def test_every_fixed_time_stands_in_one_table() -> None:
     assert not [f"{name}:{at}" for name, tree in TREES.items() if part(name) in TIMED for at in fixed_times(tree)]
 
 
+#: Loops over sockets. All other work in the background is a `Job` of a `Worker`.
+THREADS = {"odc.worker", "odc.net.reactor", "odc.net.engines.server", "odc.runtime.daemon", "odc.hosts.watch"}
+
+
+def test_threads_are_made_in_few_places() -> None:
+    assert {name for name, text in TEXTS.items() if "threading.Thread(" in text} <= THREADS
+
+
+def test_one_place_says_by_whom_a_job_was_aborted() -> None:
+    assert [name for name, text in TEXTS.items() if "was aborted by rank" in text] == ["odc.errors"]
+
+
 def re_exports(node: ast.stmt, *, lazily: bool) -> bool:
     """Whether a statement of an `__init__` only re-exports names; `lazily` allows PEP 562 too."""
     if isinstance(node, ast.If):
