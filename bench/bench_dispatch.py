@@ -88,13 +88,13 @@ def test_post_balancing(note, instances: int, name: str):
 def test_node_wise(note, instances: int):
     lengths = lognormal(instances * EACH, 0)
     move = post_balance(list(lengths.reshape(instances, EACH)), BalancePolicy())
-    found = node_wise(move, lengths, PER_NODE, method="exchange", linear_bound=instances < 1000)
+    found = node_wise(move, lengths, PER_NODE)
     note(
         what="node-wise, exchanges",
         instances=instances,
-        ms=round(least_ms(lambda: node_wise(move, lengths, PER_NODE, method="exchange"), 10), 2),
+        ms=round(least_ms(lambda: node_wise(move, lengths, PER_NODE), 10), 2),
         target_ms=5 if instances == 64 else 200,
-        above_bound=f"{found.gap:.2%} ({'linear relaxation' if instances < 1000 else 'counting'})",
+        above_bound=f"{found.gap:.2%} (counting)",
         most_sent=f"{found.cost / found.before - 1:+.1%}",
     )
 
@@ -111,7 +111,7 @@ def test_inter_node_volume(note, modality: str):
     instances = 128
     lengths, policy = phase_of(modality, instances * EACH, 0)
     move = post_balance(list(lengths.reshape(instances, EACH)), policy)
-    placed = node_wise(move, lengths, PER_NODE, method="exchange").rearrangement
+    placed = node_wise(move, lengths, PER_NODE).rearrangement
     volume = {"as balanced": move, "node-wise": placed}
     for tolerance in (0.0, 0.02):
         owners = keep_local(placed.owners, placed.sources, lengths, instances, PER_NODE, tolerance=tolerance)
@@ -139,7 +139,7 @@ def test_three_phases_against_the_papers_overhead(note, instances: int):
 
     def place() -> None:
         for move, (lengths, _) in zip(moves, drawn, strict=True):
-            place_batches(move.sources, move.owners, lengths, instances, PER_NODE, budget_s=0.004, method="exchange")
+            place_batches(move.sources, move.owners, lengths, instances, PER_NODE, budget_s=0.004)
 
     placing = least_ms(place, 3)
     note(

@@ -74,7 +74,7 @@ STEPS = (
     _bench("handover", "--seconds 1 --pairs 3 --steps 4 --rounds 7", "handover", "handover_steps"),
     _bench("grpo", "--steps 4 --repeats 1 --response-tokens 512 --max-tokens 576"),
     _bench("simulated_vs_emulated", "--ranks 2 8 --steps 1 --scale 0.2"),
-    _pytest("dispatch", "node_exact"),
+    _pytest("dispatch"),
     _pytest("planners", overlay=".venv-integrations"),
     _bench("order", "--rounds 60"),
     _bench("convergence", "--steps 200"),

@@ -207,7 +207,7 @@ def dispatch() -> Figures:
     kinds = {"balancing": "algorithm", "placing": "node-wise", "phases": "three phases", "volume": "volume"}
     kinds |= {"exchange": "exchange of", "ahead": "planning a step", "between": "the same, planned between"}
     groups = {kind: [row for row in result["rows"] if row["what"].startswith(what)] for kind, what in kinds.items()}
-    return {**result, **groups, "exact": load("node_exact")["rows"]}
+    return {**result, **groups}
 
 
 # simulations, hosts and split samples --------------------------------------------------------------------------------

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from odc.balance.compiled import run_loop
 from odc.balance.partition import falling
-from odc.dispatch import node_exact
 from odc.dispatch import node_loops as _loops
 from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.errors import PlanError
 
-Method = Literal["exchange", "exact"]
 _NEAR_S, _FAR_S = 25e-9, 40e-9  # to look at one exchange, with volumes in the cache and outside of it (measured)
 _CACHED = 512  # instances
 _LEAST_STEPS = 64
@@ -37,11 +34,10 @@ class NodeWise:
     cost: int  # the most that any instance sends off its node
     before: int  # the same without this
     bound: float  # no placement has a lower cost
-    method: str  # "exact" or "exchange"
 
     @property
     def gap(self) -> float:
-        """How far the cost is above the bound: cost / bound - 1, 0 within HiGHS's tolerance for the exact method."""
+        """How far the cost is above the bound: cost / bound - 1."""
         return self.cost / self.bound - 1.0 if self.bound > 0 else float(self.cost > 0)
 
 
@@ -51,21 +47,18 @@ def node_wise(
     per_node: int,
     *,
     budget_s: float = 0.004,
-    method: Method = "exchange",
-    linear_bound: bool = False,
 ) -> NodeWise:
     """Permute the new mini-batches of a rearrangement over the instances, so that little moves between nodes.
+
+    Largest overlap first, then exchanges of two mini-batches.
 
     Args:
         rearrangement: of any post-balancing; what a mini-batch holds is not changed.
         sizes: int [n] volume of the example at each flat source place, in any unit.
         per_node: instances of a node; node a has instances a * per_node and following.
         budget_s: about how long the exchanges may take on a core of 2.5 GHz; it decides how many are tried.
-        method: "exchange" (largest overlap first, then exchanges), or "exact" for the optimum by HiGHS (needs scipy;
-            milliseconds to minutes).
-        linear_bound: report the bound of the linear relaxation (needs scipy), which is higher than the one of counting.
 
-    Raises PlanError for bad input, and for the exact method without scipy.
+    Raises PlanError for bad input.
     """
     known = np.asarray(sizes, np.int64)
     if len(known) != len(rearrangement.order) or (len(known) and known.min() < 0):
@@ -77,8 +70,6 @@ def node_wise(
         rearrangement.instances,
         per_node,
         budget_s=budget_s,
-        method=method,
-        linear_bound=linear_bound,
     )
     return NodeWise(rearrangement.relabel(places), places, *figures)
 
@@ -91,34 +82,24 @@ def place_batches(
     per_node: int,
     *,
     budget_s: float,
-    method: Method = "exchange",
-    linear_bound: bool = False,
-) -> tuple[Ints, tuple[int, int, float, str]]:
+) -> tuple[Ints, tuple[int, int, float]]:
     """`node_wise` for data in any place: instance `senders[e]` holds `sizes[e]` of batch `batches[e]`.
 
-    Returns the instance of each batch, and (cost, cost before, bound, method).
+    Returns the instance of each batch, and (cost, cost before, bound).
     """
-    if per_node < 1 or method not in ("exchange", "exact"):
-        raise PlanError(
-            f"a node has at least one instance and the method is 'exchange' or 'exact', not {per_node!r} and {method!r}"
-        )
+    if per_node < 1:
+        raise PlanError(f"a node has at least one instance, not {per_node!r}")
     d, m = instances, -(-instances // per_node)
     if m == 1 or not len(sizes):
-        return np.arange(d), (0, 0, 0.0, "exact")
+        return np.arange(d), (0, 0, 0.0)
     problem = _Placement.of(senders, batches, sizes, d, per_node)
     before = problem.most_sent(problem.node_of)
-    bound = 0.0
-    if method == "exact":
-        node, bound = problem.solve()
-    else:
-        affordable = max(_LEAST_STEPS, int(budget_s / problem.step_s))
-        node, bound = problem.exchange(min(affordable, _STEPS_EACH * d))
-        if linear_bound:
-            bound = max(bound, node_exact.solve(problem.square, problem.rooms, problem.node_of, relaxed=True)[1])
+    affordable = max(_LEAST_STEPS, int(budget_s / problem.step_s))
+    node, bound = problem.exchange(min(affordable, _STEPS_EACH * d))
     cost = problem.most_sent(node)
     if cost > before:
         node, cost = problem.node_of, before
-    return problem.seated(node), (cost, before, bound, method)
+    return problem.seated(node), (cost, before, bound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +144,6 @@ class _Placement:
         return volume
 
     @property
-    def square(self) -> Ints:
-        """[d batches, d senders]."""
-        return self.volume.reshape(len(self.totals), -1)
-
-    @property
     def step_s(self) -> float:
         """About how long one step of exchanges takes, compiled, on one core of 2.5 GHz."""
         d = len(self.totals)
@@ -178,10 +154,6 @@ class _Placement:
         away = node[self.batches] != self.node_of[self.senders]
         sent = np.bincount(self.senders[away], weights=self.sizes[away], minlength=1)
         return int(sent.max())
-
-    def solve(self) -> tuple[Ints, float]:
-        node, bound = node_exact.solve(self.square, self.rooms, self.node_of)
-        return self.node_of if node is None else node, bound
 
     def exchange(self, steps: int) -> tuple[Ints, float]:
         """A good node of each batch, by largest overlap first and exchanges, and the bound by counting."""

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from odc.dispatch.node_wise import Method, keep_local, place_batches
+from odc.dispatch.node_wise import keep_local, place_batches
 from odc.dispatch.policy import BalancePolicy, balance_flat
 from odc.dispatch.rearrangement import Ints, Rearrangement
 from odc.dispatch.records import Records
@@ -41,7 +41,6 @@ class Nodes:
 
     size: int = 0  # instances of a node; node a has instances a * size and following. 0: in an Orchestrator, a host's
     budget_s: float = 0.004  # about how long each placement may take, see `node_wise`
-    method: Method = "exchange"  # of the placement
     tolerance: float = 0.0  # lengths that differ by less than this share count as equal, see `keep_local`
 
 
@@ -181,9 +180,7 @@ def _placed(
 ) -> Rearrangement:
     """The move with mini-batches placed node-wise, and examples of equal length staying at their homes."""
     instances, per_node = move.instances, nodes.size
-    places, _ = place_batches(
-        senders, batches, sizes, instances, per_node, budget_s=nodes.budget_s, method=nodes.method
-    )
+    places, _ = place_batches(senders, batches, sizes, instances, per_node, budget_s=nodes.budget_s)
     owners = keep_local(places[move.owners], homes, lengths, instances, per_node, tolerance=nodes.tolerance)
     return Rearrangement.to(move.counts, owners)
 

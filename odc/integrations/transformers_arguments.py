@@ -1,7 +1,7 @@
 """What a Trainer's arguments and an Accelerator's settings mean under odc: applied, irrelevant or refused.
 
-Every field of `transformers.TrainingArguments` is in exactly one of the three tables. A field in none of them, because
-the installed transformers is newer, is refused as soon as it differs from its default.
+A field of `transformers.TrainingArguments` that the tables do not name, because the installed transformers is newer, is
+refused as soon as it differs from its default.
 """
 
 from __future__ import annotations
@@ -21,34 +21,20 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Fields that change what is computed, which the Trainer or `OdcTrainer` applies.
-APPLIED = _names(
-    """
-    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
-    average_tokens_across_devices bf16 data_seed dataloader_drop_last full_determinism gradient_accumulation_steps
-    gradient_checkpointing gradient_checkpointing_kwargs ignore_data_skip label_smoothing_factor learning_rate
-    length_column_name load_best_model_at_end lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
-    neftune_noise_alpha num_train_epochs optim optim_args per_device_train_batch_size remove_unused_columns seed tf32
-    torch_compile torch_compile_backend torch_compile_mode train_sampling_strategy use_cache use_cpu warmup_ratio
-    warmup_steps weight_decay
-    """
-)
+#: Fields that are not refused, by the word they begin with: the Trainer or `OdcTrainer` applies them, or they change
+#: neither numerics nor sharding. DistributedDataParallel, of `ddp`, is not used.
+FAMILIES = _names("activation adam batch dataloader ddp do eval gradient hub log logging lr save torch trackio warmup")
 
-#: Fields that change neither numerics nor sharding: when to log, evaluate, save and upload, how batches are loaded, and
-#: how DistributedDataParallel communicates, which is not used.
-IRRELEVANT = _names(
+#: The others that are not refused.
+TAKEN = _names(
     """
-    batch_eval_metrics dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
-    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_bucket_cap_mb
-    ddp_find_unused_parameters ddp_static_graph ddp_timeout debug disable_tqdm do_eval do_predict do_train
-    eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy
-    eval_use_gather_object greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
-    hub_token include_for_metrics include_num_input_tokens_seen label_names local_rank log_level log_level_replica
-    log_on_each_node logging_dir logging_first_step logging_nan_inf_filter logging_steps logging_strategy
-    metric_for_best_model output_dir per_device_eval_batch_size prediction_loss_only project push_to_hub report_to
-    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model save_steps save_strategy
-    save_total_limit skip_memory_metrics torch_empty_cache_steps trackio_bucket_id trackio_space_id
-    trackio_static_space_id
+    accelerator_config average_tokens_across_devices bf16 data_seed debug disable_tqdm full_determinism
+    greater_is_better ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    label_smoothing_factor learning_rate length_column_name load_best_model_at_end local_rank max_grad_norm max_steps
+    metric_for_best_model neftune_noise_alpha num_train_epochs optim optim_args output_dir per_device_eval_batch_size
+    per_device_train_batch_size prediction_loss_only project push_to_hub remove_unused_columns report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint run_name seed skip_memory_metrics tf32
+    train_sampling_strategy use_cache use_cpu weight_decay
     """
 )
 
@@ -94,7 +80,7 @@ def refuse_arguments(args: Any) -> None:
         if field.name in REFUSED:
             if value:
                 _refuse(f"{field.name}={value!r}", REFUSED[field.name])
-        elif field.name not in APPLIED | IRRELEVANT and value != _default(field):
+        elif not _is_taken(field.name) and value != _default(field):
             _refuse(f"{field.name}={value!r}", "odc does not know this argument; leave it at its default")
     for name, instead in REFUSED_OF_TRL.items():
         if getattr(args, name, False):
@@ -162,6 +148,10 @@ class AcceleratorOptions:
         """Compile a block in place, if the Accelerator would. Call it before the block is sharded."""
         if self.compiled is not None:
             block.compile(**self.compiled)
+
+
+def _is_taken(name: str) -> bool:
+    return name in TAKEN or name.partition("_")[0] in FAMILIES
 
 
 def _default(field: Any) -> Any:

@@ -106,7 +106,6 @@ def most_sent(plan: StepPlan, llm: Rearrangement, records: Sequence[Records], pe
 @pytest.mark.parametrize(("instances", "per_node"), [(3, 1), (4, 2)])
 def test_no_other_place_for_the_llms_batches_sends_less_between_nodes(instances: int, per_node: int, seed: int) -> None:
     """Text and what the encoders send count alike, by their bytes; lengths all differ, so no examples trade places."""
-    pytest.importorskip("scipy")
     draw = np.random.default_rng(seed)
     lengths = iter(draw.permutation(np.arange(20, 60)).tolist())
     step: list[list[Example]] = []
@@ -114,7 +113,7 @@ def test_no_other_place_for_the_llms_batches_sends_less_between_nodes(instances:
         tokens = draw.integers(0, 20, 3).tolist()
         step.append([[("vision", 1 + 9 * t, t), (TEXT, n - t, n - t)] for t, n in zip(tokens, lengths, strict=False)])
     records = [Records.of(examples, ["vision"]) for examples in step]
-    plan = plan_step(records, [VISION], LLM, nodes=Nodes(per_node, method="exact"))
+    plan = plan_step(records, [VISION], LLM, nodes=Nodes(per_node))
     others = [plan.llm.relabel(list(places)) for places in permutations(range(instances))]
     assert most_sent(plan, plan.llm, records, per_node) == min(most_sent(plan, m, records, per_node) for m in others)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.tiny_lm import tiny_qwen2, tiny_tokenizer
+from support.tiny_lm import forwards, tiny_qwen2, tiny_tokenizer
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard
@@ -94,12 +94,6 @@ def manager() -> Any:
 def essence(results: Any) -> Any:
     """Scores of each task, and its logged samples."""
     return results["results"], results["samples"]
-
-
-def forwards(model: Any) -> list[None]:
-    ran: list[None] = []
-    model.register_forward_hook(lambda *_: ran.append(None))
-    return ran
 
 
 def _evaluated(rank: int, world: int, limit: int | None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_lm import tiny_qwen2, tiny_tokenizer
+from support.tiny_lm import forwards, tiny_qwen2, tiny_tokenizer
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard
@@ -153,12 +153,6 @@ def essence(results: Any) -> Any:
         task: [{key: sample[key] for key in kept if key in sample} for sample in some]
         for task, some in results["samples"].items()
     }
-
-
-def forwards(model: Any) -> list[None]:
-    ran: list[None] = []
-    model.register_forward_hook(lambda *_: ran.append(None))
-    return ran
 
 
 OPTIONS: dict[str, Any] = {"bootstrap_iters": 0, "verbosity": "ERROR"}

@@ -52,6 +52,31 @@ def fewest_bins(sizes: Sequence[int], cap: int, most: int) -> int:
     return round(_solved(used, np.ones(n * k + k), Bounds(0, upper), limits))
 
 
+def least_sent(volume: np.ndarray, per_node: int) -> float:
+    """The least that the busiest sender can send off its node, for `volume[sender, batch]` and as many of both.
+
+    x[b * nodes + n] says that batch b is on node n, and the last unknown is what the busiest sends.
+    """
+    d = len(volume)
+    node_of = np.arange(d) // per_node
+    nodes = int(node_of[-1]) + 1
+    scale = volume.sum(axis=1).max()  # HiGHS's tolerances are absolute
+    rows = lil_array((2 * d + nodes, d * nodes + 1))
+    for batch in range(d):
+        rows[batch, batch * nodes : (batch + 1) * nodes] = 1
+        for sender in range(d):  # what it keeps, and the most that any sends, come to what it has
+            rows[d + nodes + sender, batch * nodes + node_of[sender]] = volume[sender, batch] / scale
+        for node in range(nodes):
+            rows[d + node, batch * nodes + node] = 1
+    rows[d + nodes :, d * nodes] = 1
+    sent, rooms = volume.sum(axis=1) / scale, np.bincount(node_of)
+    high = np.r_[np.ones(d), rooms, np.full(d, np.inf)]
+    limits = LinearConstraint(rows.tocsr(), np.r_[np.ones(d), rooms, sent], high)
+    upper = np.r_[np.ones(d * nodes), np.inf]
+    most = np.r_[np.zeros(d * nodes), 1]
+    return scale * _solved(most, np.r_[np.ones(d * nodes), 0], Bounds(0, upper), limits)
+
+
 def _solved(objective: np.ndarray, integral: np.ndarray, bounds: Bounds, limits: LinearConstraint) -> float:
     answer = milp(objective, integrality=integral, bounds=bounds, constraints=limits, options={"mip_rel_gap": 1e-6})
     assert answer.success, answer.message

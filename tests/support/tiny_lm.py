@@ -49,3 +49,10 @@ def tiny_qwen2(fully_shard: Callable[[Any], Any] | None = None) -> Any:
             fully_shard(layer)
         fully_shard(model)
     return model
+
+
+def forwards(model: Any) -> list[None]:
+    """A list that gets an entry for each forward of `model` from now on."""
+    ran: list[None] = []
+    model.register_forward_hook(lambda *_: ran.append(None))
+    return ran

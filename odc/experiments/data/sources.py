@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from odc.errors import DataError, install
 from odc.experiments.data.rows import Content, content_of
@@ -155,12 +155,8 @@ def _parquet(path: Path) -> Iterator[RawDocument]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow: {install('parquet')}") from error
-    number = 0
     try:
-        for batch in ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                yield RawDocument(f"{path.name}[{number}]", content_of(row, f"{path}, row {number}"))
-                number += 1
+        yield from _rows(path, (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist()))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
@@ -175,5 +171,9 @@ def _datasets(path: Path) -> Iterator[RawDocument]:
         if "train" not in dataset:
             raise DataError(f"{path} has no split 'train', only {', '.join(sorted(dataset))}")
         dataset = dataset["train"]
-    for number, row in enumerate(dataset):
+    return _rows(path, dataset)
+
+
+def _rows(path: Path, rows: Iterable[Any]) -> Iterator[RawDocument]:
+    for number, row in enumerate(rows):
         yield RawDocument(f"{path.name}[{number}]", content_of(row, f"{path}, row {number}"))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.tiny_job import tiny_job
 
-from odc.errors import DataError
 from odc.experiments.data.bpe import BpeTokenizer, ByteTokenizer
 from odc.experiments.data.dataset import cache_folder, load_dataset
 from odc.experiments.data.tokenizer import HfTokenizer
@@ -46,9 +45,3 @@ def test_it_says_what_it_does_and_what_was_split(tmp_path: Path, caplog: pytest.
     assert max(dataset.lengths) == 30
     assert "reading" in stream.getvalue() and "tokenizing 40 documents" in stream.getvalue()
     assert "split" in caplog.text and "more than the cap of 30" in caplog.text
-
-
-def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
-    config = tiny_job(tmp_path, cache=str(tmp_path / "data.jsonl"))
-    with pytest.raises(DataError, match="cannot write to the cache"):
-        load_dataset(config, _quiet())

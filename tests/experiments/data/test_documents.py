@@ -13,7 +13,7 @@ from odc.errors import DataError
 from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.data.documents import Document, load_documents
 from odc.experiments.data.rows import PromptCompletion
-from odc.experiments.data.sources import RawDocument, read_source
+from odc.experiments.data.sources import RawDocument
 
 BYTES = ByteTokenizer()
 CHAT = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "AB"})
@@ -117,15 +117,8 @@ def test_cache_knows_the_tokenizer(tmp_path: Path):
     assert document.tokens[-1] == 258
 
 
-def test_bad_input(tmp_path: Path):
+def test_bad_input():
     with pytest.raises(DataError, match="max_tokens must be at least 2"):
         load("abc", max_tokens=1)
     with pytest.raises(DataError, match="there are no documents"):
         load_documents([], BYTES, max_tokens=10)
-    with pytest.raises(DataError, match="no file or folder"):
-        load_documents(read_source(tmp_path / "missing"), BYTES, max_tokens=10)
-
-
-def test_reads_a_source(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("ab")
-    assert [d.name for d in load_documents(read_source(tmp_path), BYTES, max_tokens=10)] == ["a.txt"]

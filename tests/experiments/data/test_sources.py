@@ -120,18 +120,17 @@ def test_prompts_and_completions(tmp_path: Path):
     ]
 
 
-def test_parquet_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "data.parquet").write_text("")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for path in (tmp_path, tmp_path / "data.parquet"):
-        with pytest.raises(DataError, match=r"data.parquet needs pyarrow: pip install -e '.\[parquet\]' in a clone"):
-            read_source(path)
-
-
-def test_datasets_folder_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "state.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install -e '.\[datasets\]' in a clone"):
+@pytest.mark.parametrize(
+    ("file", "package", "message"),
+    [
+        ("data.parquet", "pyarrow", r"data.parquet needs pyarrow: pip install -e '.\[parquet\]' in a clone"),
+        ("state.json", "datasets", r"pip install -e '.\[datasets\]' in a clone"),
+    ],
+)
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, package: str, message: str):
+    (tmp_path / file).write_text("{}")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=message):
         read_source(tmp_path)
 
 
