@@ -40,6 +40,11 @@ def test_a_death_at_any_store_is_named_by_all_who_need_the_rank(job: Job) -> Non
 
 
 @pytest.mark.thorough
+def test_two_ranks_of_a_host_share_a_cache_and_its_sums() -> None:
+    explore(model(Job(4, hosts=2, epochs=1)), named())
+
+
+@pytest.mark.thorough
 def test_with_three_ranks_a_death_at_any_store_is_named() -> None:
     job = Job(3, units=1, epochs=1, threads=False)
     for actor, number in deaths(job):
@@ -160,6 +165,97 @@ def test_a_death_that_no_daemon_notices_is_a_deadlock() -> None:
     del program[1, "watch"]
     with pytest.raises(Violation, match="deadlock"):
         explore(program, named(0))
+
+
+# the queue, and an arena ----------------------------------------------------------------------------------------------
+
+
+def queue(microbatches: int = 2) -> Program:
+    """Two ranks that claim from a queue whose home is rank 0, in two epochs; each claims until none can be left."""
+    program: Program = {}
+    for me in (0, 1):
+        steps = program[me, "main"] = list[Step]()
+        for epoch in (1, 2):
+            if me == 0:
+                steps.append(Step("offer", "write", ("CLAIMED",)))
+            steps.append(Step("offer", "write", ("inputs", me), epoch))
+            steps.append(Step("offer", "store", ("OFFERED", me), epoch))
+            steps += [Step("claim", "wait", ("OFFERED", one), epoch) for one in (0, 1)]
+            for turn in range(microbatches):
+                mine = ("number", me, epoch, turn)
+                steps.append(Step("claim", "ticket", ("CLAIMED",), other=mine))
+                for number in range(microbatches):
+                    steps.append(Step("claim", "read", ("inputs", number), epoch, guard=(mine, number)))
+                    steps.append(Step("claim", "add", ("computed", number, epoch), 1, guard=(mine, number)))
+            steps.append(Step("done", "store", ("DONE", me), epoch))
+            steps += [Step("collect", "wait", ("DONE", one), epoch) for one in (0, 1)]
+    return program
+
+
+def each_once(read: Callable[[tuple[str | int, ...]], int], lost: object) -> None:
+    if any(read(("computed", number, epoch)) != 1 for number in (0, 1) for epoch in (1, 2)):
+        raise Violation("a microbatch is not computed once")
+
+
+def claimed_in_two(steps: list[Step]) -> list[Step]:
+    halves = [
+        [one._replace(do="load"), one._replace(do="put", value=1)] if one.do == "ticket" else [one] for one in steps
+    ]
+    return [step for half in halves for step in half]
+
+
+QUEUE_FAULTS: dict[str, Change] = {
+    "claim does not wait for OFFERED": without("claim", "wait", "OFFERED"),
+    "OFFERED before the inputs": earlier("offer", "store", "OFFERED", ("offer", "write", "inputs")),
+    "OFFERED before CLAIMED is 0": earlier("offer", "store", "OFFERED", ("offer", "write", "CLAIMED")),
+    "a claim in two steps": claimed_in_two,
+    "offers do not wait for DONE": without("collect", "wait", "DONE"),
+}
+
+
+def test_each_microbatch_of_a_queue_is_computed_once() -> None:
+    explore(queue(), each_once)
+
+
+@pytest.mark.parametrize("name", QUEUE_FAULTS)
+def test_a_planted_fault_of_the_queue_is_found(name: str) -> None:
+    with pytest.raises(Violation):
+        explore({actor: QUEUE_FAULTS[name](steps) for actor, steps in queue().items()}, each_once)
+
+
+def arena(steps: int = 3) -> Program:
+    """Rank 0 puts an entry a step into one channel, which ranks 1 and 2 get."""
+    owner: list[Step] = []
+    for step in range(1, steps + 1):
+        owner += [Step("put", "wait", ("COPIED", reader), step - 1) for reader in (1, 2)]
+        owner += [Step("put", "write", ("entry",), -step), Step("put", "write", ("entry",), step)]
+        owner.append(Step("put", "store", ("STEP",), step))
+    program: Program = {(0, "main"): owner}
+    for reader in (1, 2):
+        got = program[reader, "main"] = list[Step]()
+        for step in range(1, steps + 1):
+            got.append(Step("get", "wait", ("STEP",), step))
+            got.append(Step("get", "read", ("entry",), step))
+            got.append(Step("get", "store", ("COPIED", reader), step))
+    return program
+
+
+ARENA_FAULTS: dict[str, Change] = {
+    "put does not wait for COPIED": without("put", "wait", "COPIED"),
+    "get does not wait for STEP": without("get", "wait", "STEP"),
+    "STEP before the bytes": earlier("put", "store", "STEP", ("put", "write", "entry")),
+    "COPIED before the copy": earlier("get", "store", "COPIED", ("get", "read", "entry")),
+}
+
+
+def test_an_entry_of_an_arena_is_read_whole() -> None:
+    explore(arena(), named())
+
+
+@pytest.mark.parametrize("name", ARENA_FAULTS)
+def test_a_planted_fault_of_an_arena_is_found(name: str) -> None:
+    with pytest.raises(Violation):
+        explore({actor: ARENA_FAULTS[name](steps) for actor, steps in arena().items()}, named())
 
 
 # the lanes of a device -----------------------------------------------------------------------------------------------

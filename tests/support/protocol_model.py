@@ -309,7 +309,7 @@ def deaths(job: Job) -> list[tuple[Actor, int]]:
 
 
 def named(dead: int | None = None) -> Judge:
-    """Whoever was lost knows that `dead` died. All others have come to their end; else the search says where they wait."""
+    """Whoever was lost knows that `dead` died. Where another has not come to its end, the search says so itself."""
 
     def judge(read: Callable[[Key], int], lost: set[Actor]) -> None:
         for rank, name in lost:
