@@ -41,7 +41,7 @@ def recorded(rank: int, world: int, job: Job, skipped: str = "") -> list[Line]:
             lines.append((event.kind, word, event.member, event.value >> 3 if word == "OUTCOME" else event.value))
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     replicas = (job.replicas, job.shards) if job.replicas > 1 else (world,)
     mesh = init_device_mesh("cpu", replicas, mesh_dim_names=("a", "b")[: len(replicas)])
     settings = Settings(timeout_s=60.0, check_protocol=True)
