@@ -77,12 +77,12 @@ def draw(path: Path, losses: dict[ArmName, list[float]], title: str) -> None:
     reference = losses[REFERENCE]
     steps = range(1, len(reference) + 1)
     styles = ("-", (0, (5, 3)), (0, (1, 2)))
-    for (arm, own), style in zip(losses.items(), styles, strict=True):
+    for (arm, curve), style in zip(losses.items(), styles, strict=True):
         upper.plot(
-            steps, own, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
+            steps, curve, linestyle=style, color=_COLOURS[arm], linewidth=1.6, label=f"{arm}: {arm_named(arm).about}"
         )
         if arm != REFERENCE:
-            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(own, reference, strict=True)]
+            gaps = [max(abs(mine - theirs), _FLOOR) for mine, theirs in zip(curve, reference, strict=True)]
             lower.semilogy(steps, gaps, color=_COLOURS[arm], linewidth=0.9, label=f"{arm} against {REFERENCE}")
     upper.set(ylabel="loss of the minibatch", title=title)
     lower.set(xlabel="optimizer step", ylabel=f"distance of losses\n(equal ones at {_FLOOR:.0e})")

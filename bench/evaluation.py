@@ -2,7 +2,7 @@
 
 Run as `OMP_NUM_THREADS=1 python -m bench.evaluation --results bench/results` (about two minutes). Two tables:
 
-* *Forwards*: compute is *emulated*, a request sleeps for as long as its length says, LongAlign-like; parameters are
+* *Forwards*: compute is *emulated*, a request sleeps for as long as its length takes, LongAlign-like; parameters are
   fetched or gathered for real. Documents have one to eight requests each, of one length, which stay on one rank.
   `fsdp2, padded` deals documents out in turn and pads, and so does `odc, padded`. `odc` does not pad; `odc, by length`
   also evens out the ranks' work, whatever the counts. The arms run the same requests in turn, `--repeats` times.

@@ -5,13 +5,14 @@
 #   bench/gpu_session.sh 2     compiled kernels against torch; compute-sanitizer, where it is installed
 #   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather (bench/one_gpu.py)
 #   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
+#   bench/gpu_session.sh all   one after the other
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
 # downloaded. One log a step and the figures, eight files a step at most, go to RESULTS (runs/gpu); figures are written
-# one by one, so a step that is cut off has said what it knew. Every part has a time limit of its own, and a part that
+# one by one, so a step that is cut off keeps what it measured. Every part has a time limit, and a part that
 # fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
-step=${1:?which step: 1, 2, 3 or 4}
+step=${1:?which step: 1, 2, 3, 4 or all}
 results=${RESULTS:-runs/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$results"
@@ -39,8 +40,8 @@ part() {
     timeout -k 5 "$limit" "$@" >>"$log" 2>&1
     code=$?
     tail -n 15 "$log"
-    said="$name: exit code $code after $(($(date +%s) - begun)) s"
-    echo "$said" | tee -a "$results/summary.txt"
+    ended="$name: exit code $code after $(($(date +%s) - begun)) s"
+    echo "$ended" | tee -a "$results/summary.txt"
     [ $code -eq 0 ] || failed="$failed $name"
 }
 
@@ -87,6 +88,11 @@ case $step in
     for each in push,gather $rest; do
         part 115 "bench_$each" "$python" -m odc.cli bench --quick --device $on --ranks $ranks --sizes $sizes \
             --only "$each" --json "$results/bench_${each%%,*}.json"
+    done
+    ;;
+all)
+    for each in 1 2 3 4; do
+        bench/gpu_session.sh $each || failed="$failed step_$each"
     done
     ;;
 *)

@@ -129,7 +129,7 @@ def main() -> None:
     if given.steps <= WARM:
         raise SystemExit(f"--steps must be more than {WARM}, which warm up")
     if not (given.rehearse or torch.cuda.is_available()):
-        raise SystemExit("bench.gpu_train: no CUDA device here (`odc doctor` says what is missing)")
+        raise SystemExit("bench.gpu_train: no CUDA device here (see `odc doctor`)")
     device = "cpu" if given.rehearse else "cuda"
     title, name = (__doc__ or "").splitlines()[0], "gpu_train"
     if given.rehearse:

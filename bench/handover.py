@@ -3,7 +3,7 @@
 `python -m bench.handover` makes two tables. Two ranks hold the model, and a third process, which is no rank, reads.
 
 The rate compares a full `Reader.read` into existing tensors ("kept") and into new ones ("fresh") with a memcpy of the
-same bytes, tensor by tensor, from that process's own memory into the same kind of destination. Rounds alternate while
+same bytes, tensor by tensor, from that process's memory into the same kind of destination. Rounds alternate while
 the job stands still. Target: 0.5 of memcpy.
 
 The steps are minibatches whose compute is emulated (slept) and whose communication is real, in alternating rounds with
@@ -31,7 +31,7 @@ from odc.bench.ranks import RankPool, held
 
 MIB = 1 << 20
 _WIDTH = 1024  # of a unit: one fp32 matrix of 4 MiB
-_SETTLE_S = 0.2  # after a reader is told to start or stop
+_SETTLE_S = 0.2  # after an order to the reader to start or stop
 
 
 class Layer(nn.Module):
@@ -83,7 +83,7 @@ def steps(count: int) -> list[float]:
 
 
 def follow(pipe: Connection, handle: str) -> None:
-    """Does what the pipe says: ("rates", rounds), "start", "stop" or "end"."""
+    """Follows the orders of the pipe: ("rates", rounds), "start", "stop" or "end"."""
     from odc.errors import StaleVersionError
     from odc.handover import Reader
 

@@ -1,4 +1,4 @@
-"""What one GPU says of odc's kernels and copies, in one process: rates, and what they cost compute beside them.
+"""Rates of odc's kernels and copies on one GPU, in one process, and what they cost compute beside them.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.one_gpu --results bench/results`; every figure is written as soon as it is
 there, so a run that is cut off keeps what it measured. With `--rehearse` the same script runs on the CPU, with tiny
@@ -6,7 +6,7 @@ sizes and interpreted kernels (TRITON_INTERPRET=1): does it run, not how fast. H
 
 A kernel's rate counts the bytes that it reads and writes, and is held against a device copy of as many. "Beside a GEMM"
 is how much longer a row of matrix products takes while gathers run in another stream, as fetches do during forward;
-peers' memory is this device's own here, which is faster than any link: an upper bound of what a gather takes away.
+peers' memory is this device's here, which is faster than any link: an upper bound of what a gather takes away.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def main() -> None:
     )
     given = script.given
     if not (given.rehearse or torch.cuda.is_available()):
-        raise SystemExit("bench.one_gpu: no CUDA device here (`odc doctor` says what is missing)")
+        raise SystemExit("bench.one_gpu: no CUDA device here (see `odc doctor`)")
     if given.rehearse and os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("bench.one_gpu: --rehearse needs TRITON_INTERPRET=1 in the environment")
     failed, what = list[str](), "rehearsal" if given.rehearse else "one_gpu"

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, and a result that says when and how it was taken."""
+"""What the scripts of this folder share: options, and a result with when and how it was taken."""
 
 from __future__ import annotations
 

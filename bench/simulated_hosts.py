@@ -5,7 +5,7 @@ Run as `python -m bench.simulated_hosts --results bench/results`; it takes a sec
 Hosts of `bench.hosts` share the cores of one machine, which copy every byte. What that costs is all that is taken from
 measurements, and only from runs *without a limit on the link*, of 2 hosts of 2 ranks: `gloo` and `odc` each take the
 seconds of their row there. What part of odc's goes with the microbatches, and what with the bytes that cross once a
-minibatch, is told by the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
+minibatch, follows from the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
 hold for all of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is
 fitted to the rows that are compared. A limited link carries the payload of full Ethernet frames.
 """

@@ -32,8 +32,8 @@ _FEW, _MANY = 2, 8  # microbatches of the steps that sleep nothing
 
 def idle_plan(ranks: int, microbatches: int) -> Plan:
     """A plan of equal counts, whose cost does not matter."""
-    own = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
-    return Plan.of([[[i] for i in one] for one in own], [1.0] * (ranks * microbatches))
+    each = [list(range(rank * microbatches, (rank + 1) * microbatches)) for rank in range(ranks)]
+    return Plan.of([[[i] for i in one] for one in each], [1.0] * (ranks * microbatches))
 
 
 def overheads(pool: RankPool, arm: ArmName, ranks: int, steps: int) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def model(how: Transport, each: float, beside: float) -> tuple[Model, float]:
 
 def slowed(plan: Plan, rank: int, factor: float) -> Plan:
     """The same plan, one rank's costs multiplied: what a slow rank sleeps."""
-    costs = [[cost * (factor if r == rank else 1.0) for cost in own] for r, own in enumerate(plan.costs)]
+    costs = [[cost * (factor if r == rank else 1.0) for cost in each] for r, each in enumerate(plan.costs)]
     return replace(plan, costs=costs)
 
 
@@ -90,7 +90,7 @@ def compare(pool: RankPool, ranks: int, scale: float, steps: int, seed: int) -> 
 
 def simulated_step(plan: Plan, how: Transport, cluster: Cluster, units: Model, scale: float) -> float:
     """Simulated seconds of one step."""
-    seconds = [[cost * scale for cost in own if cost > 0] for own in plan.costs]
+    seconds = [[cost * scale for cost in each if cost > 0] for each in plan.costs]
     return simulate(Step(cluster, units, seconds, how)).seconds
 
 

@@ -1,4 +1,4 @@
-"""Ranks with *emulated* compute: a unit's forward and backward sleep for as long as a cost curve says.
+"""Ranks with *emulated* compute: a unit's forward and backward sleep for as long as a cost curve gives.
 
 So eight ranks fit on a small machine, and a step shows what balancing and barriers do. Communication runs for real but
 is small: units of 64 KiB are gathered or fetched, reduced or pushed for every microbatch. A piece of a split sample
@@ -87,7 +87,7 @@ def _compute(seconds: float, microbatch: int) -> None:
 
 
 class Layer(nn.Module):
-    """A unit of 64 KiB that attends with its own output as queries, keys and values; its time is slept."""
+    """A unit of 64 KiB that attends with its output as queries, keys and values; its time is slept."""
 
     def __init__(self, number: int, heads: int) -> None:
         super().__init__()

@@ -54,6 +54,8 @@ class Settings:
         kernels: what moves data: "torch"'s copies and adds, or the "triton" kernels of `odc.kernels`, which run on CPU
             memory only in triton's interpreter (for tests; see docs/gpu.md). "auto": on a device the kernels where
             triton is installed, else torch.
+        check_protocol: raise AssertionError when this rank stores a word of the protocol too early, or a value that
+            falls (see docs/words.md). For tests: every store then loads the words that it depends on.
     """
 
     reproducible: bool = False
@@ -73,6 +75,7 @@ class Settings:
     sums_dtype: SumsDtype = "accumulator"
     engine: EngineName = "auto"
     lost_after_s: float = LOST_AFTER_S
+    check_protocol: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

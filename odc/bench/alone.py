@@ -1,7 +1,7 @@
 """All members of a job in one process: what a fetch and a push cost the processor, apart from other ranks.
 
-Each member has a real layout, protocol and service; words lie in real memory files, data on `device`. Nobody waits for
-anybody, so the time until a call returns is the host's own, but for a push on a device, which waits for that.
+Each member has a real layout, protocol and service; words lie in real memory files, data on `device`. No member
+waits for another, so a call takes the host's time alone, but for a push on a device, which waits for that.
 """
 
 from __future__ import annotations

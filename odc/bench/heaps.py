@@ -190,13 +190,13 @@ def signal(nbytes: int, device: str) -> list[Action]:
         nonlocal sent
         if me not in pairs:
             return
-        own, peer = heap.words(me, "words"), heap.words(pairs[me], "words")
+        mine, peer = heap.words(me, "words"), heap.words(pairs[me], "words")
         deadline = time.monotonic() + _DEADLINE_S
         for _ in range(_TRIPS):
             sent += 1
             if me == 0:
                 peer.store(0, sent)
-            while own.load(0) < sent:
+            while mine.load(0) < sent:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {me}: no signal from rank {pairs[me]} in {_DEADLINE_S:g} s")
             if me == 1:

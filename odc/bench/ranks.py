@@ -99,7 +99,7 @@ class RankPool:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a fresh process, with pools of its own; both and the result are pickled.
+    """`function(*args)` in a fresh process, which may open pools; both and the result are pickled.
 
     For pools on CUDA, of which a process may have only one: torch counts a process's exchanges of device handles, and
     all ranks must have taken part in as many.

@@ -2,7 +2,7 @@
 
 In each round every action runs once after an untimed meeting of all ranks, and the slowest rank's time counts.
 
-On CUDA an action that only enqueues work has a second time, the device's own: a kernel that spins holds the device back
+On CUDA an action that only enqueues work has a second time, the device's: a kernel that spins holds the device back
 until everything is enqueued, and events are recorded around it. Ranks that share a device take turns on it, which only
 the first time shows.
 """
@@ -29,7 +29,7 @@ class Action:
     times: int = 1
     after: Callable[[], object] = lambda: None  # undoes it, not timed
     limit: bool = False  # nothing that does the same could be faster, such as a plain copy
-    queued: bool = False  # on CUDA `run` does not wait, so the device's own time is taken too
+    queued: bool = False  # on CUDA `run` does not wait, so the device's time is taken too
     most: int | None = None  # rounds at most, for slow baselines
     optional: bool = False  # it may raise here, and is then left out with the reason
 
@@ -66,11 +66,11 @@ def measure(prepare: Prepare, nbytes: int, device: str, rounds: int, warm: int) 
                     raise
                 timed[i] = replace(timed[i], seconds=[], refused=f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
-            own = _own(action, asked) if device == "cuda" and action.queued else None
+            on_device = _on_device(action, asked) if device == "cuda" and action.queued else None
             if turn >= warm:
                 timed[i].seconds.append(took / action.times)
-                timed[i].device_seconds.extend([] if own is None else [own / action.times])
-                timed[i].host_seconds.extend([] if own is None else [asked / action.times])
+                timed[i].device_seconds.extend([] if on_device is None else [on_device / action.times])
+                timed[i].host_seconds.extend([] if on_device is None else [asked / action.times])
     return timed
 
 
@@ -90,7 +90,7 @@ def _wall(action: Action, device: str) -> tuple[float, float]:
 _CYCLES_A_SECOND = 2e9  # at least: a device with a slower clock is only held back for longer
 
 
-def _own(action: Action, asked: float) -> float:
+def _on_device(action: Action, asked: float) -> float:
     """Seconds on the device of an action that takes the processor `asked` seconds to enqueue."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     _settle("cuda")

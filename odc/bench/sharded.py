@@ -1,6 +1,6 @@
 """Cases on a sharded unit: accumulate, publish, gather, push, and a minibatch's begin and finish.
 
-They time the runtime's own calls on a real root, with bookkeeping, locks, credits and the server daemon.
+They time the runtime's calls on a real root, with bookkeeping, locks, credits and the server daemon.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def publish(nbytes: int, device: str, compute: torch.dtype = torch.float32, **se
         for place, shard in zip(places, shards, strict=True):
             root.layout.mover.publish(place, shard)
 
-    # Every rank is in the same open minibatch and none fetches: nobody reads what is published anew.
+    # Every rank is in the same open minibatch and none fetches: no rank reads what is published anew.
     return [
         Action(name, lambda: root.member.shards.publish(shards, [False]), moved, (limit.name,)),
         # A publish ends with a wait for the device; its copies alone have a rate there.
@@ -81,7 +81,7 @@ def publish(nbytes: int, device: str, compute: torch.dtype = torch.float32, **se
 
 
 class PlainCopy:
-    """Copies the bytes of a gather from private memory into the module's own destinations.
+    """Copies the bytes of a gather from private memory into the module's destinations.
 
     They are allocated with the advice on huge pages that a fetch gives: fresh ones would cost a copy without it more
     page faults than the fetch beside it.
@@ -135,20 +135,20 @@ def _gather_ways(root: Root, device: str) -> dict[str, DataMover]:
     """The mover that the root has; on a device each way to gather besides."""
     ways = {"unit gather": root.layout.mover}
     if device == "cuda":
-        own, all_, none = root.grid.shard, 1, 1 << 62  # pieces from this size on by the copy engine
+        mine, all_, none = root.grid.shard, 1, 1 << 62  # pieces from this size on by the copy engine
         ways |= {
-            f"unit gather, {COPY_ENGINE}": CudaMover(own, all_),
-            f"unit gather, {TORCH_KERNEL}": CudaMover(own, none),
+            f"unit gather, {COPY_ENGINE}": CudaMover(mine, all_),
+            f"unit gather, {TORCH_KERNEL}": CudaMover(mine, none),
         }
         if triton_is_here():
             from odc.movers.compiled import CompiledMover
 
-            ways[f"unit gather, {TRITON_KERNEL}"] = CompiledMover(own, none)
+            ways[f"unit gather, {TRITON_KERNEL}"] = CompiledMover(mine, none)
     return ways
 
 
 def _unsharded(root: Root, module: Any, mover: DataMover) -> Callable[[], object]:
-    """`module.unshard()` by a mover of one's own."""
+    """`module.unshard()` by another mover than the root's."""
 
     def run() -> None:
         usual, root.layout.mover = root.layout.mover, mover

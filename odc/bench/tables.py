@@ -1,6 +1,6 @@
 """The tables of `odc bench`: of one run, and of two saved runs beside each other.
 
-Where the device's own time was taken, bytes a second and ratios are of that. Two runs are compared by each row's ratio
+Where the device's time was taken, bytes a second and ratios are of that. Two runs are compared by each row's ratio
 to its baseline of the same run, besides the plain times: what slowed the machine down slowed both halves of the ratio.
 """
 
@@ -29,8 +29,8 @@ def text_of(nbytes: int) -> str:
 
 
 def line_of(row: Row) -> Row:
-    """A row as it is shown: "of limit" and "times as fast as" divide the limit and each baseline by its own time."""
-    waited, own = row["seconds"]["median"], (row["device_seconds"] or {}).get("median")
+    """A row as it is shown: "of limit" and "times as fast as" divide the limit and each baseline by the row's time."""
+    waited, on_device = row["seconds"]["median"], (row["device_seconds"] or {}).get("median")
     faster = {name: _ratio(row, name, "device_" if name in row["device_rivals"] else "") for name in row["rivals"]}
     limit = faster.pop(row["limit"], None)
     line = {
@@ -38,21 +38,25 @@ def line_of(row: Row) -> Row:
         "ranks": row["ranks"],
         "size": text_of(row["size"]) if row["size"] else "",
         "ms": waited * 1e3,
-        "GB/s": row["nbytes"] / (own or waited) / 1e9 if row["nbytes"] else "",
+        "GB/s": row["nbytes"] / (on_device or waited) / 1e9 if row["nbytes"] else "",
         "of limit": "" if limit is None else f"{limit:.0%} of {row['limit']}",
         "times as fast as": ", ".join(f"{name} {ratio:.3g}" for name, ratio in faster.items()),
     }
     if row["device"] == "cpu":
         return line
     asked = (row.get("host_seconds") or {}).get("median")
-    return {**line, "device ms": "" if own is None else own * 1e3, "host us": "" if asked is None else asked * 1e6}
+    return {
+        **line,
+        "device ms": "" if on_device is None else on_device * 1e3,
+        "host us": "" if asked is None else asked * 1e6,
+    }
 
 
 def brief(row: Row) -> str:
     """A row as a line of progress."""
     line = line_of(row)
-    own = f" ({cell(line['device ms'])} on the device)" if line.get("device ms") else ""
-    return f"  {line['what']}: {cell(line['ms'])} ms{own}" + (f", {line['of limit']}" if line["of limit"] else "")
+    on_device = f" ({cell(line['device ms'])} on the device)" if line.get("device ms") else ""
+    return f"  {line['what']}: {cell(line['ms'])} ms{on_device}" + (f", {line['of limit']}" if line["of limit"] else "")
 
 
 def _ratio(row: Row, baseline: str, clock: str) -> float:
@@ -87,8 +91,8 @@ def crossovers(rows: list[Row]) -> str:
         sizes = sorted(size for each, size in by_case if each == ranks)
         wins = [_engine_wins(by_case[ranks, size]) for size in sizes]
         first = next((i for i in range(len(sizes)) if all(wins[i:])), None)
-        said = f"from {text_of(sizes[first])} on" if first is not None else f"never, up to {text_of(sizes[-1])}"
-        lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {said}.")
+        sizes_won = f"from {text_of(sizes[first])} on" if first is not None else f"never, up to {text_of(sizes[-1])}"
+        lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {sizes_won}.")
     least = text_of(Settings().copy_engine_bytes)
     lines += [f"odc takes it from {least} on, or as Settings(copy_engine_bytes=...) says."] if lines else []
     return "\n".join(lines)
@@ -155,12 +159,12 @@ def _compared(a: Row, b: Row) -> dict[str, Any]:
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Lines about machines, versions and commits that differ; loads always do, and are left out."""
-    said = [f"a: {first['date']} `{first['command']}`", f"b: {second['date']} `{second['command']}`"]
+    found = [f"a: {first['date']} `{first['command']}`", f"b: {second['date']} `{second['command']}`"]
     if first.get("commit") != second.get("commit"):
-        said.append(f"commit: {first.get('commit')} in a, {second.get('commit')} in b")
+        found.append(f"commit: {first.get('commit')} in a, {second.get('commit')} in b")
     for kind in ("machine", "versions"):
         for key in dict.fromkeys([*first[kind], *second[kind]]):
             mine, theirs = first[kind].get(key, "none"), second[kind].get(key, "none")
             if mine != theirs:
-                said.append(f"{key}: {mine} in a, {theirs} in b")
-    return said
+                found.append(f"{key}: {mine} in a, {theirs} in b")
+    return found

@@ -234,7 +234,7 @@ class NodeCache:
             return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
 
         nap = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
-        self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap)
+        self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap, word="CACHED")
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
             # no epoch follows one that a rank has left.

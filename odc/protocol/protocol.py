@@ -28,8 +28,9 @@ import torch
 from odc.deadlines import WORD_SLEEP_S
 from odc.errors import OdcError
 from odc.memory import Words
+from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
-from odc.protocol.peers.local import LocalPeer
+from odc.protocol.ring import RingWords
 from odc.protocol.wait import Waiter
 from odc.protocol.words import (
     ClaimWord,
@@ -43,17 +44,6 @@ from odc.protocol.words import (
 )
 
 HOME = 0  # the member whose CLAIMED counts
-
-
-class RingWords:
-    """SENT and ACCUMULATED of one staging ring, which the pusher and the owner's daemon move; they count blocks."""
-
-    def __init__(self, owner: LocalPeer, source: int) -> None:
-        sent, accumulated = owner.sent, owner.accumulated
-        self.posted: Callable[[], int] = functools.partial(sent.load, source)
-        self.post: Callable[[int], None] = functools.partial(sent.store, source)  # data and headers are in place
-        self.added: Callable[[], int] = functools.partial(accumulated.load, source)  # slots that may be filled again
-        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
 
 
 class OtherHosts(Protocol):
@@ -91,8 +81,11 @@ class MemberProtocol:
 
     def __init__(self, layout: HeapLayout) -> None:
         self.layout, self.grid = layout, layout.grid
-        self.board = layout.mine.board
-        self.waiter = Waiter(layout, functools.partial(abort, layout), functools.partial(_note_wait, self.board))
+        checks = ProtocolChecks(layout) if layout.settings.check_protocol else None
+        self.board = checks.board() if checks else layout.mine.board
+        self._lasts = checks.lasts if checks else lambda: layout.mine.lasts
+        note = functools.partial(_note_wait, self.board)
+        self.waiter = Waiter(layout, functools.partial(abort, layout), note, checks)
         self.epoch = 0  # this rank's newest
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
         self._counting = threading.Lock()
@@ -158,10 +151,10 @@ class MemberProtocol:
         if credit() <= 0:
             rank = self.grid.ranks[owner]
             what = f"a free staging slot of rank {rank} (its server has to add what was pushed)"
-            self.waiter.until(lambda: credit() > 0, owner, what, lane="push")
+            self.waiter.until(lambda: credit() > 0, owner, what, lane="push", word="ACCUMULATED")
 
     def ring(self, owner: int, source: int) -> RingWords:
-        return RingWords(self.layout.local(owner), source)
+        return RingWords(self.layout, owner, source)
 
     # the queue of microbatches -----------------------------------------------------------------------------------
 
@@ -185,7 +178,8 @@ class MemberProtocol:
             def settled(board: Words = board) -> bool:
                 return board.load(Word.OFFERED) >= epoch or board.load(Word.DONE) >= epoch
 
-            self.waiter.until(settled, member, f"rank {rank} to offer its microbatches of epoch {epoch}")
+            what = f"rank {rank} to offer its microbatches of epoch {epoch}"
+            self.waiter.until(settled, member, what, word="OFFERED")
             if board.load(Word.OFFERED) < epoch:
                 if decode_outcome(board.load(outcome_word(epoch)), epoch) is Outcome.ABANDONED:
                     return False
@@ -224,7 +218,7 @@ class MemberProtocol:
 
         Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
         """
-        lasts, epoch = self.layout.mine.lasts, self.epoch
+        lasts, epoch = self._lasts(), self.epoch
         for unit, count in counts.items():
             lasts.store(2 * unit, count)
             lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
@@ -247,7 +241,7 @@ class MemberProtocol:
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
         nap = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
-        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap)
+        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap, word="SUMMED")
 
     def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
         """Wait until a thread of this rank, which ends a `nap`, has read `what`, of a `member` that may have LEFT."""
@@ -311,7 +305,7 @@ class MemberProtocol:
                 return ring.added() == ring.posted()
 
             what = f"this rank's server to add what rank {self.grid.ranks[source]} pushed"
-            self.waiter.until(added, self.grid.me, what)
+            self.waiter.until(added, self.grid.me, what, word="ACCUMULATED")
 
     def closed_as(self, outcome: Outcome) -> list[int]:
         """Members that have closed the current epoch with `outcome`; all that have, once `await_done` has returned."""

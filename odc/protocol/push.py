@@ -18,7 +18,8 @@ import torch
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol.accumulate import Adder
 from odc.protocol.layout import HEADER_WORDS, WIRE_DTYPES, HeapLayout
-from odc.protocol.protocol import MemberProtocol, RingWords
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.ring import RingWords
 from odc.protocol.units import Piece, UnitSpec
 from odc.protocol.words import Word
 
@@ -141,7 +142,7 @@ class Inbox:
         data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
         self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
-        self._words = RingWords(mine, source)
+        self._words = RingWords(layout, grid.me, source)
         self._taken = self._words.added()
 
     def waiting(self) -> int:

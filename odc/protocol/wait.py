@@ -24,6 +24,7 @@ from odc.deadlines import (
 )
 from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
+from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
 from odc.trace import WAIT, recorder
@@ -39,14 +40,18 @@ class Waiter:
     """Waits for words of a root's members, from any thread.
 
     `abort` is given a reason and the culprit's global rank; `note` is given the global rank that is waited for, and
-    None when the wait is over.
+    None when the wait is over. `checks` learn of every wait.
     """
 
     def __init__(
-        self, layout: HeapLayout, abort: Callable[[str, int], None], note: Callable[[int | None], None]
+        self,
+        layout: HeapLayout,
+        abort: Callable[[str, int], None],
+        note: Callable[[int | None], None],
+        checks: ProtocolChecks | None = None,
     ) -> None:
         self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
-        self._board = layout.mine.board
+        self._board, self._checks = layout.mine.board, checks
         self._pushed = layout.pushed_board if layout.grid.remote else None
 
     def check(self, doing: str) -> None:
@@ -72,6 +77,7 @@ class Waiter:
         lane: str = "main",
         nap: Callable[[], object] | None = None,
         may_leave: bool = False,
+        word: str = "",
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
@@ -79,7 +85,10 @@ class Waiter:
         thread's in the trace; `nap` sleeps between two looks, a tenth of a second at most, where another thread of this
         rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
+        `word` names what the member stores, if it is a word of the table (`odc.protocol.table`).
         """
+        if word and self._checks is not None:
+            self._checks.awaited(word, member)
         self.check(f"waiting for {what}")
         if ready():
             return
@@ -94,10 +103,10 @@ class Waiter:
                 recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
 
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
-        """As `until`, for word `index` of `words` to be `least` or more. Over hosts whoever stores it must `wake`."""
+        """As `until`, for word `index` of a board to be `least` or more. Over hosts whoever stores it must `wake`."""
         ready = functools.partial(_reached, words, index, least)
         nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
-        self.until(ready, member, what, lane=lane, nap=nap)
+        self.until(ready, member, what, lane=lane, nap=nap, word=Word(index).name)
 
     def _poll(
         self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None, may_leave: bool

@@ -61,7 +61,7 @@ class ArenaWords:
 
         if self._grid.is_remote(reader):
             self._protocol.layout.remote(reader).attach()
-        self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}")
+        self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}", word="COPIED")
 
     def copied(self, channel: int, step: int, reader: int) -> bool:
         """Whether `reader` needs this rank's entry of `step` no more. Waits for nobody."""
@@ -107,7 +107,7 @@ class ArenaWords:
         def settled() -> bool:
             return shown() or self.absent(owner)
 
-        self._protocol.waiter.until(settled, owner, f"rank {self._grid.ranks[owner]} {what}")
+        self._protocol.waiter.until(settled, owner, f"rank {self._grid.ranks[owner]} {what}", word="STEP")
         if not shown():
             raise AbsentMember
         found = words.load(base + EntryWord.STEP)  # acquires what the owner stored before it

@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from odc.ranks.worker import load, tell
+from support.checked import check_protocol
 
 __all__ = ["die", "perform", "tell"]
 
@@ -24,6 +25,7 @@ def die(after_telling: Any = None) -> None:
 
 def perform(rank: int, world: int, where: tuple[str, str, str], args: bytes) -> Any:
     """Run a function of a test module with a trace of its own; warnings of odc are errors."""
+    check_protocol()
     warnings.filterwarnings("error", module=r"odc(\.|$)")
     if "odc.trace.recorder" in sys.modules:
         # A model that was dropped within a minibatch leaves its window open, which hides all later ones.
