@@ -1,10 +1,10 @@
 """How long after `kill -9` of one rank every other rank has raised.
 
 Run as `OMP_NUM_THREADS=1 python -m bench.deaths --results bench/results`, as root for ranks on several hosts, which are
-network namespaces. Everything is *measured*: the jobs of tests/fsdp/test_failures.py and test_hosts_failures.py train a
-small model with unequal counts. On one host a rank kills itself in its third step, in turn at every point of POINTS; on
+network namespaces. Everything is *measured*: the job of the table of faults (tests/faults/test_faults.py) trains a
+small model with unequal counts. On one host a rank kills itself in its third step, in turn at every one of MOMENTS; on
 two hosts each rank in turn is killed from outside, at whatever it does. In the last row the process that hosts the
-job's store is killed before the first minibatch, of jobs started in four ways (tests/fsdp/test_store_lost.py).
+job's store is killed before the first minibatch, of jobs started in four ways (tests/faults/test_store_host.py).
 The time runs from just before the signal until the error has left the loop of the last rank.
 """
 
@@ -23,7 +23,8 @@ from typing import Any
 from bench.script import Script
 
 _TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(_TESTS), str(_TESTS / "fsdp")]  # the jobs are those of the tests
+MOMENTS: Any = ("forward", "backward", "push", "finish", "step", "evaluation", "between_minibatches", "connect")
+sys.path[:0] = [str(_TESTS), str(_TESTS / "faults")]  # the jobs are those of the tests
 
 
 def noticed(outcomes: list[Any], culprit: int, died: float) -> float:
@@ -36,30 +37,32 @@ def noticed(outcomes: list[Any], culprit: int, died: float) -> float:
 
 def on_one_host(world: int, repeats: int) -> list[tuple[float, str]]:
     """Seconds, and what the killed rank did."""
+    from support.faults import Fault, train
     from support.ranks import spawn_ranks
-    from test_failures import POINTS, train_until_the_end
 
     found = []
-    for number, point in enumerate(POINTS * repeats):
+    for number, moment in enumerate(MOMENTS * repeats):
         culprit = number % world
-        with spawn_ranks(world, train_until_the_end, point, culprit) as job:
+        with spawn_ranks(world, train, Fault("rank", "kill", moment, "", culprit, world)) as job:
             outcomes = job.wait()
-        found.append((noticed(outcomes, culprit, outcomes[culprit].told[-1][0]), point))
+        found.append((noticed(outcomes, culprit, outcomes[culprit].told[-1][0]), moment))
     return found
 
 
 def on_two_hosts(repeats: int) -> list[tuple[float, str]]:
     """Seconds, and the rank that was killed, of 2 on each of two hosts."""
+    from support.faults import Fault, train
     from support.host_ranks import spawn_on_hosts
     from support.hosts import Hosts
-    from test_hosts_failures import WORLD, train_on, trained
 
     found = []
     with Hosts(2) as hosts:
-        for number in range(WORLD * repeats):
-            culprit = number % WORLD
-            with spawn_on_hosts(hosts, WORLD // 2, train_on) as job:
-                trained(job)
+        for number in range(4 * repeats):
+            culprit = number % 4
+            with spawn_on_hosts(hosts, 2, train, Fault("rank", "kill", "any", "", culprit, 4, hosts=2)) as job:
+                while any(not outcome.told for outcome in job.outcomes):
+                    job.receive(0.05)
+                time.sleep(0.3)  # it is in the midst of a step
                 died = job.kill(culprit)
                 outcomes = job.wait()
             found.append((noticed(outcomes, culprit, died), f"rank {culprit}"))
@@ -68,7 +71,7 @@ def on_two_hosts(repeats: int) -> list[tuple[float, str]]:
 
 def before_the_first_minibatch(repeats: int) -> list[tuple[float, str]]:
     """Seconds, and how the job was started, of three ranks whose store's host ends; of a file, rank 0."""
-    from test_store_lost import WORLD, Started
+    from test_store_host import WORLD, Started
 
     found = []
     for start in ("env", "spawn", "torchrun", "file") * repeats:

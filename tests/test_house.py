@@ -21,7 +21,7 @@ FILES = {
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-GROUND = frozenset({"deadlines", "errors", "settings", "provenance"})  # every room may import these
+GROUND = frozenset({"deadlines", "errors", "settings", "provenance", "worker"})  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (
     frozenset({"balance", "blocks", "model_copies", "kernels", "memory", "ranks", "trace"}),
@@ -148,6 +148,18 @@ def fixed_times(tree: ast.Module) -> list[int]:
 def test_every_fixed_time_stands_in_one_table() -> None:
     assert len(fixed_times(TREES["odc.deadlines"])) > 20, "the search finds nothing at all"
     assert not [f"{name}:{at}" for name, tree in TREES.items() if part(name) in TIMED for at in fixed_times(tree)]
+
+
+#: Loops over sockets. All other work in the background is a `Job` of a `Worker`.
+THREADS = {"odc.worker", "odc.net.reactor", "odc.net.engines.server", "odc.runtime.daemon", "odc.hosts.watch"}
+
+
+def test_threads_are_made_in_few_places() -> None:
+    assert {name for name, text in TEXTS.items() if "threading.Thread(" in text} <= THREADS
+
+
+def test_one_place_says_by_whom_a_job_was_aborted() -> None:
+    assert [name for name, text in TEXTS.items() if "was aborted by rank" in text] == ["odc.errors"]
 
 
 def re_exports(node: ast.stmt, *, lazily: bool) -> bool:

@@ -5,8 +5,7 @@ The thread competes for the interpreter lock and, without a spare core, for time
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,10 +13,9 @@ from typing import Generic, TypeVar
 
 from odc.dispatch.orchestrator import Orchestrator, OwnPlan
 from odc.dispatch.records import Records
+from odc.worker import Job, Worker
 
 B = TypeVar("B")
-T = TypeVar("T")
-_POLL_S = 0.1
 
 
 @dataclass
@@ -51,46 +49,31 @@ class PlannedLoader(Generic[B]):
         self.overlap = Overlap()
 
     def __iter__(self) -> Iterator[tuple[B, OwnPlan]]:
-        ready: queue.Queue[tuple[B, OwnPlan] | BaseException | None] = queue.Queue(self._ahead)
-        stop = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ready, stop), name="odc-plan", daemon=True)
-        thread.start()
+        worker, plans, ahead = Worker("odc-plan"), self._plans(), deque[Job[tuple[B, OwnPlan] | None]]()
         try:
             while True:
+                while len(ahead) <= self._ahead + 1:  # `ahead` that are ready, one in the works, and the next one
+                    ahead.append(Job(lambda: next(plans, None)))
+                    worker.submit(ahead[-1])
                 began = perf_counter()
-                found = ready.get()
+                found = ahead.popleft().wait()
                 if found is None:
                     return
-                if isinstance(found, BaseException):
-                    raise found
                 self.overlap.waited_s += perf_counter() - began
                 self.overlap.planning_s += found[1].planning_s
                 self.overlap.steps += 1
                 yield found
         finally:
-            stop.set()
+            for job in ahead:
+                job.drop()
+            worker.close()
 
-    def _run(self, ready: queue.Queue[tuple[B, OwnPlan] | BaseException | None], stop: threading.Event) -> None:
-        try:
-            for batch in self._batches:
-                try:
-                    records = self._records_of(batch)
-                except Exception as error:
-                    self._orchestrator.refuse(f"{type(error).__name__}: {error}")
-                    raise
-                if not _put(ready, (batch, self._orchestrator.plan(records)), stop):
-                    return
-            _put(ready, None, stop)
-        except BaseException as error:  # the training loop raises it
-            _put(ready, error, stop)
-
-
-def _put(ready: queue.Queue[T], item: T, stop: threading.Event) -> bool:
-    """Wait for room in the queue; False once the iteration has stopped."""
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=_POLL_S)
-            return True
-        except queue.Full:
-            continue
-    return False
+    def _plans(self) -> Iterator[tuple[B, OwnPlan]]:
+        """On the worker's thread; ends with the first error."""
+        for batch in self._batches:
+            try:
+                records = self._records_of(batch)
+            except Exception as error:
+                self._orchestrator.refuse(f"{type(error).__name__}: {error}")
+                raise
+            yield batch, self._orchestrator.plan(records)

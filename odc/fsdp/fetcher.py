@@ -13,11 +13,11 @@ import torch
 
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam
-from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes, advise_huge
 from odc.protocol import UnitSpec
 from odc.runtime import PublishedShards
 from odc.trace import FETCH, recorder
+from odc.worker import Job, Worker
 
 _HOST = HostLanes()
 
@@ -27,7 +27,7 @@ class Fetch:
 
     def __init__(
         self,
-        job: Job,
+        job: Job[None],
         params: list[ShardedParam],
         by_shard: list[torch.Tensor],
         shards: int,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odc.errors import OdcError
-from odc.fsdp.worker import Job, Worker
 from odc.memory import HostLanes, Lanes
 from odc.protocol import Gradient, Pusher, UnitSpec
 from odc.trace import PUSH, recorder
+from odc.worker import Job, Worker
 
 _UNITS_WAITING = 2
 _HOST = HostLanes()
@@ -20,7 +20,7 @@ class Sender:
     def __init__(self, pusher: Pusher, overlap: bool, lanes: Lanes = _HOST) -> None:
         self._pusher, self._lanes = pusher, lanes
         self._worker = Worker("odc-send", _UNITS_WAITING) if overlap else None
-        self._jobs: list[Job] = []
+        self._jobs: list[Job[None]] = []
 
     def send(self, unit: UnitSpec, gradients: Sequence[Gradient], *, last: bool = False) -> None:
         """Push `gradients` of `unit`, the `last` ones of a minibatch or not; raises what an earlier push raised."""

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -29,6 +28,7 @@ from odc.protocol.peers.remote import NodeShare
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
+from odc.worker import Job, Worker
 
 _EPOCH, _CLAIMER = 0, 1  # words of a claim
 _CLAIM, _CLAIMS = "/claim", "/claims"  # what the home of a queue is asked for, after the root's identity
@@ -124,11 +124,11 @@ class NodeCache:
         # next node, so that nodes read from different nodes.
         apart = {member: (grid.index(member) - grid.index(grid.me)) % len(grid.local) for member in owners}
         self._owners = sorted(owners, key=lambda member: (apart[member], grid.steps_to(member)))
-        self._epoch, self._used, self._ahead = 0, list[int](), deque[int]()  # units: used in it, to be read ahead
+        self._epoch, self._used = 0, list[int]()  # units used in it, which are read ahead in the next
         self._filled: dict[int, int] = {}  # by unit: the newest epoch whose shards this rank has seen in the cache
-        self._changed = threading.Condition()
-        self._reading = self._closed = False  # whether the thread is in a read
-        self._thread: threading.Thread | None = None
+        self._looking = threading.Lock()
+        self._settled, self._closed = 0, False  # the newest epoch of which nothing more is read ahead
+        self._worker = Worker("odc-ahead")
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
@@ -149,26 +149,19 @@ class NodeCache:
     def _look_ahead(self, unit: int, epoch: int) -> None:
         if not self._layout.spans_hosts:
             return
-        with self._changed:
+        with self._looking:
             if epoch != self._epoch:
-                self._epoch, self._used, self._ahead = epoch, [], deque(self._used)
-                self._changed.notify_all()  # only now: a thread that wakes for nothing takes the interpreter's lock
+                before, self._epoch, self._used = self._used, epoch, []
+                if before:
+                    self._worker.submit(Job(functools.partial(self._read_ahead, before, epoch)))
             if unit not in self._used:
                 self._used.append(unit)
-            if self._ahead and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="odc-ahead", daemon=True)
-                self._thread.start()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._reading = False
-                self._changed.notify_all()
-                while not self._ahead and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                unit, epoch, self._reading = self._layout.units[self._ahead.popleft()], self._epoch, True
+    def _read_ahead(self, units: Sequence[int], epoch: int) -> None:
+        """On the worker's thread."""
+        for unit in (self._layout.units[index] for index in units):
+            if self._settled >= epoch or self._closed:
+                return
             try:
                 with self._layout.heap.lanes.lane("ahead"):
                     for owner in self._owners:
@@ -186,19 +179,14 @@ class NodeCache:
 
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""
-        with self._changed:
-            self._ahead.clear()
-        nap = functools.partial(nap_until, self._changed, self._idle)
-        self._protocol.await_reads(self._owners[0], "shards ahead", self._idle, nap)
-
-    def _idle(self) -> bool:
-        return not self._reading
+        self._settled = self._protocol.epoch
+        nap = functools.partial(self._worker.idle, WORD_SLEEP_S)
+        self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, nap)
 
     def close(self) -> None:
         """End the thread. Waits for nobody."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._worker.close()
 
     def _claim(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> bool:
         """Whether this rank has to read the shard: it is the first of its node to ask for it in this epoch."""
@@ -239,13 +227,6 @@ class NodeCache:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
             # no epoch follows one that a rank has left.
             self._read(peer, unit, epoch)
-
-
-def nap_until(changed: threading.Condition, ready: Callable[[], bool]) -> None:
-    """Sleep for a moment, or until whoever makes `ready` true notifies of it."""
-    with changed:
-        if not ready():
-            changed.wait(WORD_SLEEP_S)
 
 
 def gather_sums(layout: HeapLayout, heaps: RemoteHeaps, used: Sequence[bool]) -> None:

@@ -10,6 +10,7 @@ So a rank that says LAST too early costs a second read, and nothing else. docs/p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -17,9 +18,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from odc.hosts.node import RemoteHeaps, nap_until, runs
+from odc.deadlines import WORD_SLEEP_S
+from odc.hosts.node import RemoteHeaps, runs
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.words import Word
+from odc.worker import Job, Worker
 
 
 class HostSums:
@@ -90,28 +93,25 @@ class SumsReader:
     def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._partners = {member: number for number, member in enumerate(self._layout.contributors)}
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()
         self._told: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
         self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
         self._waiting: list[tuple[int, int]] = []  # partners and units to be read
-        self._busy, self._over, self._closed = False, 0, False
-        self._thread: threading.Thread | None = None
+        self._over, self._closed = 0, False
+        self._worker = Worker("odc-sums")
 
     def told(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
         """SUMMED of a partner has come. On the daemon's thread; waits for nobody.
 
         The partner has published the epoch, so this rank has READ the one before: nobody looks at `arrived` any more.
         """
-        with self._changed:
+        with self._changing:
             if epoch <= self._over or self._closed:
                 return
             for unit, count in counts.items():
                 self._told[partner, unit] = epoch, count
                 self._waiting.append((partner, unit))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="odc-sums", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._worker.submit(Job(self._read_waiting))
 
     def collect(self, used: Sequence[bool]) -> None:
         """Return when all sums of the units that are `used` have arrived. When all ranks are DONE; main thread."""
@@ -128,31 +128,22 @@ class SumsReader:
 
     def drop(self) -> None:
         """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
-        with self._changed:
+        with self._changing:
             self._over = self._protocol.epoch
-        nap = functools.partial(nap_until, self._changed, self._idle)
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._idle, nap)
+        nap = functools.partial(self._worker.idle, WORD_SLEEP_S)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, nap)
 
-    def _idle(self) -> bool:
-        return not self._busy and not self._waiting
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                while not self._waiting and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                pairs, self._waiting, self._busy = self._waiting, [], True
-                known = {pair: self._told[pair] for pair in pairs}
-            try:
-                with self._layout.heap.lanes.lane("sums"):
-                    self._fill(pairs)
-                self._read |= known
-            except Exception:
-                pass  # the main thread reads it again when it comes to it, and raises
+    def _read_waiting(self) -> None:
+        """On the worker's thread."""
+        with self._changing:
+            pairs, self._waiting = self._waiting, []
+            known = {pair: self._told[pair] for pair in pairs}
+        if self._closed or not pairs:
+            return
+        with contextlib.suppress(Exception):  # the main thread reads it again when it comes to it, and raises
+            with self._layout.heap.lanes.lane("sums"):
+                self._fill(pairs)
+            self._read |= known
 
     def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
         layout, grid = self._layout, self._protocol.grid
@@ -169,10 +160,8 @@ class SumsReader:
 
     def close(self) -> None:
         """End the thread. Waits for nobody."""
-        with self._changed:
-            self._closed = True
-            self._waiting = []
-            self._changed.notify_all()
+        self._closed = True
+        self._worker.close()
 
 
 def _holds(told: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:

@@ -6,9 +6,8 @@ is used (Fast-LLM issue 510). The trace records every input; `input_figures` rea
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -16,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from odc.errors import WaitTimeoutError
 from odc.trace import FETCH, MAIN, Span, recorder
+from odc.worker import Job, Worker
 
 T = TypeVar("T")
 
@@ -30,10 +30,6 @@ class _PreparedInput(NamedTuple):
     born_ns: int
     ready_ns: int
     nbytes: int
-
-
-class _Failed(NamedTuple):
-    error: BaseException
 
 
 class LazyMicrobatches(Iterator[T], Generic[T]):
@@ -71,27 +67,24 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
             raise ValueError(f"timeout_s must be positive seconds, not {timeout_s!r}")
         self._source, self._prepare, self._born = iter(source), prepare, born
         self._prefetch, self._timeout_s = prefetch, timeout_s
-        self._ready: queue.SimpleQueue[_PreparedInput | _Failed | None] = queue.SimpleQueue()
+        self._ahead: deque[Job[_PreparedInput | None]] = deque()  # in order of use
         self._using: _PreparedInput | None = None
-        self._count, self._pulled_all, self._ended, self._closed = 0, False, False, False
+        self._count, self._pulled_all, self._ended = 0, False, False
         self._made, self._total = 0, -1  # microbatches prepared; all there are, once that is known
-        self._room: threading.Semaphore | None = None
-        if background and prefetch:
-            self._room = threading.Semaphore(prefetch)
-            self._thread = threading.Thread(target=self._work, name="odc-inputs", daemon=True)
-            self._thread.start()
+        self._worker = Worker("odc-inputs") if background and prefetch else None
+        while self._worker is not None and len(self._ahead) < (prefetch or 0):
+            self._prepare_one_more(self._worker)
 
     def __next__(self) -> T:
         self._release()
         if self._ended:
             raise StopIteration
         with recorder().span(FETCH, unit=INPUTS):
-            found = self._next()
-        if not isinstance(found, _PreparedInput):
-            self._ended = True
-            if found is None:
-                raise StopIteration
-            raise found.error
+            job = self._next()
+        self._ended = job.error is not None or job.wait() is None
+        found = job.wait()
+        if found is None:
+            raise StopIteration
         self._count += 1
         self._using = found
         recorder().add(FETCH, found.born_ns, unit=AGE, nbytes=found.nbytes, lane=AGE)
@@ -113,40 +106,39 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
 
     def close(self) -> None:
         """Stop preparing and drop what is prepared; waits up to `timeout_s` for a preparation in progress."""
-        self._closed = self._ended = True
+        self._ended = True
         self._release()
-        if self._room is not None:
-            self._room.release()
-            self._thread.join(self._timeout_s)
-        while not self._ready.empty():
-            self._ready.get()
+        for job in self._ahead:
+            job.drop()
+        if self._worker is not None:
+            self._worker.close(self._timeout_s)
+        self._ahead.clear()
 
-    def _next(self) -> _PreparedInput | _Failed | None:
-        if self._room is None:
-            while not self._pulled_all and (self._prefetch is None or self._ready.qsize() <= self._prefetch):
-                self._ready.put(self._one(MAIN))
-            return self._ready.get()
-        try:
-            found = self._ready.get(timeout=self._timeout_s)
-        except queue.Empty:
+    def _next(self) -> Job[_PreparedInput | None]:
+        """The next input, which is over."""
+        worker, ahead = self._worker, self._ahead
+        if worker is None:
+            while not self._pulled_all and (self._prefetch is None or len(ahead) <= self._prefetch):
+                ahead.append(Job(lambda: self._one(MAIN)))
+                ahead[-1].run()
+            return ahead.popleft()
+        if not ahead[0].over(self._timeout_s):
             rank, epoch = recorder().rank, recorder().epoch
             raise WaitTimeoutError(
                 f"rank {rank} (epoch {epoch}) waited {self._timeout_s:g} s for its own input thread to prepare "
                 f"microbatch {self._count}"
-            ) from None
-        self._room.release()
-        return found
+            )
+        self._prepare_one_more(worker)
+        return ahead.popleft()
 
-    def _work(self) -> None:
-        assert self._room is not None
-        while not self._pulled_all:
-            self._room.acquire()
-            if self._closed:
-                return
-            self._ready.put(self._one(PREPARE))
+    def _prepare_one_more(self, worker: Worker) -> None:
+        self._ahead.append(Job(lambda: self._one(PREPARE)))
+        worker.submit(self._ahead[-1])
 
-    def _one(self, lane: str) -> _PreparedInput | _Failed | None:
-        """Pull and prepare one; the last call returns None, or the exception that was raised."""
+    def _one(self, lane: str) -> _PreparedInput | None:
+        """Pull and prepare one; None after the last."""
+        if self._pulled_all:
+            return None
         begin = recorder().now_on(lane)
         try:
             raw = next(self._source)
@@ -155,9 +147,9 @@ class LazyMicrobatches(Iterator[T], Generic[T]):
         except StopIteration:
             self._pulled_all, self._total = True, self._made
             return None
-        except BaseException as error:  # handed to the training thread
+        except BaseException:
             self._pulled_all = True
-            return _Failed(error)
+            raise
         self._made += 1
         nbytes = _nbytes(item)
         recorder().add(FETCH, begin, unit=PREPARE, nbytes=nbytes, lane=lane)

@@ -13,6 +13,7 @@ end at once. Only ranks that see the same process ids (one host, one PID namespa
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -20,7 +21,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 from odc.deadlines import (
@@ -36,6 +36,7 @@ from odc.deadlines import (
 )
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import ProcessHandle
+from odc.worker import Job, Worker
 
 _FAILED = "odc/failed"
 _NOTHING = secrets.token_hex(16)  # what no key has as its value
@@ -45,31 +46,25 @@ def _nothing() -> None:
     return
 
 
-class _Call:
-    def __init__(self, store: Any, name: str, arguments: tuple[Any, ...]) -> None:
-        self.store, self._name, self._arguments = store, name, arguments
-        self.given_up = False
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
+class _StoreConnection:
+    """This process's own connection to a torch store, used by one thread; it lasts as long as the store.
 
-    def make(self, store: Any) -> None:
-        try:
-            if not self.given_up:
-                self.result = getattr(store, self._name)(*self._arguments)
-        except BaseException as error:
-            self.error = error
-        self.done.set()
+    So a call after the death of the store's host does not begin with a new connection, for which torch would wait. It
+    does not keep the store, which must end with its process group.
+    """
 
+    def __init__(self, store: Any) -> None:
+        self.address, self.pid = store_address(store), os.getpid()
+        self.worker = Worker("odc-store")
+        self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
+        self._clones: list[Any] = []
+        weakref.finalize(self, _close_all, self.processes).atexit = False
 
-def _serve(calls: SimpleQueue[_Call | None]) -> None:
-    """Make the calls on one connection, without keeping the store: that must end with its process group."""
-    connections: list[Any] = []
-    while (call := calls.get()) is not None:
-        if not connections:
-            connections.append(_clone(call.store))
-        call.make(connections[0] or call.store)
-        del call
+    def call(self, store: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        """On the worker's thread: make a call of `store` on the connection."""
+        if not self._clones:
+            self._clones.append(_clone(store))
+        return getattr(self._clones[0] or store, name)(*arguments)
 
 
 def _clone(store: Any) -> Any:
@@ -81,24 +76,9 @@ def _clone(store: Any) -> Any:
         return None
 
 
-def _end(calls: SimpleQueue[_Call | None], processes: dict[int, ProcessHandle]) -> None:
-    calls.put(None)
+def _close_all(processes: dict[int, ProcessHandle]) -> None:
     for process in processes.values():
         process.close()
-
-
-class _StoreConnection:
-    """This process's own connection to a store, used by one thread; it lasts as long as the store.
-
-    So a call after the death of the store's host does not begin with a new connection, for which torch would wait.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self.address, self.pid = store_address(store), os.getpid()
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
-        threading.Thread(target=_serve, args=(self.calls,), name="odc-store", daemon=True).start()
-        weakref.finalize(self, _end, self.calls, self.processes).atexit = False
 
 
 _connections: weakref.WeakKeyDictionary[Any, _StoreConnection] = weakref.WeakKeyDictionary()
@@ -207,11 +187,11 @@ class JobStore:
         self._call("delete_key", self._prefix + key)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        call = _Call(self._store, name, arguments)
-        self._connection.calls.put(call)
+        job = Job(functools.partial(self._connection.call, self._store, name, arguments))
+        self._connection.worker.submit(job)
         deadline, probe = Deadline(self.timeout_s), Deadline(STORE_FIRST_PROBE_S)
         try:
-            while not call.done.wait(min(STORE_CHECK_S, self.timeout_s)):
+            while not job.over(min(STORE_CHECK_S, self.timeout_s)):
                 self._watch()
                 if probe.passed():
                     self._refuse_gone()
@@ -223,10 +203,10 @@ class JobStore:
                         culprit=_hosting_rank(),
                     )
         finally:
-            call.given_up = True
-        if call.error is not None:
-            raise self._lost(call.error) from call.error
-        return call.result
+            job.drop()  # a call that its caller has given up is not made
+        if job.error is not None:
+            raise self._lost(job.error) from job.error
+        return job.wait()
 
     def _refuse_gone(self) -> None:
         """Raise PeerLostError if the store's host says that nothing listens at its address any more."""

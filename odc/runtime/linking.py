@@ -7,7 +7,6 @@ on hosts after it.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 
 from odc.errors import OdcError, PeerLostError, culprit_of
@@ -17,6 +16,7 @@ from odc.net.network import HostNetwork
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
+from odc.worker import Job, Worker
 
 
 class HostMeeting:
@@ -45,8 +45,8 @@ class HostMeeting:
         """Have the links made. Waits for nobody: a thread does, and ends the job if a partner does not come up."""
         partners = [member for member in self._grid.partners if self._grid.host(member) < self._grid.here]
         if partners:
-            arguments = (rendezvous, partners)
-            threading.Thread(target=self._visit, args=arguments, name="odc-link", daemon=True).start()
+            worker = Worker("odc-link")  # which ends with the job
+            worker.submit(Job(lambda: self._visit(rendezvous, partners)))
 
     def _visit(self, rendezvous: Rendezvous, partners: list[int]) -> None:
         try:

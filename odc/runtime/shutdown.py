@@ -6,11 +6,8 @@ which may run on any thread, must not wait and the daemon's loop must not wait f
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from odc.deadlines import (
@@ -27,6 +24,7 @@ from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
 from odc.runtime.linking import HostMeeting
 from odc.runtime.service import Service
+from odc.worker import Job, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +46,8 @@ class Departure:
         exposed: ExposedHeap | None = None,
         needed: bool = True,
     ) -> None:
-        self._service, self._rendezvous, self._dismiss = service, rendezvous, dismiss
+        self._service, self._rendezvous = service, rendezvous
+        self._ending = Job(lambda: dismiss(self._close))  # once
         self._hosts, self._exposed = hosts, exposed
         self._layout = service.layout
         self._members = [member for member in rendezvous.grid.others() if needed and member in rendezvous.grid.local]
@@ -96,7 +95,7 @@ class Departure:
 
     def end(self) -> None:
         """Have the heap closed, whoever may still need it. Waits for nobody."""
-        self._dismiss(self._close)
+        self._ending.run()
 
     def _close(self) -> None:
         if self._hosts is not None:
@@ -119,23 +118,20 @@ class Departures:
     """All departures of one daemon, looked after by a thread. `add` may be called by a finalizer."""
 
     def __init__(self) -> None:
-        # Not a Queue: its lock may be held by the very thread that runs the finalizer.
-        self._incoming: queue.SimpleQueue[Departure | None] = queue.SimpleQueue()
-        self._added: deque[Departure] = deque()
+        self._added: list[Departure] = []  # copied by slicing, which a finalizer that appends does not disturb
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="odc-departures", daemon=True)
-        self._thread.start()
+        self._worker = Worker("odc-departures")
 
     def add(self, departure: Departure) -> None:
         self._added.append(departure)
-        self._incoming.put(departure)
-        if not self._thread.is_alive():
-            self._end_incoming()
+        self._worker.submit(Job(self._release))
+        if self._stopping:
+            departure.end()  # the thread may have ended before
 
     def wait(self) -> None:
         """Return once every departure that was added is over. Raises as `Departure.wait` does, for the first."""
         late = None
-        for departure in list(self._added):
+        for departure in self._added[:]:
             try:
                 departure.wait()
             except WaitTimeoutError as error:
@@ -144,38 +140,25 @@ class Departures:
             raise late
 
     def stop(self) -> None:
-        """Have the remaining heaps closed, whoever may still need them."""
+        """Close the remaining heaps, even if a peer still needs one."""
         self._stopping = True
-        self._incoming.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(RELEASE_JOIN_S)
+        self._worker.close(RELEASE_JOIN_S)
 
-    def _run(self) -> None:
-        pending: list[Departure] = []
-        backoff = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S)
-        while not self._stopping:
-            self._round(pending, backoff)
-        for departure in pending:
-            departure.end()
-        self._end_incoming()
-
-    def _round(self, pending: list[Departure], backoff: Backoff) -> None:
-        """Wait for a new departure or the next pause, then look at all. Keeps none that is over."""
-        with contextlib.suppress(queue.Empty):
-            new = self._incoming.get(timeout=backoff.advance() if pending else None)
-            pending += [] if new is None else [new]
-            backoff.restart()
-        for departure in [one for one in pending if _is_over(one)]:
-            departure.end()
-            pending.remove(departure)
-            self._added.remove(departure)
-
-    def _end_incoming(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                departure = self._incoming.get_nowait()
-                if departure is not None:
+    def _release(self) -> None:
+        """Check all departures again and again until none is left. Each as often: peers may depart in another order."""
+        backoff, known = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S), 0
+        while self._added and not self._stopping:
+            if len(self._added) > known:
+                backoff.restart()
+            for departure in self._added[:]:
+                if _is_over(departure):
                     departure.end()
+                    self._added.remove(departure)
+            known = len(self._added)
+            if known:
+                backoff.sleep()
+        for departure in self._added[:]:
+            departure.end()
 
 
 def _is_over(departure: Departure) -> bool:

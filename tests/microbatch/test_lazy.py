@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from support.extent import up_to
 from odc.errors import WaitTimeoutError
 from odc.microbatch import LazyMicrobatches, input_figures
 from odc.trace import recorder
+from odc.worker import Job
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +45,9 @@ class Watched:
         return {"x": torch.full((i + 1,), float(i))}
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released each time that the thread begins to wait for room."""
-    waits = threading.Semaphore(0)
-
-    class Watched(threading.Semaphore):
-        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-            if super().acquire(blocking=False):
-                return True
-            waits.release()
-            return super().acquire(blocking, timeout)
-
-    monkeypatch.setattr(LazyMicrobatches._work.__globals__["threading"], "Semaphore", Watched)
-    return waits
+def await_rest(lazy: LazyMicrobatches[Any]) -> None:
+    """Return when the thread has nothing more to do."""
+    assert lazy._worker is not None and lazy._worker.idle(60.0)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -73,18 +62,18 @@ def test_all_come_in_order(prefetch: int | None, background: bool) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_the_thread_prepares_so_many_ahead_and_no_more(full: threading.Semaphore, prefetch: int) -> None:
+def test_the_thread_prepares_so_many_ahead_and_no_more(prefetch: int) -> None:
     watched = Watched(20)
     with LazyMicrobatches(watched, watched.prepare, prefetch=prefetch) as lazy:
         for used in range(4):
-            full.acquire()
+            await_rest(lazy)
             assert watched.prepared == watched.pulled == prefetch + used
             next(lazy)
-        full.acquire()
+        await_rest(lazy)
     assert watched.pulled == prefetch + 4, "close pulls no more"
 
 
-def test_close_lets_go_of_what_was_prepared(full: threading.Semaphore) -> None:
+def test_close_lets_go_of_what_was_prepared() -> None:
     class Item:
         pass
 
@@ -96,7 +85,7 @@ def test_close_lets_go_of_what_was_prepared(full: threading.Semaphore) -> None:
         return item
 
     lazy = LazyMicrobatches(range(9), prepare, prefetch=3)
-    full.acquire()
+    await_rest(lazy)
     assert len(prepared) == 3 and all(item() for item in prepared)
     lazy.close()
     assert [item() for item in prepared] == [None] * 3
@@ -214,17 +203,17 @@ def test_eager_inputs_are_older_and_take_more_memory_than_lazy_ones() -> None:
 def test_waiting_and_preparing_are_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Semaphore(0)
 
-    class Watched(queue.SimpleQueue[Any]):
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    class Watched(Job[Any]):
+        def over(self, within_s: float = 0.0) -> bool:
             asked.release()
-            return super().get(block, timeout)
+            return super().over(within_s)
 
     def slow(i: int) -> int:
         asked.acquire()  # so that all of the preparation is waited for, however late this thread asks
         time.sleep(0.02)
         return i
 
-    monkeypatch.setattr(LazyMicrobatches._work.__globals__["queue"], "SimpleQueue", Watched)
+    monkeypatch.setattr("odc.microbatch.lazy.Job", Watched)
     assert list(LazyMicrobatches([1, 2], slow, prefetch=1)) == [1, 2]
     figures = input_figures(recorder().spans())
     assert figures.prepare_s >= 0.04

@@ -20,6 +20,7 @@ from support.models import Case, build, next_token_loss, tokens
 from support.ranks import RankOutcome, RankProcesses
 
 WORLD = 3
+PATIENCE_S = 300.0  # until stacks are shown of ranks that have not ended
 NOTICED_S = 60.0  # a tenth of the deadline of `job`: what passes was noticed, not waited for, on any machine
 STEPS = 2000  # more than any of these jobs gets to
 
@@ -54,7 +55,10 @@ def end(job: RankProcesses, pids: list[int]) -> list[RankOutcome]:
 
 def until_ended(job: RankProcesses, ranks: Collection[int]) -> None:
     """Wait until these ranks have returned, raised or died."""
+    deadline = time.monotonic() + PATIENCE_S
     while any(not job.outcomes[rank].answered and job.outcomes[rank].exit_code is None for rank in ranks):
+        if time.monotonic() > deadline:
+            job.fail(f"not all of ranks {sorted(ranks)} have ended after {PATIENCE_S:g} s")
         job.receive(0.05)
 
 

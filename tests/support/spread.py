@@ -112,8 +112,8 @@ class Spread:
         for cache, reader in zip(self.caches, self.readers, strict=True):
             cache.close()
             reader.close()
-            for thread in filter(None, (cache._thread, reader._thread)):
-                thread.join()  # it holds the heaps
+            for worker in (cache._worker, reader._worker):
+                worker.close(60.0)  # its thread holds the heaps
         self.group.close()
 
 

@@ -1,14 +1,13 @@
-"""A rank that raises, ends early, hangs or is stopped: what its peers are told, and when."""
+"""What the survivors of a fault do afterwards, and faults of several ranks, several roots or none at all."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
-from support.failing import STEPS, WORLD, assert_all_noticed, backward, end, job, until_ended
+from support.failing import NOTICED_S, WORLD, assert_all_noticed, backward, end, job, until_ended
+from support.faults import Fault, train
 from support.rank_worker import tell
 from support.ranks import spawn_ranks
 
@@ -16,12 +15,9 @@ import odc
 from odc import OdcError, Settings
 from odc.errors import PeerLostError, WaitTimeoutError
 
-# exceptions ------------------------------------------------------------------------------------------------------
 
-
-def raise_inside(rank: int, world: int, how: str) -> None:
-    model, _ = job(rank, world)
-    roots = [model] if how == "minibatch" else [model, job(rank, world)[0]]
+def raise_inside(rank: int, world: int) -> None:
+    roots = [job(rank, world)[0], job(rank, world)[0]]
     for step in range(3):
         with odc.minibatch(*roots):
             for root in roots:
@@ -31,51 +27,11 @@ def raise_inside(rank: int, world: int, how: str) -> None:
                 raise ValueError("the tokenizer ran out of words")
 
 
-@pytest.mark.parametrize("how", ["minibatch", "two_roots"])
-def test_an_exception_inside_a_minibatch_reaches_every_rank(how: str, nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, raise_inside, how) as job:
+def test_an_exception_inside_a_minibatch_of_two_roots_reaches_every_rank(nothing_left: list[int]) -> None:
+    with spawn_ranks(WORLD, raise_inside) as job:
         outcomes = end(job, nothing_left)
     assert (outcomes[1].error, outcomes[1].message) == ("ValueError", "the tokenizer ran out of words")
     assert_all_noticed(outcomes, 1, outcomes[1].told[0])
-    for outcome in (outcomes[0], outcomes[2]):
-        assert "the tokenizer ran out of words" in outcome.message
-
-
-def raise_outside(rank: int, world: int) -> None:
-    """An unmarked loop: nothing wraps the error, but the rank ends."""
-    model, optimizer = job(rank, world)
-    for step in range(3):
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 1 and step == 1:
-            tell(time.monotonic())
-            raise ValueError("outside of any minibatch")
-
-
-def test_a_rank_that_ends_with_an_exception_is_missed_by_its_peers(nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, raise_outside, whole_end=True) as job:
-        outcomes = end(job, nothing_left)
-    assert outcomes[1].error == "ValueError"
-    assert_all_noticed(outcomes, 1, outcomes[1].told[0])
-    for outcome in (outcomes[0], outcomes[2]):
-        assert "aborted by rank 1: ValueError: outside of any minibatch" in outcome.message
-
-
-def leave_early(rank: int, world: int) -> None:
-    model, _ = job(rank, world)
-    for step in range(1 if rank == 2 else 2):
-        backward(model, rank, step)
-    tell(time.monotonic())
-
-
-def test_a_rank_that_ends_early_and_in_good_order_is_named(nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, leave_early, whole_end=True) as job:
-        outcomes = end(job, nothing_left)
-    assert outcomes[2].exit_code == 0, outcomes[2].describe()
-    for outcome in outcomes[:2]:
-        assert outcome.error == "PeerLostError", outcome.describe()
-        assert "rank 2" in outcome.message
 
 
 def every_call_raises(rank: int, world: int) -> None:
@@ -135,29 +91,6 @@ def test_a_stuck_rank_is_named_at_the_deadline(nothing_left: list[int], tmp_path
     assert outcomes[1].error == "PeerLostError", outcomes[1].describe()  # what it meets when it wakes up
 
 
-def stopped(rank: int, world: int) -> None:
-    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
-    backward(model, rank, 0)
-    tell("ready")
-    for step in range(1, STEPS):
-        backward(model, rank, step)
-
-
-@pytest.mark.thorough
-def test_a_stopped_process_is_named_at_the_deadline(nothing_left: list[int]) -> None:
-    """SIGSTOP: its server is stopped as well, but no pidfd says that it is dead."""
-    with spawn_ranks(WORLD, stopped) as job:
-        job.until_told(1)
-        time.sleep(0.2)
-        os.kill(job.pids[1], signal.SIGSTOP)
-        until_ended(job, (0, 2))
-        job.kill(1)
-        outcomes = end(job, nothing_left)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error in ("WaitTimeoutError", "PeerLostError"), outcome.describe()
-        assert "rank 1" in outcome.message
-
-
 def slow_but_alive(rank: int, world: int) -> None:
     """Slower than the deadline in total, never between two calls: progress keeps it from being taken for stuck."""
     model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
@@ -174,3 +107,50 @@ def test_a_slow_rank_is_waited_for(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, slow_but_alive) as job:
         outcomes = end(job, nothing_left)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0], outcomes[0].describe()
+
+
+# several -----------------------------------------------------------------------------------------------------------
+
+
+def compute_then_call(rank: int, world: int, go_on: Path) -> None:
+    """Rank 2 computes on its own until rank 1 has learned of rank 0's death, then calls into odc once."""
+    model, _ = job(rank, world)
+    backward(model, rank, 0)
+    tell("ready")
+    while rank != 1 and not go_on.exists():
+        time.sleep(0.05)
+    if rank == 2:
+        tell(time.monotonic())
+    backward(model, rank, 1)
+    tell("a call into odc went through")
+
+
+def test_a_computing_rank_learns_of_it_at_its_next_call(nothing_left: list[int], tmp_path: Path) -> None:
+    with spawn_ranks(WORLD, compute_then_call, tmp_path / "go on") as job:
+        job.until_told(1)  # a rank that is still at the end of its minibatch would learn of it there
+        died = job.kill(0)
+        until_ended(job, (0, 1))
+        (tmp_path / "go on").touch()
+        outcomes = end(job, nothing_left)
+    called = outcomes[2].told[1]
+    assert_all_noticed(outcomes[:2], 0, died)
+    assert_all_noticed(outcomes[2:], 0, called)
+    assert outcomes[2].told == ["ready", called]
+
+
+def test_all_but_one_killed_at_once(nothing_left: list[int]) -> None:
+    with spawn_ranks(WORLD, train, Fault("rank", "kill", "any", "rank {} died")) as job:
+        job.until_told(1)
+        time.sleep(0.3)
+        died = [job.kill(rank) for rank in (0, 2)]
+        outcomes = end(job, nothing_left)
+    survivor = outcomes[1]
+    assert survivor.error == "PeerLostError", survivor.describe()
+    assert "rank 0" in survivor.message or "rank 2" in survivor.message
+    assert survivor.at - died[0] < NOTICED_S
+
+
+def test_a_job_that_ends_in_good_order_leaves_nothing(nothing_left: list[int]) -> None:
+    with spawn_ranks(WORLD, train, Fault("rank", "kill", "any", ""), 3, whole_end=True) as job:
+        outcomes = end(job, nothing_left)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0], [outcome.describe() for outcome in outcomes]

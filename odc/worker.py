@@ -1,0 +1,117 @@
+"""Work on a background thread: jobs that run once, in order, on a worker or on the thread that needs one first.
+
+A worker's thread is a daemon thread, because `concurrent.futures` joins its own at exit: a rank that ends with an error
+must end, even while its worker still waits for a dead peer. No method takes a lock that a finalizer on the same thread
+could want, so a finalizer may submit and close.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """One piece of work, run at most once, by a worker or by the thread that needs it first.
+
+    Attributes:
+        error: what the work raised, once it is over.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._claim = threading.Lock()  # taken once, by whoever runs the work
+        self._done = threading.Event()
+        self._value: T | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the work unless another thread has begun it or it was dropped."""
+        if not self._claim.acquire(blocking=False):
+            return
+        assert self._work is not None
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._work = None  # drop what the work refers to before any thread sees that it is over
+            self._done.set()
+
+    def drop(self) -> None:
+        """Never begin; if begun, let it end."""
+        if self._claim.acquire(blocking=False):
+            self._work = None
+            self._done.set()
+
+    def cancel(self) -> None:
+        """Never begin; if begun, wait for the end and forget an error."""
+        self.drop()
+        self._done.wait()
+
+    def over(self, within_s: float = 0.0) -> bool:
+        """Whether it has run, or never will, waited for so long."""
+        return self._done.wait(within_s)
+
+    def wait(self) -> T:
+        """Wait until it has run on another thread; returns or raises what the work did. The work has its deadlines."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+        value: Any = self._value
+        return value  # type: ignore[no-any-return]
+
+    def result(self) -> T:
+        """As `wait`, after running the work here if no thread has begun it."""
+        self.run()
+        return self.wait()
+
+
+class Worker:
+    """Runs jobs one after the other, in the order of `submit`, on a thread that the first one starts.
+
+    With a `depth`, so many jobs may wait, and `submit` blocks for room: that bounds the memory which they hold. The
+    thread ends with the worker.
+    """
+
+    def __init__(self, name: str, depth: int | None = None) -> None:
+        # Not a Queue: a finalizer may submit or close on a thread that holds the queue's lock at that moment.
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._room = None if depth is None else threading.Semaphore(depth)
+        self._starting = threading.Lock()  # taken once
+        arguments = (self._jobs, self._room)  # not the worker, or it would never end
+        self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+        self._newest: Callable[[], Job[Any] | None] = lambda: None
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, job: Job[Any]) -> None:
+        if self._room is not None:
+            self._room.acquire()
+        self._newest = weakref.ref(job)  # the queue and the thread keep it until it is over
+        self._jobs.put(job)
+        if self._starting.acquire(blocking=False):
+            self._thread.start()
+
+    def idle(self, within_s: float = 0.0) -> bool:
+        """Whether the newest job is over, waited for so long."""
+        newest = self._newest()
+        return newest is None or newest.over(within_s)
+
+    def close(self, within_s: float = 0.0) -> None:
+        """End the thread once it has run what was submitted, and wait so long for that; 0 never waits."""
+        self._jobs.put(None)
+        if within_s and self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+
+
+def _work(jobs: queue.SimpleQueue[Job[Any] | None], room: threading.Semaphore | None) -> None:
+    while (job := jobs.get()) is not None:
+        if room is not None:
+            room.release()
+        job.run()
+        del job  # an idle worker keeps nothing alive
