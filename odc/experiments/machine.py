@@ -21,7 +21,7 @@ def machine() -> dict[str, str | int]:
 
 
 def processor_times() -> tuple[int, int] | None:
-    """(stolen, all) ticks of all cores since boot; None where the kernel does not say."""
+    """(stolen, all) ticks of all cores since boot; None where the kernel does not count them."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()
         return int(first[8]), sum(int(ticks) for ticks in first[1:9])
@@ -37,7 +37,7 @@ def steal(before: tuple[int, int] | None, after: tuple[int, int] | None) -> floa
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a run's figures depend on; torch's says which build it is (cpu, cu130)."""
+    """Of Python and of the packages that a run's figures depend on; torch's names its build (cpu, cu130)."""
     import torch
 
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}

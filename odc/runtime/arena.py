@@ -109,6 +109,7 @@ class Arena:
             secret_file=network.secret_file,
             engine=network.engine,
             lost_after_s=network.lost_after_s,
+            check_protocol=False,  # the table's rules are those of minibatches; an arena has steps
         )
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
         self._rendezvous = member.rendezvous

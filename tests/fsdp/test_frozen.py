@@ -1,6 +1,6 @@
 """Frozen parameters: what they cost in memory, and what happens when they are unfrozen.
 
-That training beside them is FSDP2's is for test_equality.py ("frozen", "adapters") and test_equality_four.py.
+That training beside them is FSDP2's is for tests/parity ("frozen", "adapters").
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from support.compare import assert_same
 from support.models import Case, adamw, make, next_token_loss, own_parameters, shard, tokens
 from support.models import train as run_all
-from support.programs import Make, Programs, Result, new, step
+from support.programs import Compared, Make, Programs, Result, new, step
 from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -141,13 +141,9 @@ def unfrozen_before_the_first_use(shard_with: Make, rank: int, world: int) -> Re
     return {**losses, **own_parameters(model)}
 
 
-def same(rank: int, world: int, name: str) -> None:
-    PROGRAMS.same(name, rank, world)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(ranks: Pools, name: str) -> None:
-    ranks(2).run(same, name)
+@PROGRAMS.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)
 
 
 # other accumulators --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import own_parameters
-from support.programs import Make, Programs, Result, backward, new
+from support.programs import Compared, Make, Programs, Result, backward, new
 from support.ranks import RankPool
 
 from odc import fully_shard
@@ -45,13 +45,9 @@ def every_backward_steps(make: Make, rank: int, world: int) -> Result:
     return {**own_parameters(model), "losses": torch.stack(losses)}
 
 
-def _same(rank: int, world: int, name: str) -> None:
-    programs.same(name, rank, world)
-
-
-@pytest.mark.parametrize("name", list(programs))
-def test_the_weights_equal_torchs_to_the_bit(ranks: Pools, name: str) -> None:
-    ranks(2).run(_same, name)
+@programs.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)
 
 
 def _once_a_minibatch(rank: int, world: int) -> None:

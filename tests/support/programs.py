@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,25 +19,30 @@ from support.models import Case, adamw, build, clip, next_token_loss, tokens
 Make = Callable[..., Any]
 Result = dict[str, torch.Tensor | None]
 Program = Callable[[Make, int, int], Result]
+Compared = Callable[[int, int], None]
 
 PLAIN = Case(counts=((1, 1),))
 
 
-class Programs(dict[str, Program]):
-    """Programs by name: functions of `(fully_shard, rank, world)`."""
+class Programs(dict[str, Compared]):
+    """Programs by name, as functions of `(rank, world)` that fail where odc differs from FSDP2, to the bit."""
 
-    def add(self, program: Program) -> Program:
-        """As a decorator."""
-        self[program.__name__] = program
-        return program
+    def add(self, program: Program) -> Compared:
+        """As a decorator: run the program under both; everything it returns must be equal."""
 
-    def same(self, name: str, rank: int, world: int) -> None:
-        """Run one under both; everything it returns must be equal, to the bit."""
-        mine = self[name](fully_shard, rank, world)
-        reference = self[name](torch_fully_shard, rank, world)
-        assert reference, "the program returns nothing to compare"
-        wrong = differences(mine, reference, None)
-        assert not wrong, "\n".join(wrong[:20])
+        @functools.wraps(program)
+        def same(rank: int, world: int) -> None:
+            mine, reference = (program(shard_with, rank, world) for shard_with in (fully_shard, torch_fully_shard))
+            assert reference, "the program returns nothing to compare"
+            wrong = differences(mine, reference, None)
+            assert not wrong, "\n".join(wrong[:20])
+
+        self[program.__name__] = same
+        return same
+
+    def each(self) -> pytest.MarkDecorator:
+        """Gives a test each program in turn as `program`, for a pool to run."""
+        return pytest.mark.parametrize("program", [pytest.param(same, id=name) for name, same in self.items()])
 
 
 def new(shard_with: Make, case: Case = PLAIN, **options: Any) -> tuple[Any, torch.optim.Optimizer]:

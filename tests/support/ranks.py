@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pickle
 import sys
 import tempfile
@@ -96,7 +97,7 @@ class RankProcesses(processes.RankProcesses):
 
     def perform(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Have every rank run `function(rank, world, *args)`."""
-        where = function.__module__, function.__code__.co_filename, function.__qualname__
+        where = function.__module__, inspect.unwrap(function).__code__.co_filename, function.__qualname__
         said = pickle.dumps(args)
         self.send(*(task(rank_worker.perform, rank, self.world, where, said) for rank in range(self.world)))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import differences
 from support.models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
-from support.programs import PLAIN, Make, Programs, Result, backward, new, step
+from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -161,10 +161,6 @@ def some_parameters_ignored(shard_with: Make, rank: int, world: int) -> Result:
     return {name: p.grad.to_local() for name, p in model.named_parameters() if p is not ignored}
 
 
-def same(rank: int, world: int, name: str) -> None:
-    PROGRAMS.same(name, rank, world)
-
-
 def close_in_fp16(rank: int, world: int) -> None:
     """Ours adds in fp32 and rounds once; FSDP2 adds in fp16, divided before and after to stay in range."""
     mine, reference = (_in_dtype(each, rank, world, torch.float16) for each in (fully_shard, torch_fully_shard))
@@ -217,9 +213,9 @@ def backward_of(model: Any, rank: int, number: int, skip: tuple[int, ...]) -> to
     return next_token_loss(model(x, skip=skip), x) / 18
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(ranks: Pools, name: str) -> None:
-    ranks(2).run(same, name)
+@PROGRAMS.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)
 
 
 def test_fp16_parameters(ranks: Pools) -> None:

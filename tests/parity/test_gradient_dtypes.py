@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import own_gradients, own_parameters
-from support.programs import Make, Programs, Result
+from support.programs import Compared, Make, Programs, Result
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,10 +87,6 @@ def biases_that_are_computed_with_in_fp32(make: Make, rank: int, world: int) -> 
         return one_step(make, rank, torch.float32, torch.float32, MixedPrecisionPolicy(**options))
 
 
-def _same(rank: int, world: int, name: str) -> None:
-    programs.same(name, rank, world)
-
-
-@pytest.mark.parametrize("name", list(programs))
-def test_equals_torch_to_the_bit(ranks: Pools, name: str) -> None:
-    ranks(2).run(_same, name)
+@programs.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import own_gradients, own_parameters
-from support.programs import Make, Programs, Result
+from support.programs import Compared, Make, Programs, Result
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,13 +143,9 @@ def the_head_in_one_backward_with_the_trunk(make: Make, rank: int, world: int) -
     return dict(own_parameters(model))
 
 
-def _same(rank: int, world: int, name: str) -> None:
-    programs.same(name, rank, world)
-
-
-@pytest.mark.parametrize("name", list(programs))
-def test_equals_torch_to_the_bit(ranks: Pools, name: str) -> None:
-    ranks(2).run(_same, name)
+@programs.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)
 
 
 def _unequal_chunks(rank: int, world: int) -> None:

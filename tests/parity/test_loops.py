@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -27,7 +26,7 @@ from support.models import (
     tokens,
     train,
 )
-from support.programs import PLAIN, Make, Programs, Result, backward, new, step
+from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import RankPool
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -261,13 +260,9 @@ def _step_in_hook(p: torch.Tensor) -> None:
     p.grad = None
 
 
-def same(rank: int, world: int, name: str) -> None:
-    PROGRAMS.same(name, rank, world)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(ranks: Pools, name: str) -> None:
-    ranks(2).run(same, name)
+@PROGRAMS.each()
+def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
+    ranks(2).run(program)
 
 
 def compiled_layers(rank: int, world: int) -> list[str]:
