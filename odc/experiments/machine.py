@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from importlib import metadata
 from pathlib import Path
 
 from odc.experiments.config import cores
+from odc.provenance import memory_bytes, processor, versions_of
 
 
 def machine() -> dict[str, str | int]:
     """Processor, cores that may be used, memory in bytes, system."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
     }
 
@@ -41,18 +40,4 @@ def versions() -> dict[str, str]:
     import torch
 
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("odc-fsdp", "transformers", "tokenizers", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return found | versions_of(("odc-fsdp", "transformers", "tokenizers", "numpy"))

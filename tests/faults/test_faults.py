@@ -20,7 +20,7 @@ SMALLER = "the host of ranks {} cannot be reached any more from that of ranks .*
 
 ON_ONE_HOST = [
     Fault("rank", "kill", "before_fully_shard", "rank {}"),
-    Fault("rank", "kill", "after_fully_shard", "rank {}"),
+    Fault("rank", "kill", "after_fully_shard", ATTACHING, quick=True),
     Fault("rank", "kill", "announce", "rank {}"),
     Fault("rank", "kill", "connect", ATTACHING, 0, quick=True),
     Fault("rank", "kill", "forward", DIED),

@@ -10,75 +10,20 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.conformance import DEADLINE_S, HeapConformance, sealed
-from support.groups import shm_group
+from support.conformance import DEADLINE_S, sealed
+from support.memory_files import without_a_device
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
-from odc.memory import HostLanes, SymmetricHeap, cuda
 from odc.memory import _torch_symmetric as symmetric
+from odc.memory import cuda
 from odc.memory._torch_symmetric import require_nvml
-from odc.memory.cuda import CudaHeap, CudaLanes
-from odc.memory.mapping import Mapping
-
-
-class MemoryFiles:
-    """Stands for `odc.memory._torch_symmetric`, for one member of one heap."""
-
-    SHARE = symmetric.SHARE
-    may_share_devices = staticmethod(symmetric.may_share_devices)
-    same_numbers: bool | None = None  # as `map_peers` was told
-
-    def __init__(self, identity: str, me: int) -> None:
-        self._key, self._me = f"memory-files/{identity}/", me
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        self._fd = os.memfd_create("device", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        self._store.set(f"{self._key}{self._me}", f"{os.getpid()} {self._fd} {nbytes}")
-        return Mapping(self._fd, nbytes).tensor(torch.uint8, 0, nbytes).fill_(7)  # a device's memory comes unfilled
-
-    def map_peers(self, own: torch.Tensor, group: Any, me: int, *, same_numbers: bool) -> list[torch.Tensor]:
-        self.same_numbers = same_numbers
-        return [own if peer == me else self._map(peer) for peer in range(dist.get_world_size())]
-
-    def _map(self, peer: int) -> torch.Tensor:
-        pid, fd, nbytes = map(int, self._store.get(f"{self._key}{peer}").split())
-        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return Mapping(here, nbytes).tensor(torch.uint8, 0, nbytes)
-        finally:
-            os.close(here)
-
-
-@contextmanager
-def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[CudaHeap]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(cuda, "symmetric", MemoryFiles(identity, me))
-    patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
-    patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    patch.setattr(cuda, "_device_text", lambda device: f"0 GPU-{me}")  # as where a process sees one device alone
-    try:
-        outer: list[SymmetricHeap] = []
-        with shm_group(identity, ranks, me, deadline_s, outer) as host:
-            heap = CudaHeap(host, torch.device("meta"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
-            outer.append(heap)
-            yield heap
-            heap.close()
-    finally:
-        patch.undo()
-
-
-class TestCudaHeapWithoutADevice(HeapConformance):
-    group = staticmethod(without_a_device)
+from odc.memory.cuda import CudaLanes
 
 
 def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:

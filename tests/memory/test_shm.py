@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.conformance import HeapConformance
 from support.groups import address, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from support.rank_worker import tell
@@ -27,10 +26,6 @@ from odc.net.listener import list_listeners
 from odc.ranks import worker
 
 MIB = 1 << 20
-
-
-class TestShmHeap(HeapConformance):
-    group = staticmethod(shm_group)
 
 
 def pair(identity: str = "pair", nbytes: int = 4096) -> tuple[ShmHeap, ShmHeap]:
