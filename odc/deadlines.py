@@ -26,17 +26,17 @@ MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S = 2e-4, 2e-2  # between two checks for 
 MAIL_TICK_S = 0.2  # between two reports of progress
 
 # Connections between processes of one host.
-CONNECTION_S = 1.0  # for a client to send its request and take the answer
+CONVERSATION_S = 2.0  # for the other end's part of a request or a handshake, on one host and between hosts
+ACCEPT_PAUSE_S = 0.1  # without a descriptor to accept a connection with
 LISTENER_RETRY_S = 0.002  # between two tries while a listener's queue is full
 ATTACH_CHECK_S = 1.0  # between two checks of ABORT while a peer's listener does not answer
-DAEMON_POLL_S = 0.2  # between two checks of deadlines, and of processes where the kernel refuses pidfds
+PROCESS_POLL_S = 0.2  # between two checks of a process where the kernel refuses pidfds
 DAEMON_JOIN_S = 5.0  # for the daemon's loop to end
 ALIVE_CHECK_S = 0.05  # between two checks that a thread which ends a wait still lives
 RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S = 1e-3, 0.05  # between two checks whether a peer needs a heap
 RELEASE_JOIN_S = 3.0  # for the thread that releases heaps to end
 
 # Connections between hosts.
-ADMISSION_S = 2.0  # for the other end to send its part of the handshake
 CONNECT_S = 30.0  # for a live rank to answer: its daemon may wait for the interpreter lock
 CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S = 0.002, 1.0  # between two tries to connect
 PROBE_S = 1  # between two probes of an idle connection; the kernel takes whole seconds

@@ -1,4 +1,4 @@
-"""Where a stored figure comes from: the commit, the date, and how busy the machine was.
+"""Where a stored figure comes from: the commit, the date, the machine and how busy it was, and what is installed.
 
 Call `begin()` before measuring, and store what `Measurement.facts()` returns at the end.
 """
@@ -6,9 +6,12 @@ Call `begin()` before measuring, and store what `Measurement.facts()` returns at
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,34 @@ def commit(repository: Path = _REPOSITORY) -> str | None:
     if head is None or changed is None:
         return None
     return f"{head}+dirty" if changed else head
+
+
+def processor() -> str:
+    """The processor's model; its architecture where the kernel does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, whatever of it this process may use."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    return {package: version for package in packages if (version := version_of(package)) is not None}
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

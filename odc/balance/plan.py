@@ -194,22 +194,14 @@ class Plan:
         return "\n".join(rows)
 
     @property
-    def split_starts(self) -> list[float]:
-        """When the pieces of each split sample start, all of them together."""
-        return self._run_splits()[0]
-
-    @property
     def split_ends(self) -> list[float]:
         """When each rank is done with its pieces: the pieces of one sample end together."""
-        return self._run_splits()[1]
-
-    def _run_splits(self) -> tuple[list[float], list[float]]:
-        starts, ends = [], [0.0] * len(self.ranks)
+        ends = [0.0] * len(self.ranks)
         for split in self.splits:
-            starts.append(max(ends[rank] for rank in split.ranks))
+            start = max(ends[rank] for rank in split.ranks)
             for rank in split.ranks:
-                ends[rank] = starts[-1] + max(split.costs)
-        return starts, ends
+                ends[rank] = start + max(split.costs)
+        return ends
 
     def _idle_share(self, step_time: float) -> float:
         mean = sum(self.rank_costs) / len(self.ranks)

@@ -9,24 +9,20 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from odc.provenance import Measurement
+from odc.provenance import Measurement, memory_bytes, processor, versions_of
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores and memory; nothing that names the host."""
-    with open("/proc/cpuinfo") as info:
-        named = (line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-        model = next(named, platform.processor() or platform.machine())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores, kernel = len(os.sched_getaffinity(0)), platform.release().split("-")[0]
-    found = {"cpu": model, "cores": cores, "memory_gib": round(memory / 2**30, 1), "kernel": kernel}
+    memory_gib = round(memory_bytes() / 2**30, 1)
+    found: dict[str, Any] = {"cpu": processor(), "cores": cores, "memory_gib": memory_gib, "kernel": kernel}
     if torch.cuda.is_available():
         device, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
         found |= {"gpu": device.name, "gpus": count, "gpu_memory_gib": round(device.total_memory / 2**30, 1)}
@@ -35,10 +31,9 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on; what is not installed is left out."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "odc-fsdp": "source"}
-    for package in ("odc-fsdp", "numpy", "numba", "triton", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    packages = ("odc-fsdp", "numpy", "numba", "triton", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "odc-fsdp": "source"}
+    found |= versions_of(packages)
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as driver:

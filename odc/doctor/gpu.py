@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 from odc.doctor.examination import Broken, Missing
-from odc.doctor.requirements import version_of, version_tuple
+from odc.doctor.requirements import version_tuple
+from odc.provenance import version_of
 
 _WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 _BITCODE = "libnvshmem_device.bc"

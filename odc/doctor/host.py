@@ -24,7 +24,7 @@ from odc.memory import (
     free_memory,
     require_add,
 )
-from odc.net.listener import ask
+from odc.net.requests import ask
 from odc.runtime import daemon, stop_daemon
 
 _MIB = 1 << 20

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from odc.doctor.examination import Broken, Missing
-from odc.doctor.requirements import version_of
 from odc.net.engines import choose_engine
+from odc.provenance import version_of
 
 _TRANSPORTS = {"ib": "InfiniBand and RoCE", "ib_mlx5": "mlx5", "ib_efa": "EFA", "cuda": "device memory"}
 _CLASS = Path("/sys/class")

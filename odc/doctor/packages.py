@@ -7,7 +7,8 @@ import re
 from importlib import metadata
 
 from odc.doctor.examination import Broken, Missing
-from odc.doctor.requirements import packages_of, version_of, version_tuple
+from odc.doctor.requirements import packages_of, version_tuple
+from odc.provenance import version_of
 
 
 def system() -> str:

@@ -1,4 +1,4 @@
-"""What odc's extras need, as its installed metadata lists it, and which version of a package is installed."""
+"""What odc's extras need, as its installed metadata lists it, and versions as numbers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,6 @@ def by_extra(requires: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
         return found
 
     return {extra: packages(extra) for extra in dict.fromkeys(row[3] for row in rows)}
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Plain values as bytes and back, for messages between ranks.
 
 Values of JSON's types are sent as JSON, which is three times faster; others by `torch.save`, and are read by
-`torch.load(weights_only=True)`. Anyone who can write into the job's store can write these messages, so reading them
-builds nothing but plain values; `pickle` alone would run code that the bytes name.
+`torch.load(weights_only=True)`. Any process that can write into the job's store can write these messages,
+so reading them builds nothing but plain values; `pickle` alone would run code that the bytes name.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
 def _blame(peers: Peers, error: Exception) -> None:
     """Raise PeerLostError from `error` if another rank failed first: an interrupted collective is not the cause."""
     failed = None
-    with contextlib.suppress(OdcError):  # without the store nobody else can be blamed
+    with contextlib.suppress(OdcError):  # without the store no other rank can be blamed
         failed = peers.failed()
     if failed is not None and failed[0] not in (peers.rank, getattr(error, "culprit", None)):
         ended = f"rank {peers.rank}, ended by {type(error).__name__}"

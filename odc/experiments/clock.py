@@ -29,8 +29,8 @@ class CommonClock:
     def __init__(self, identity: str | None = None, now: Callable[[], int] = time.monotonic_ns) -> None:
         self._now = now
         self.offset_ns = self.error_ns = 0
-        told = hashlib.sha256((identity or host_identity()).encode()).digest()
-        found = _gathered(int.from_bytes(told[:7]))
+        digest = hashlib.sha256((identity or host_identity()).encode()).digest()
+        found = _gathered(int.from_bytes(digest[:7]))
         numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
         self.hosts = tuple(numbers[host] for host in found)
         self.host = self.hosts[dist.get_rank()]

@@ -84,7 +84,7 @@ class CompareConfig:
 def run_arms(
     config: CompareConfig, say: Callable[[str], None], team: HostTeam | None = None
 ) -> dict[str, list[ArmRun]]:
-    """All runs, by arm; `say` is told which arm runs. Writes spans below the output folder.
+    """All runs, by arm; `say` gets a line for each run. Writes spans below the output folder.
 
     On the hosts of a `team`, each of which calls it, those that do not lead run their ranks and return no runs.
     Raises what `odc.experiments.job.run` raises; an error of an arm carries its name as a note.

@@ -21,7 +21,7 @@ Device = Literal["cpu", "cuda"]
 #: What a tokenizer may be, if it is not a Hugging Face folder.
 TOKENIZERS = ("auto", "bytes", "bpe")
 
-#: What is compared unless told otherwise.
+#: What is compared by default.
 DEFAULT_ARMS: tuple[ArmName, ...] = ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
 # Panels of the help page.
@@ -203,7 +203,7 @@ def factors_by_rank(text: str) -> dict[int, float]:
 def check_fields(config: object, least: Mapping[str, int]) -> None:
     """Raises `ConfigError` naming the first field of the dataclass `config` whose value its type does not allow.
 
-    Choices are as annotated, whole numbers at least as `least` says (0 where it says nothing), others finite and 0 or
+    Choices are as annotated, whole numbers at least as `least` says (0 by default), others finite and 0 or
     more.
     """
     for name, kind in get_type_hints(type(config)).items():

@@ -26,7 +26,7 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def check_device(config: JobConfig, arm: ArmName) -> None:
-    """Checks, before ranks start, that `arm` can run where `config.device` says on this machine.
+    """Checks, before ranks start, that `arm` can run on `config.device` of this machine.
 
     Raises UnsupportedError without a CUDA device, and ConfigError if the arm's collectives, or those of an export, need
     a device a rank and there are fewer.
@@ -49,7 +49,7 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
 
 
 def ranks_here(ranks: int) -> int:
-    """How many of a job's ranks are on this host, as `torchrun` says; all where it says nothing."""
+    """How many of a job's ranks are on this host, by torchrun's environment; all without it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
@@ -92,7 +92,7 @@ def device_clock(device: torch.device) -> DeviceClock | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of a microbatch says that memory ran out, on the device or on the host."""
+    """Whether an exception of a microbatch means that memory ran out, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no type of its own there

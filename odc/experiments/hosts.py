@@ -78,7 +78,7 @@ class HostTeam:
     def launch(self, run: int, entry: Callable[..., Any], *args: Any) -> list[Any]:
         """As `odc.experiments.launch.launch`, for this host's ranks of run `run`; every host calls it.
 
-        Raises JobFailedError with what the ranks of all hosts saw, as far as their hosts say so in time.
+        Raises JobFailedError with what the ranks of all hosts saw, as far as their hosts send it in time.
         """
         failed: JobFailedError | None = None
         site, values = self._open(run), list[Any]()
@@ -122,12 +122,12 @@ class HostTeam:
         found = [*found]
         for host in self._others:
             try:
-                said = self._mail.receive(host, f"host {host} to end run {run + 1}", _LATE_S if found else None)
+                message = self._mail.receive(host, f"host {host} to end run {run + 1}", _LATE_S if found else None)
             except OdcError:
                 if not found:
                     raise
                 continue  # what this host's ranks saw is known
-            found += [(int(rank), str(text)) for rank, text in json.loads(said)]
+            found += [(int(rank), str(text)) for rank, text in json.loads(message)]
         return by_blame(found)
 
     def collect(self, run: int, results: list[Any], spans: Path) -> list[Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PAGE_WIDTH = 120  # characters
-# Lines that coincide must still be told apart, so each arm has a marker, dashes and width of its own beside its colour.
+# Lines that coincide must stay distinct, so each arm has a marker, dashes and width of its own beside its colour.
 _COLOURS = ("#27496d", "#d8431f", "#1b9e77", "#b07c00", "#8e63b8", "#4d9de0", "#7a5230", "#c2185b")
 _MARKERS = "os^Dvp*X"
 _DASHES = ("-", "--", "-.", ":")

@@ -51,7 +51,7 @@ def launch_ranks(workload: Workload[Any], team: HostTeam | None = None, run: int
 
 
 def _launched_rank(workload: Workload[Any]) -> Any:
-    logging.getLogger("odc").setLevel(logging.ERROR)  # the launching process has said the rest already
+    logging.getLogger("odc").setLevel(logging.ERROR)  # the launching process has logged the rest already
     return run_rank(workload)
 
 

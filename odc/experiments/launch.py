@@ -1,4 +1,4 @@
-"""Starts this host's ranks of a job, mostly all of them, and says which rank was to blame when it failed.
+"""Starts this host's ranks of a job, mostly all of them, and names the rank to blame when the job fails.
 
 A rank has the environment that `torchrun` gives its workers. Ranks are forked from a process that has loaded what they
 need (`odc.ranks`): a second launch starts in a second. They end with this process, however it ends.
@@ -17,8 +17,8 @@ from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_ser
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
-_DEATH = "the process"  # begins what is said of a rank that ended without a word
-_GRACE_S = 1.0  # for the other ranks to say what they saw, once one has failed
+_DEATH = "the process"  # begins the message for a rank that ended without one of its own
+_GRACE_S = 1.0  # for the other ranks to send what they saw, once one has failed
 
 
 class JobFailedError(OdcError):
@@ -103,7 +103,7 @@ def _failures(outcomes: list[RankOutcome]) -> list[tuple[int, str]]:
 
 
 def by_blame(failures: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Deaths first, then errors of a rank's own, then those that only say that a peer is gone."""
+    """Deaths first, then errors of a rank's own, then those that only report that a peer is gone."""
 
     def severity(failure: tuple[int, str]) -> int:
         text = failure[1]

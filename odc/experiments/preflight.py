@@ -16,7 +16,7 @@ from odc.experiments.device import check_device
 from odc.experiments.text.model import has_weights, shipped_config
 from odc.memory import require_add
 
-#: Files of an output folder that say that a run has written there.
+#: Files by which an output folder holds a run.
 RUN_FILES = ("steps.jsonl", "checkpoints/latest")
 
 
@@ -92,7 +92,7 @@ def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
 
 
 def check_arm(config: JobConfig, arm: ArmName) -> None:
-    """Raises `UnsupportedError`, or `ConfigError`, if this machine lacks what the arm needs; says what to do."""
+    """Raises `UnsupportedError`, or `ConfigError`, if this machine lacks what the arm needs, with a remedy."""
     if arm_named(arm).dynamic:
         require_add()
     check_device(config, arm)

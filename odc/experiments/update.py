@@ -67,7 +67,7 @@ def gather(mine: Sequence[float]) -> list[list[float]]:
 def agree(name: str, loss_sum: float, *others: float) -> tuple[float, list[list[float]]]:
     """The loss summed in rank order, the same bits on every rank, and each rank's `others`. All ranks meet.
 
-    Raises `NonFiniteLossError` on every rank if a rank's loss is NaN or infinite; `name` says which step it is.
+    Raises `NonFiniteLossError` on every rank if a rank's loss is NaN or infinite; `name` names the step.
     """
     rows = gather([loss_sum, *others])
     values = [row[0] for row in rows]

@@ -41,7 +41,7 @@ def weight_handle(model: Any) -> str:
     for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
         said = root.member.rendezvous.announced(member)
         rank = grid.ranks[member]
-        listener = None if network is None else network.address(rank)
+        listener = None if network is None else network.address_of(rank)
         owners.append(ShardOwner(rank, said["address"], reading_token(said["token"]), said["host"], listener))
     parameters = tuple(_parameters(root, root_layout, names))
     exported = {name for parameter in parameters for name in parameter.names}

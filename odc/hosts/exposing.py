@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Mapping
 
 from odc.memory import ShmHeap
-from odc.net.admission import export_purpose
+from odc.net.handshake import export_purpose
 from odc.net.network import HostNetwork
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word

@@ -8,20 +8,31 @@ words. A link that breaks ends the job.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from odc.deadlines import LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S, LINK_REFRESH_S, Backoff, Deadline
-from odc.net.frames import Frame, FrameKind, FrameReader, MalformedFrameError
+from odc.memory import Words
 from odc.net.host_link import HostLink, side_to_blame
+from odc.net.messages import (
+    EntryWords,
+    GivenReason,
+    GivenUp,
+    MalformedMessageError,
+    Message,
+    MessageReader,
+    PushCounts,
+    ReadableSums,
+    StoredWord,
+    TakenWords,
+)
 from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.board import REASON_BYTES
-from odc.protocol.peers.remote import RemotePeer
 from odc.protocol.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
 from odc.settings import LOST_AFTER_S
 
@@ -43,15 +54,8 @@ _SEEN_BY_ALL = frozenset(
 _FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
 _NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
-_COUNT = ">i8"  # a push count on the wire
-_COUNTS = 1 << 10  # of a frame
+_COUNTS = 1 << 10  # of a message
 _DEAD = (ConnectionResetError, BrokenPipeError)
-_REGIONS = {FrameKind.ENTRIES: "entries", FrameKind.TAKEN: "taken"}  # of an arena's words
-
-
-def words_frame(kind: FrameKind, first: int, values: Sequence[int]) -> Frame:
-    """Words of an arena, from word `first` on."""
-    return Frame(kind, value=first, body=np.array(values, _COUNT).tobytes())
 
 
 def _nothing(*unused: object) -> None:
@@ -74,16 +78,16 @@ class Links:
         self._changing = threading.RLock()
         self._closed = False
         self._refreshed = 0.0
-        self._sizes: dict[FrameKind, int] = {}  # words of the regions that an arena mirrors
-        self._words_of: Callable[[FrameKind], list[int]] = lambda kind: []
+        self._sizes: dict[str, int] = {}  # words of the regions that an arena mirrors
+        self._stored: Callable[[], Collection[Message]] = tuple  # all words of the arena
         layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
         self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # told SUMMED of a member, by epoch
 
-    def mirror(self, sizes: dict[FrameKind, int], words_of: Callable[[FrameKind], list[int]]) -> None:
-        """Carry an arena's words too, so many of each kind; `words_of` are all that this rank has stored. Before any
+    def mirror(self, sizes: dict[str, int], stored: Callable[[], Collection[Message]]) -> None:
+        """Carry an arena's words too, so many of each region; `stored` are all that this rank has stored. Before any
         link is made, so before the member is announced.
         """
-        self._sizes, self._words_of = sizes, words_of
+        self._sizes, self._stored = sizes, stored
 
     # to the other hosts ------------------------------------------------------------------------------------------
 
@@ -98,18 +102,17 @@ class Links:
                 link.close()
                 return None
             self._links[partner] = link
-            self._send(link, *(words_frame(kind, 0, self._words_of(kind)) for kind in self._sizes))
-            self._send(link, *self._first_frames())
+            self._send(link, *self._stored(), *self._first_messages())
         return link
 
-    def _first_frames(self) -> list[Frame]:
+    def _first_messages(self) -> list[Message]:
         board, mine = self._layout.pushed_board, self._layout.mine
-        frames = [Frame(FrameKind.REASON, body=mine.reason.encode())]
+        messages: list[Message] = [GivenReason(mine.reason)]
         epoch = board.load(Word.PUBLISHED)
         for one in (max(0, epoch - 1), epoch):
-            frames.append(Frame(FrameKind.ABANDONMENT, value=one, body=mine.abandonment(one).encode()))
+            messages.append(GivenUp(one, mine.abandonment(one)))
         words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
-        return frames + [Frame(FrameKind.WORD, word, board.load(word)) for word in (*words, *_LAST)]
+        return messages + [StoredWord(word, board.load(word)) for word in (*words, *_LAST)]
 
     def told(self, index: int, value: int) -> None:
         """This rank has stored a word."""
@@ -120,16 +123,16 @@ class Links:
         elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
             self._refresh()
 
-    def _explained(self, index: int, value: int) -> list[Frame]:
-        frames = [Frame(FrameKind.WORD, index, value)]
+    def _explained(self, index: int, value: int) -> list[Message]:
+        messages: list[Message] = [StoredWord(index, value)]
         mine = self._layout.mine
         if index in (Word.ABORT, Word.LEFT):
-            frames.insert(0, Frame(FrameKind.REASON, body=mine.reason.encode()))
+            messages.insert(0, GivenReason(mine.reason))
         elif index in (Word.OUTCOME_EVEN, Word.OUTCOME_ODD):
             epoch = self._layout.pushed_board.load(Word.PUBLISHED)
             if decode_outcome(value, epoch) is Outcome.ABANDONED:
-                frames.insert(0, Frame(FrameKind.ABANDONMENT, value=epoch, body=mine.abandonment(epoch).encode()))
-        return frames
+                messages.insert(0, GivenUp(epoch, mine.abandonment(epoch)))
+        return messages
 
     def refresh(self) -> None:
         """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
@@ -139,20 +142,19 @@ class Links:
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
         board = self._layout.pushed_board
-        frames = [Frame(FrameKind.WORD, word, board.load(word)) for word in _NOW_AND_THEN]
+        messages = [StoredWord(word, board.load(word)) for word in _NOW_AND_THEN]
         with self._changing:
             for link in self._links.values():
                 if link.room(0):  # or the other end has been stopped for long, and reads the next ones
-                    self._send(link, *frames)
+                    self._send(link, *messages)
 
     def tell_counts(self, counts: torch.Tensor) -> None:
         """Waits where another host has been stopped, and for as long."""
         for first in range(0, len(counts), _COUNTS):
-            body = counts[first : first + _COUNTS].numpy().astype(_COUNT).tobytes()
-            frame = Frame(FrameKind.COUNTS, value=first, body=body)
+            some = PushCounts(first, tuple(counts[first : first + _COUNTS].tolist()))
             for link in list(self._links.values()):
-                self._await_room(link, len(frame.body))
-            self._tell(frame)
+                self._await_room(link, 8 * len(some.values))
+            self._tell(some)
 
     def _await_room(self, link: HostLink, nbytes: int) -> None:
         timeout_s, backoff = self._layout.settings.timeout_s, Backoff(LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S)
@@ -163,25 +165,24 @@ class Links:
                 return
             backoff.sleep()
 
-    def tell_host(self, host: int, frame: Frame) -> None:
-        """Tell one host; one that is not linked yet learns of it when it is, by `words_of`."""
+    def tell_host(self, host: int, message: Message) -> None:
+        """Send to one host; one that is not linked yet learns of it when it is, by `stored`."""
         with self._changing:
             link = self._links.get(self._grid.partner(host))
             if link is not None:
-                self._send(link, frame)
+                self._send(link, message)
 
     def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        body = np.array(list(counts.items()), _COUNT).tobytes()
-        self._tell(Frame(FrameKind.SUMMED, value=epoch, body=body))
+        self._tell(ReadableSums(epoch, tuple(itertools.chain.from_iterable(counts.items()))))
 
-    def _tell(self, *frames: Frame) -> None:
+    def _tell(self, *messages: Message) -> None:
         with self._changing:
             for link in list(self._links.values()):
-                self._send(link, *frames)
+                self._send(link, *messages)
 
-    def _send(self, link: HostLink, *frames: Frame) -> None:
+    def _send(self, link: HostLink, *messages: Message) -> None:
         try:
-            link.send(*frames)
+            link.send(*messages)
         except _DEAD:
             return  # whoever reads from it finds out whether the other end had shut down before
         except OSError as error:
@@ -191,15 +192,16 @@ class Links:
 
     def reader(self, link: HostLink) -> Callable[[], bool]:
         """A function for the daemon to call when `link` is readable; False once it never will be again."""
-        limits = {
-            FrameKind.WORD: 0,
-            FrameKind.REASON: REASON_BYTES,
-            FrameKind.ABANDONMENT: REASON_BYTES,
-            FrameKind.COUNTS: 8 * _COUNTS,
-            **{kind: 8 * words for kind, words in self._sizes.items()},
-            FrameKind.SUMMED: 16 * len(self._layout.units),
+        limits: dict[type[Message], int] = {
+            StoredWord: 0,
+            GivenReason: REASON_BYTES,
+            GivenUp: REASON_BYTES,
+            PushCounts: _COUNTS,
+            EntryWords: self._sizes.get("entries", 0),
+            TakenWords: self._sizes.get("taken", 0),
+            ReadableSums: 2 * len(self._layout.units),
         }
-        frames, heard = FrameReader(limits, BOARD_WORDS), False
+        messages, heard = MessageReader(limits), False
 
         def read() -> bool:
             nonlocal heard
@@ -209,9 +211,9 @@ class Links:
                 if data == b"":
                     raise ConnectionResetError("end of the stream")
                 heard = heard or data is not None
-                for frame in frames.feed(data or b""):
-                    self._take(link.member, frame)
-            except (OSError, MalformedFrameError) as error:
+                for message in messages.feed(data or b""):
+                    self._take(link.member, message)
+            except (OSError, MalformedMessageError) as error:
                 if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
                     self.missed(link.member)
                 else:
@@ -221,38 +223,28 @@ class Links:
 
         return read
 
-    def _take(self, member: int, frame: Frame) -> None:
-        peer = self._layout.remote(member)
-        if frame.kind is FrameKind.WORD:
-            peer.board.store(frame.index, frame.value)  # release: everything that came before it is in the mirror
-            peer.board.wake(frame.index)
-            if frame.index == Word.ABORT and frame.value:
-                self._abort(peer.reason, frame.value - 1)
-        elif frame.kind is FrameKind.REASON:
-            peer.set_reason(frame.body.decode("utf-8", "replace"))
-        elif frame.kind is FrameKind.ABANDONMENT:
-            peer.set_abandonment(frame.value, frame.body.decode("utf-8", "replace"))
-        elif frame.kind in _REGIONS:
-            self._mirror(peer, frame)
-        elif frame.kind is FrameKind.SUMMED:
-            self._take_summed(member, frame)
-        else:
-            self._take_counts(peer, frame)
-
-    def _take_counts(self, peer: RemotePeer, frame: Frame) -> None:
-        counts = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).astype(np.int64)
-        if len(frame.body) % 8 or not 0 <= frame.value <= self._layout.param_base[-1] - len(counts):
-            raise MalformedFrameError(f"{len(frame.body)} bytes of counts from count {frame.value} on")
-        peer.pushes[frame.value : frame.value + len(counts)].copy_(torch.from_numpy(counts))
-
-    def _take_summed(self, member: int, frame: Frame) -> None:
-        if len(frame.body) % 16:
-            raise MalformedFrameError(f"{len(frame.body)} bytes of sums")
-        numbers = np.frombuffer(frame.body, _COUNT).tolist()
-        counts = dict(zip(numbers[::2], numbers[1::2], strict=True))
-        if not all(0 <= unit < len(self._layout.units) for unit in counts):
-            raise MalformedFrameError(f"sums of units {sorted(counts)}")
-        self.summed(member, frame.value, counts)
+    def _take(self, member: int, message: Message) -> None:
+        layout, peer = self._layout, self._layout.remote(member)
+        match message:
+            case StoredWord(index, value) if 0 <= index < BOARD_WORDS:
+                peer.board.store(index, value)  # release: everything that came before it is in the mirror
+                peer.board.wake(index)
+                if index == Word.ABORT and value:
+                    self._abort(peer.reason, value - 1)
+            case GivenReason(text):
+                peer.set_reason(text)
+            case GivenUp(epoch, text):
+                peer.set_abandonment(epoch, text)
+            case PushCounts(first, values) if 0 <= first <= layout.param_base[-1] - len(values):
+                peer.pushes[first : first + len(values)].copy_(torch.tensor(values, dtype=torch.int64))
+            case EntryWords(first, values) if 0 <= first <= self._sizes.get("entries", 0) - len(values):
+                _mirror(peer.mirrored("entries"), first, values)
+            case TakenWords(first, values) if 0 <= first <= self._sizes.get("taken", 0) - len(values):
+                _mirror(peer.mirrored("taken"), first, values)
+            case ReadableSums(epoch, values) if len(values) % 2 == 0 and {*values[::2]} <= {*range(len(layout.units))}:
+                self.summed(member, epoch, dict(zip(values[::2], values[1::2], strict=True)))
+            case _:
+                raise MalformedMessageError(f"{type(message).__name__} beyond what there is")
 
     def missed(self, partner: int, why: str = "") -> None:
         """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
@@ -281,14 +273,6 @@ class Links:
         peer.set_reason(reason)
         peer.board.store(Word.ABORT, 1 + culprit)
 
-    def _mirror(self, peer: RemotePeer, frame: Frame) -> None:
-        values = np.frombuffer(frame.body[: len(frame.body) // 8 * 8], _COUNT).tolist()
-        if len(frame.body) % 8 or not 0 <= frame.value <= self._sizes[frame.kind] - len(values):
-            raise MalformedFrameError(f"{len(frame.body)} bytes of an arena's words from word {frame.value} on")
-        words = peer.mirrored(_REGIONS[frame.kind])
-        for at in reversed(range(len(values))):  # STEP, which is the first word of an entry, last
-            words.store(frame.value + at, values[at])
-
     def _lost(self, link: HostLink, error: Exception) -> None:
         """End the job, unless the other end had shut down in good order, or this rank closes its links."""
         with self._changing:
@@ -302,7 +286,7 @@ class Links:
         at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
         if isinstance(error, _DEAD):
             reason, culprit = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank
-        elif isinstance(error, MalformedFrameError):
+        elif isinstance(error, MalformedMessageError):
             there = self._ranks_on([grid.host(link.member)])
             reason, culprit = f"the host of ranks {there} speaks nonsense {at}: {error}", peer.rank
         else:
@@ -358,3 +342,8 @@ class Links:
             self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()
+
+
+def _mirror(words: Words, first: int, values: Sequence[int]) -> None:
+    for at in reversed(range(len(values))):  # STEP, which is the first word of an entry, last
+        words.store(first + at, values[at])

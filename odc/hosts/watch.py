@@ -13,30 +13,25 @@ for dead: with `Settings(address=...)` on the root alone it may be well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
-from odc.errors import OdcError, UnsupportedError
+from odc.deadlines import STORE_ENDING_S
+from odc.errors import OdcError
 from odc.memory import close_after_fork
-from odc.net.address import own_address
-from odc.net.admission import job_secret
-from odc.net.frames import Frame, FrameKind, FrameReader, MalformedFrameError
 from odc.net.host_link import HostLink, side_to_blame
-from odc.net.network import connect
-from odc.net.reception import Reception
-from odc.net.store import JobStore, announce_failure
+from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching
+from odc.net.network import HostNetwork
+from odc.net.reactor import Reactor, Registration
+from odc.net.store import announce_failure
 from odc.protocol.peers.board import REASON_BYTES
-from odc.protocol.words import BOARD_WORDS, Word
-from odc.settings import Settings
 
 PURPOSE = "watch"
-_LIMITS = {FrameKind.WORD: 0, FrameKind.REASON: REASON_BYTES}
+_LIMITS: dict[type[Message], int] = {Watching: 0, RankEnded: REASON_BYTES}
 
 #: Given the rank that ended, why, and the rank to blame.
 Ended = Callable[[int, str, int], None]
@@ -53,52 +48,50 @@ def neighbours(rank: int) -> list[int]:
 
 
 class _Neighbour:
-    """One connection, and what its other end has said."""
+    """One connection, and the state of its other end."""
 
     def __init__(self, link: HostLink) -> None:
-        self.link, self.frames = link, FrameReader(_LIMITS, BOARD_WORDS)
+        self.link, self.messages = link, MessageReader(_LIMITS)
         self.watches = self.left = False
+        self.reading: Registration | None = None
+
+    def close(self) -> None:
+        if self.reading is not None:
+            self.reading.cancel()
+        self.link.close()
 
 
 class HostWatch:
-    """This rank's watch over its `neighbours`. Whoever drives it calls `answer` whenever `fileno()` is readable, and
-    its `reception` likewise.
+    """This rank's watch over its `neighbours`, by connections to the listener of `network`.
 
-    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that learns it.
-    `store` is torch's. Raises UnsupportedError where this host cannot be listened at, and as a JobStore does.
+    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that notices it.
+    Raises as a JobStore does.
     """
 
-    def __init__(self, store: Any, rank: int, neighbours: Sequence[int], settings: Settings, ended: Ended) -> None:
-        self._rank, self._neighbours, self._ended = rank, neighbours, ended
-        self._lost_after_s = settings.lost_after_s
-        self._store = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
-        self._secret = job_secret(self._store, settings.secret_file)
+    def __init__(
+        self, reactor: Reactor, network: HostNetwork, neighbours: Sequence[int], lost_after_s: float, ended: Ended
+    ) -> None:
+        self._reactor, self._network, self._rank = reactor, network, network.rank
+        self._neighbours, self._lost_after_s, self._ended = neighbours, lost_after_s, ended
         self._lock = threading.Lock()
-        self._connected: dict[int, _Neighbour] = {}  # by descriptor
+        self._connected: list[_Neighbour] = []
         self._closed = False
         self.dead: dict[int, tuple[str, int]] = {}  # why, and whom to blame
-        try:
-            self.reception = Reception(own_address(store, settings.address), self._secret, rank, self._welcome)
-        except OSError as error:
-            raise UnsupportedError(f"rank {rank} cannot be watched from other hosts: {error}") from error
-        self._epoll = select.epoll()
+        network.expect(PURPOSE, self._welcome)
         close_after_fork(self)
-        self._store.set(_key(rank), json.dumps([self.reception.address, self.reception.port]))
+        network.store.set(_key(self._rank), json.dumps(network.address))
         threading.Thread(target=self._dial, name="odc-watch", daemon=True).start()
-
-    def fileno(self) -> int:
-        return self._epoll.fileno()
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
-        return {neighbour.link.member for neighbour in list(self._connected.values()) if neighbour.watches}
+        return {neighbour.link.member for neighbour in list(self._connected) if neighbour.watches}
 
     def wait_for_network(self, lost_after_s: float) -> None:
         """Take an interruption of the network for a death only after so long, from now on."""
         with self._lock:
             self._lost_after_s = lost_after_s
-            for neighbour in self._connected.values():
-                with contextlib.suppress(OSError):  # it has ended, which whoever reads will notice
+            for neighbour in self._connected:
+                with contextlib.suppress(OSError):  # it has ended, which the loop will notice
                     neighbour.link.wait_for_network(lost_after_s)
 
     # connections -------------------------------------------------------------------------------------------------
@@ -106,77 +99,75 @@ class HostWatch:
     def _dial(self) -> None:
         """Connect to the neighbours that listen already; the others will connect to this rank."""
         for rank in self._neighbours:
-            with contextlib.suppress(OdcError, TimeoutError):  # the latter where it is stopped
-                found = self._store.find(_key(rank))
+            with contextlib.suppress(OdcError):  # also where it is stopped
+                found = self._network.store.find(_key(rank))
                 if found is not None and not self._closed:
                     address, port = json.loads(found)
-                    where, limit = (address, port), self._lost_after_s
-                    self._adopt(connect(where, self._secret, self._rank, rank, PURPOSE, lost_after_s=limit), rank)
+                    connection = self._network.dial_at((address, port), rank, PURPOSE, timeout_s=0.0)
+                    self._reactor.call(functools.partial(self._adopt, connection, rank))
 
-    def _welcome(self, purpose: str, rank: int, connection: socket.socket) -> None:
-        if purpose == PURPOSE and rank in self._neighbours:
+    def _welcome(self, connection: socket.socket, rank: int) -> None:
+        if rank in self._neighbours:
             self._adopt(connection, rank)
         else:
             connection.close()
 
     def _adopt(self, connection: socket.socket, rank: int) -> None:
-        link = HostLink(rank, connection, self._lost_after_s)
+        neighbour = _Neighbour(HostLink(rank, connection, self._lost_after_s))
         with self._lock:
             if self._closed:
-                link.close()
+                neighbour.link.close()
                 return
-            self._connected[link.fileno()] = _Neighbour(link)
-            self._epoll.register(link.fileno(), select.EPOLLIN)
-            _send(link, Frame(FrameKind.WORD, Word.LEFT, 0))
+            self._connected.append(neighbour)
+            _send(neighbour.link, Watching(until_now=0))
             known = list(self.dead.items())
         for dead, (reason, culprit) in known:
-            _send(link, _frame(dead, reason, culprit))
+            _send(neighbour.link, _message(dead, reason, culprit))
+        read = functools.partial(self._read, neighbour)
+        neighbour.reading = self._reactor.on_readable(neighbour.link.fileno(), read)
 
-    # what they say -----------------------------------------------------------------------------------------------
+    # what they send ----------------------------------------------------------------------------------------------
 
-    def answer(self) -> None:
-        """Take what has come from the neighbours. Never raises for one that ends."""
-        for fd, _ in [] if self._closed else self._epoll.poll(0):
-            neighbour = self._connected[fd]
-            try:
-                data = neighbour.link.receive()
-                if data == b"":
-                    raise ConnectionResetError("end of the stream")
-                for frame in neighbour.frames.feed(data or b""):
-                    self._take(neighbour, frame)
-            except (OSError, MalformedFrameError) as error:
-                self._drop(fd, error)
+    def _read(self, neighbour: _Neighbour) -> None:
+        try:
+            data = neighbour.link.receive()
+            if data == b"":
+                raise ConnectionResetError("end of the stream")
+            for message in neighbour.messages.feed(data or b""):
+                self._take(neighbour, message)
+        except (OSError, MalformedMessageError) as error:
+            self._drop(neighbour, error)
 
-    def _take(self, neighbour: _Neighbour, frame: Frame) -> None:
-        if frame.kind is FrameKind.REASON:
-            self.tell(frame.index, frame.body.decode("utf-8", "replace"), frame.value)
-        elif frame.index == Word.LEFT:
-            neighbour.watches, neighbour.left = True, bool(frame.value)
+    def _take(self, neighbour: _Neighbour, message: Message) -> None:
+        match message:
+            case RankEnded(rank, culprit, reason):
+                self.tell(rank, reason, culprit)
+            case Watching(until_now):
+                neighbour.watches, neighbour.left = True, bool(until_now)
 
-    def _drop(self, fd: int, error: Exception) -> None:
+    def _drop(self, neighbour: _Neighbour, error: Exception) -> None:
         with self._lock:
-            neighbour = self._connected.pop(fd)
-            self._epoll.unregister(fd)
-            neighbour.link.close()
+            self._connected.remove(neighbour)
+            neighbour.close()
         if neighbour.left or not neighbour.watches:
             return
         rank = named = neighbour.link.member
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             reason = f"rank {rank} died: its connection to rank {self._rank}, which watches it, has ended"
-        elif isinstance(error, MalformedFrameError):
+        elif isinstance(error, MalformedMessageError):
             reason = f"rank {rank} speaks nonsense: its connection to rank {self._rank} is broken ({error})"
         else:
             named, other = self._cut_off(rank)
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
         self.tell(rank, reason, named)
         # The daemon, on whose thread this is, must not wait for the store.
-        arguments = (self._store.within(STORE_ENDING_S), reason, named)
+        arguments = (self._network.store.within(STORE_ENDING_S), reason, named)
         threading.Thread(target=announce_failure, args=arguments, name="odc-watch", daemon=True).start()
 
     def _cut_off(self, rank: int) -> tuple[int, int]:
         """Of this rank and the neighbour `rank`, between which the network has been cut: the one to name, the other."""
         with self._lock:
-            silent = {one.link.member for one in self._connected.values() if one.link.silent()} | {rank}
+            silent = {one.link.member for one in self._connected if one.link.silent()} | {rank}
         known = {self._rank, *self._neighbours}
         named, _ = side_to_blame(known - silent, silent, min(known))
         return (rank, self._rank) if rank in named else (self._rank, rank)
@@ -187,38 +178,36 @@ class HostWatch:
             if self._closed or rank in self.dead:
                 return
             self.dead[rank] = reason, culprit
-            links = [neighbour.link for neighbour in self._connected.values()]
+            links = [neighbour.link for neighbour in self._connected]
         for link in links:
-            _send(link, _frame(rank, reason, culprit))
+            _send(link, _message(rank, reason, culprit))
         self._ended(rank, reason, culprit)
 
     # ending ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Say good-bye to the neighbours and hang up; idempotent."""
+        """Send good-bye to the neighbours and hang up; idempotent. Once the loop has ended."""
         with self._lock:
             self._closed = True
-            for neighbour in self._connected.values():
-                _send(neighbour.link, Frame(FrameKind.WORD, Word.LEFT, 1))
+            for neighbour in self._connected:
+                _send(neighbour.link, Watching(until_now=1))
                 neighbour.link.hang_up()
         self.close()
 
     def close(self) -> None:
         """Close everything, and nothing else: a forked child runs this too."""
         self._closed = True
-        self.reception.close()
-        for neighbour in self._connected.values():
-            neighbour.link.close()
-        self._epoll.close()
+        for neighbour in self._connected:
+            neighbour.close()
 
 
-def _send(link: HostLink, frame: Frame) -> None:
+def _send(link: HostLink, message: Message) -> None:
     with contextlib.suppress(OSError):  # its end is noticed by who reads
-        link.send(frame)
+        link.send(message)
 
 
-def _frame(rank: int, reason: str, culprit: int) -> Frame:
-    return Frame(FrameKind.REASON, rank, culprit, reason.encode()[:REASON_BYTES])
+def _message(rank: int, reason: str, culprit: int) -> RankEnded:
+    return RankEnded(rank, culprit, reason.encode()[:REASON_BYTES].decode("utf-8", "ignore"))
 
 
 def _key(rank: int) -> str:

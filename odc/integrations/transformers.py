@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on `odc.fully_shard`: `OdcTrainer` in place of `Trainer`, and nothing else changes.
 
 The model is sharded here and marked as prepared, so that accelerate uses it as it is; ranks meet once for each
-optimizer step. `odc.integrations.transformers_arguments` says which of a Trainer's arguments are applied.
+optimizer step. `odc.integrations.transformers_arguments` lists which of a Trainer's arguments are applied.
 """
 
 from __future__ import annotations

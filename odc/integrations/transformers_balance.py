@@ -162,7 +162,7 @@ def lengths_of(dataset: Any, column: str) -> list[int]:
 
 
 def cost_of(model: Any) -> Cost:
-    """The cost model of a Hugging Face model; tokens alone where its configuration does not say enough."""
+    """The cost model of a Hugging Face model; tokens alone where its configuration lacks fields."""
     try:
         return cost_from_config(model.config.to_dict())
     except (AttributeError, PlanError, ConfigError, KeyError):

@@ -46,10 +46,10 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
 
 
 def _is_a_mean(trainer: Any) -> bool:
-    """Whether a trainer says so, or a class of TRL has a loss of its own, as for preferences; transformers 5.19."""
+    """Whether a trainer declares so, or a class of TRL has a loss of its own, as for preferences; transformers 5.19."""
     theirs = [one for one in type(trainer).__mro__ if one.__module__.partition(".")[0] == "trl"]
-    said = any(vars(one).get("loss_is_scaled_for_ga") is not None for one in theirs)
-    return said or getattr(trainer, "loss_is_scaled_for_ga", None) is False
+    declared = any(vars(one).get("loss_is_scaled_for_ga") is not None for one in theirs)
+    return declared or getattr(trainer, "loss_is_scaled_for_ga", None) is False
 
 
 def has_own_loss(trainer: Any) -> bool:
@@ -124,8 +124,8 @@ def wants_router_loss(trainer: Any) -> bool:
 class ScaledLoss:
     """The check on the first microbatch with targets: twice the count must give half of the loss.
 
-    It sees what a class does not say: models that accept `num_items_in_batch` and ignore it (all for classification of
-    sequences), and losses of one's own. It costs one forward without gradients.
+    It sees what a class does not declare: models that accept `num_items_in_batch` and ignore it (all for classification
+    of sequences), and losses of one's own. It costs one forward without gradients.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -3,7 +3,7 @@
 from odc.memory.atomics import Atomics, choose, default_atomics, libatomic, plain_x86_64, require_add
 from odc.memory.available_memory import FreeMemory, free_memory
 from odc.memory.heap import HostLanes, Lanes, SymmetricHeap
-from odc.memory.layout import Layout, Request
+from odc.memory.layout import Layout, Request, round_up
 from odc.memory.mapping import advise_huge, keep_freed
 from odc.memory.mutex import MUTEX_BYTES, RobustMutex
 from odc.memory.processes import ProcessHandle, close_after_fork
@@ -33,4 +33,5 @@ __all__ = [
     "libatomic",
     "plain_x86_64",
     "require_add",
+    "round_up",
 ]

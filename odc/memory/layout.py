@@ -51,10 +51,10 @@ class Layout:
             check(request)
             if request.name in places:
                 raise ValueError(f"region {request.name!r} was allocated twice")
-            start = _up(end, mmap.PAGESIZE if request.nbytes >= LARGE else LINE)
+            start = round_up(end, mmap.PAGESIZE if request.nbytes >= LARGE else LINE)
             places[request.name], end = (start, request.nbytes), start + request.nbytes
         digest = hashlib.sha256(describe(requests, fingerprint).encode()).hexdigest()
-        return cls(tuple(requests), fingerprint, max(_up(end, mmap.PAGESIZE), mmap.PAGESIZE), digest, places)
+        return cls(tuple(requests), fingerprint, max(round_up(end, mmap.PAGESIZE), mmap.PAGESIZE), digest, places)
 
     def offset(self, name: str) -> int:
         """Bytes from the heap's base to region `name`, the same on every rank."""
@@ -111,5 +111,6 @@ def _line(text: str) -> str:
     return f"{rest!r} of {first} bytes"
 
 
-def _up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The least multiple of `step` that is not below `value`."""
     return -(-value // step) * step

@@ -14,8 +14,8 @@ import termios
 
 from odc.deadlines import LINK_SEND_S
 from odc.memory import close_after_fork
-from odc.net.frames import Frame
 from odc.net.keep_alive import keep_alive, silent_for_long
+from odc.net.messages import Message, encode
 from odc.settings import LOST_AFTER_S
 
 #: Bytes of the other end's buffer that are left to words: more than those of the two epochs that ranks may be apart.
@@ -45,9 +45,9 @@ class HostLink:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def send(self, *frames: Frame) -> None:
-        """Send frames together; raises OSError where the link is broken."""
-        self._connection.sendall(b"".join(frame.encode() for frame in frames))
+    def send(self, *messages: Message) -> None:
+        """Send messages together; raises OSError where the link is broken."""
+        self._connection.sendall(b"".join(encode(message) for message in messages))
 
     def receive(self) -> bytes | None:
         """What has arrived; None if nothing has, empty at the end. Raises OSError where the link is broken."""

@@ -1,4 +1,4 @@
-"""Messages among the processes of one task through the job's key-value store, and what becomes of all if one fails.
+"""Messages among the processes of one task through the job's key-value store, and the end of all waits when one fails.
 
 The store works beside any backend, needs no further process group, and can be polled, so one member's failure ends
 every wait of the others within a fraction of a second. Messages pass through its server in pieces of 256 KiB, at a few
@@ -75,7 +75,7 @@ class Mailbox:
             self.check("computing")
 
     def check(self, doing: str) -> None:
-        """Raise PeerLostError if a member has failed; `doing` says what this one was doing."""
+        """Raise PeerLostError if a member has failed; `doing` is what this one was doing."""
         failed = self.failed()
         if failed is not None:
             culprit, reason = failed
@@ -98,11 +98,11 @@ class Mailbox:
         """
         store, mine = self._store.within(STORE_LEAST_S), self.ids[self.me]
         if store.add("failures", 1) == 1:
-            whom = culprit_of(error, mine) if self._of_ranks else mine
-            store.set("failed", json.dumps([whom, f"{type(error).__name__}: {error}"]))
+            culprit = culprit_of(error, mine) if self._of_ranks else mine
+            store.set("failed", json.dumps([culprit, f"{type(error).__name__}: {error}"]))
 
     def meet(self, what: str) -> None:
-        """Wait until every member has called it; `what` says where they meet, for messages."""
+        """Wait until every member has called it; `what` names the meeting in messages."""
         self._arrive(what)
         if self.me:
             self._wait(lambda: self._store.add("released", 0) >= self._met, 0, what)
@@ -139,7 +139,7 @@ class Mailbox:
             self._sent[member] += 1
 
     def receive(self, member: int, what: str, timeout_s: float | None = None) -> bytes:
-        """Wait for the next message of `member`; `what` says what it holds, for error messages.
+        """Wait for the next message of `member`; `what` names its content in error messages.
 
         `timeout_s` takes the place of the mailbox's own. Reading counts as progress of this member.
         """

@@ -1,11 +1,12 @@
-"""What a process has of the network, in a job over several hosts: one listener, one secret, one engine.
+"""The TCP side of a process, in a job over several hosts: one listener, one secret, one engine.
 
-A connection says at its admission what it comes for: an engine's reads, or the link of a root. Where a rank listens is
-in the job's store (`odc/network/R`, with the global rank).
+A connection states its purpose in the handshake: an engine's reads, the link of a root, or the watch over neighbours.
+The address of a rank's listener is in the job's store (`odc/network/R`, with the global rank).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -22,165 +23,222 @@ from odc.deadlines import (
     Deadline,
 )
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.net.accepting import remedy
 from odc.net.address import own_address
-from odc.net.admission import READER, AdmissionError, HungUpError, admit, export_purpose, job_secret, secret_for
+from odc.net.conversation import Conversation, HungUpError, converse
 from odc.net.engines import PURPOSE, Engine, make_engine
-from odc.net.reception import Reception
+from odc.net.handshake import (
+    READER,
+    Admitted,
+    HandshakeError,
+    answer_handshake,
+    begin_handshake,
+    export_purpose,
+    job_secret,
+    secret_for,
+)
+from odc.net.listener import Listener, bind_tcp, remedy
+from odc.net.reactor import Reactor
 from odc.net.store import JobStore
 from odc.settings import LOST_AFTER_S, Settings
 
-_TRIES = 6  # where the other end hangs up during admission
+_TRIES = 6  # where the other end hangs up during the handshake
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
+_LISTENING = ("address", "secret_file")  # settings that a listener keeps
+_FIXED = (*_LISTENING, "lost_after_s")
 
 Welcome = Callable[[socket.socket, int], None]
+Check = Callable[[str], None]
+
+
+def no_check(doing: str) -> None:
+    """Check nothing."""
 
 
 class HostNetwork:
-    """The listener and the engine of this process; drive the listener by `reception` (see there).
+    """The listener of this process and, once `open` was called, its engine.
 
-    `store` is torch's. Raises UnsupportedError where this host's address cannot be told or listened at, and as a
+    `store` is torch's. Raises UnsupportedError where this host's address cannot be determined or listened at, and as a
     JobStore does.
     """
 
-    def __init__(self, store: Any, rank: int, settings: Settings) -> None:
-        self.rank, self.pid = rank, os.getpid()
-        self._store = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
+    def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings) -> None:
+        self.rank, self.store, self.pid = (
+            rank,
+            JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank),
+            os.getpid(),
+        )
         address = own_address(store, settings.address)
         self._settings = settings
-        self._secret = job_secret(self._store, settings.secret_file)
+        self._engine: Engine | None = None
+        self._secret = job_secret(self.store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
         try:
-            self.reception = Reception(address, self._secret, rank, self._welcome)
+            listening = bind_tcp(address)
+            self.address = address, int(listening.getsockname()[1])
+            name = f"{address}:{self.address[1]}"
+            self._listener = Listener(reactor, listening, name, self._begin, self._welcome)
         except OSError as error:
             other = "set Settings(address=...) to an address of this host that the others reach"
             raise UnsupportedError(
                 f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
-        self.engine: Engine = make_engine(settings, rank, self._dial_engine, address)
-        self._purposes[PURPOSE] = self.engine.adopt
-        self._store.set(_key(rank), json.dumps([self.reception.address, self.reception.port]))
 
-    @property
-    def lost_after_s(self) -> float:
-        """As in the settings; of all that this process has of the network."""
-        return self._settings.lost_after_s
+    def suits(self, settings: Settings) -> bool:
+        """Whether this is where a root with `settings` would listen. The defaults name no place."""
+        return not self._other(settings, _LISTENING)
 
-    def refuse_others(self, settings: Settings) -> None:
-        """Raise UnsupportedError if `settings` name another address, secret file or lost_after_s than this listener was
-        made with. Their defaults name none.
+    def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
+        """The first of these settings that differs from this listener's and is not the default; "" if none does."""
+        for name in names:
+            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
+                return name
+        return ""
+
+    def open(self, settings: Settings) -> None:
+        """Let roots with `settings` use it: make the engine and publish the address, if no root has yet.
+
+        Raises UnsupportedError if one has, and `settings` name another address, secret file or lost_after_s.
         """
-        for name in ("address", "secret_file", "lost_after_s"):
-            asked, have, default = (getattr(one, name) for one in (settings, self._settings, Settings()))
-            if asked not in (default, have):
+        if self._engine is not None:
+            if name := self._other(settings, _FIXED):
+                asked, have = getattr(settings, name), getattr(self._settings, name)
                 raise UnsupportedError(
                     f"rank {self.rank} listens already, with {name}={have!r} and not {asked!r}: give the first model, "
                     "or exchange, these settings"
                 )
+            return
+        kept = {name: getattr(self._settings, name) for name in _LISTENING}
+        self._settings = dataclasses.replace(settings, **kept)
+        self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
+        self._engine = engine = make_engine(settings, self.rank, self._dial_engine, self.address[0])
+        self.expect(PURPOSE, engine.adopt)
+        self.store.set(_key(self.rank), json.dumps(self.address))
+
+    @property
+    def opened(self) -> bool:
+        """Whether a root uses it."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Once it is open."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def lost_after_s(self) -> float:
+        """As in the settings; of the whole network of this process."""
+        return self._settings.lost_after_s
+
+    # connections from other ranks --------------------------------------------------------------------------------
 
     def expect(self, purpose: str, welcome: Welcome) -> None:
-        """Have `welcome(connection, rank)` called, on the daemon's thread, for everybody who comes for `purpose`."""
+        """Call `welcome(connection, rank)`, on the loop's thread, for every rank that connects for `purpose`."""
         self._purposes[purpose] = welcome
 
     def expect_no_more(self, purpose: str) -> None:
         self._purposes.pop(purpose, None)
 
-    def _welcome(self, purpose: str, rank: int, connection: socket.socket) -> None:
-        welcome = self._purposes.get(purpose)
+    def _begin(self, connection: socket.socket) -> Conversation[Admitted]:
+        return answer_handshake(self._secret, self.rank)
+
+    def _welcome(self, connection: socket.socket, admitted: Admitted) -> None:
+        welcome = self._purposes.get(admitted.purpose)
         if welcome is None:
             connection.close()
         else:
-            welcome(connection, rank)
+            welcome(connection, admitted.rank)
 
-    def dial(self, rank: int, purpose: str, check: Callable[[str], None] = lambda doing: None) -> socket.socket:
-        """An admitted connection to the listener of `rank` (global), for `purpose`; blocking.
+    # connections to other ranks ----------------------------------------------------------------------------------
 
-        Waits for the rank to listen; `check`, given what this rank is doing, may raise to end that. Raises
-        WaitTimeoutError if it does not come up, PeerLostError if it is gone or does not belong to this job.
+    def dial(self, rank: int, purpose: str, check: Check = no_check) -> socket.socket:
+        """A connection to the listener of `rank` (global), for `purpose`; blocking.
+
+        Waits for the rank to listen and to answer; `check`, given what this rank is doing, may raise to end that.
+        Raises WaitTimeoutError if it does not, PeerLostError if it is gone or does not belong to this job.
         """
-        address, deadline = self.address(rank, check), Deadline(self._store.timeout_s)
-        while True:
-            try:
-                return connect(address, self._secret, self.rank, rank, purpose, check, self.lost_after_s)
-            except TimeoutError as error:  # it lives: stopped, or holding on to its interpreter lock
-                check(f"connecting to rank {rank}")
-                if deadline.passed():
-                    late = f"rank {self.rank}, {error}, and has not for {self._store.timeout_s:g} s"
-                    raise WaitTimeoutError(late, culprit=rank) from error
+        return self.dial_at(self.address_of(rank, check), rank, purpose, self.store.timeout_s, check)
 
-    def _dial_engine(self, rank: int) -> socket.socket:
-        """As `dial`, but asks once, as an engine asks again by itself: TimeoutError if the rank does not answer."""
-        address = self.address(rank)
-        return connect(address, self._secret, self.rank, rank, PURPOSE, lost_after_s=self.lost_after_s)
+    def dial_at(
+        self, address: tuple[str, int], rank: int, purpose: str, timeout_s: float, check: Check = no_check
+    ) -> socket.socket:
+        """As `dial`, at an address that is known; a rank that does not answer is asked for `timeout_s`."""
+        return dial(address, self._secret, self.rank, rank, purpose, timeout_s, check, self.lost_after_s)
 
-    def export_secret(self, identity: str) -> bytes:
-        """What a process outside the job must know to read the weights of a root."""
-        return secret_for(self._secret, export_purpose(identity))
+    def _dial_engine(self, rank: int, check: Check) -> socket.socket:
+        return self.dial(rank, PURPOSE, check)
 
-    def address(self, rank: int, check: Callable[[str], None] = lambda doing: None) -> tuple[str, int]:
+    def address_of(self, rank: int, check: Check = no_check) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         doing = f"waiting for rank {rank} to listen for other hosts"
-        late = f"rank {self.rank}, {doing}: it has not in {self._store.timeout_s:g} s"
-        said = self._store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
+        late = f"rank {self.rank}, {doing}: it has not in {self.store.timeout_s:g} s"
+        said = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
         address, port = json.loads(said)
         return str(address), int(port)
 
+    def export_secret(self, identity: str) -> bytes:
+        """The secret that admits a process outside the job to the weights of a root."""
+        return secret_for(self._secret, export_purpose(identity))
+
     def close(self) -> None:
-        """End the listener and the engine, with what goes on there."""
-        self.reception.close()
-        self.engine.close()
+        """End the listener and the engine, with their connections."""
+        self._listener.close()
+        if self._engine is not None:
+            self._engine.close()
 
 
-def connect(
+def dial(
     address: tuple[str, int],
     secret: bytes,
     me: int,
     rank: int,
     purpose: str,
-    check: Callable[[str], None] = lambda doing: None,
+    timeout_s: float,
+    check: Check = no_check,
     lost_after_s: float = LOST_AFTER_S,
 ) -> socket.socket:
-    """An admitted connection of `me` to `rank`, which listens at `address`; blocking.
+    """A connection of `me`, after the handshake, to `rank`, which listens at `address`; blocking.
 
-    A host that cannot be reached is tried again for `lost_after_s`. Raises PeerLostError, TimeoutError where the rank's
-    host takes the connection and the rank does not answer, and what `check` does between two tries.
+    Tried again are a host that cannot be reached, for `lost_after_s`; a rank that hangs up, which may have too many
+    connections pending, a few times; and one that does not answer, which may be stopped, for `timeout_s`. Raises
+    PeerLostError, WaitTimeoutError for the last, and what `check` raises between two tries.
     """
     who = "reader" if me == READER else f"rank {me}"
-    where = f"{who}, connecting to rank {rank} at {address[0]}:{address[1]}"
+    doing = f"connecting to rank {rank}"
+    where = f"{who}, {doing} at {address[0]}:{address[1]}"
+    deadline, unreachable, tries = Deadline(timeout_s), Deadline(lost_after_s), _TRIES
     backoff = Backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, growth=4.0)
-    tries, unreachable = 0, Deadline(lost_after_s)
     while True:
+        connection: socket.socket | None = None
         try:
             connection = socket.create_connection(address, max(CONNECT_S, lost_after_s))
-        except OSError as error:
-            if error.errno in _UNREACHABLE and not unreachable.passed():
-                check(f"connecting to rank {rank}")
-                backoff.sleep()
-                continue
-            raise PeerLostError(
-                f"{where}: {error}; if that is not where this host reaches it, set Settings(address=...) there",
-                culprit=rank,
-            ) from error
-        tries += 1
-        try:
             return _admitted(connection, secret, me, rank, purpose)
-        except (HungUpError, ConnectionResetError, BrokenPipeError) as error:
-            if tries == _TRIES:
-                raise PeerLostError(f"{where}: {error}", culprit=rank) from error
         except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that is the kernel's
-                raise TimeoutError(f"{where}: it does not answer") from error
-            raise PeerLostError(f"{where}: {error}", culprit=rank) from error
-        check(f"connecting to rank {rank}")
-        backoff.sleep()  # it may be overrun by visitors, or this process was stopped for longer than it waits
+            if connection is None:
+                if error.errno not in _UNREACHABLE or unreachable.passed():
+                    hint = "if that is not where this host reaches it, set Settings(address=...) there"
+                    raise PeerLostError(f"{where}: {error}; {hint}", culprit=rank) from error
+            elif isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that is the kernel's
+                if deadline.passed():
+                    late = f"{where}: it does not answer, and has not for {timeout_s:g} s"
+                    raise WaitTimeoutError(late, culprit=rank) from error
+            else:
+                tries -= 1
+                if not tries or not isinstance(error, ConnectionResetError | BrokenPipeError):
+                    raise PeerLostError(f"{where}: {error}", culprit=rank) from error
+        check(doing)
+        backoff.sleep()
 
 
 def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purpose: str) -> socket.socket:
-    """The connection once it has gone through admission; one that does not is closed."""
+    """The connection once the handshake has succeeded; else it is closed."""
     try:
-        found = admit(connection, "client", secret, me, purpose=purpose, timeout_s=CONNECT_S)
+        found = converse(connection, begin_handshake(secret, me, purpose), Deadline(CONNECT_S))
         if found != rank:
-            raise AdmissionError(f"rank {found} answers there")
+            raise HandshakeError(f"rank {found} answers there")
+    except HungUpError as error:
+        connection.close()
+        raise HungUpError("hung up: it may not know the job's secret, or belong to another job") from error
     except BaseException:
         connection.close()
         raise

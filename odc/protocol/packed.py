@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from odc.errors import UnsupportedError
+from odc.memory import round_up
 
 _LENGTH = struct.Struct("<q")
 _ALIGN = 64  # bytes; every tensor can be viewed in its own dtype in place
@@ -58,15 +59,11 @@ def unpack(raw: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _offsets(header: int, sizes: Sequence[int]) -> tuple[list[int], int]:
     """Offset of each tensor behind a header of `header` bytes, and the bytes of it all."""
-    offsets, end = [], _up(_LENGTH.size + header)
+    offsets, end = [], round_up(_LENGTH.size + header, _ALIGN)
     for size in sizes:
         offsets.append(end)
-        end = _up(end + size)
+        end = round_up(end + size, _ALIGN)
     return offsets, end
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _refuse(name: object, tensor: object) -> None:

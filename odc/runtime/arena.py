@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
-from odc.memory import ShmHeap
+from odc.memory import ShmHeap, round_up
 from odc.net.store import JobStore, KeyValueStore, announce_process
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word
@@ -91,7 +91,7 @@ class Arena:
         grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
         self.grid = grid = grid if hosts is None else locate(job, grid)
         self.channels = {channel: i for i, channel in enumerate(channels)}
-        self.nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        self.nbytes = round_up(nbytes, _ALIGN)
         identity = f"{name}.{hashlib.sha256(repr(grid.ranks).encode()).hexdigest()[:8]}"
 
         def open_heap(rendezvous: Rendezvous) -> ShmHeap:
@@ -109,6 +109,7 @@ class Arena:
             secret_file=network.secret_file,
             engine=network.engine,
             lost_after_s=network.lost_after_s,
+            check_protocol=False,  # the table's rules are those of minibatches; an arena has steps
         )
         member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
         self._rendezvous = member.rendezvous
@@ -151,7 +152,7 @@ class Arena:
 
     def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
         """Find room and note who has it; waits for readers while there is none."""
-        needed = _up(slot.nbytes)
+        needed = entry_bytes(slot.nbytes)
         if needed > self.nbytes:
             raise HeapMemoryError(
                 f"{self._who()}: {channel} of step {slot.step} needs {needed} bytes, but the arena has {self.nbytes}; "
@@ -160,12 +161,12 @@ class Arena:
         while True:
             with self._lock:
                 held = [(n, one) for n, one in self._slots.items() if n != number and self._unread(n, one)]
-                offset = _gap([(one.offset, _up(one.nbytes)) for _, one in held], needed, self.nbytes)
+                offset = _gap([(one.offset, entry_bytes(one.nbytes)) for _, one in held], needed, self.nbytes)
                 if offset is not None:
                     slot.offset = offset
                     self._slots[number] = slot
                     return offset
-            total = needed + sum(_up(one.nbytes) for _, one in held)
+            total = needed + sum(entry_bytes(one.nbytes) for _, one in held)
             what = f"{channel} of step {slot.step} (with arena_bytes={total} this would not wait)"
             self._await_readers(*min(held, key=lambda one: one[0]), what)
 
@@ -315,8 +316,9 @@ def leave_arenas() -> None:
         arena.leave()
 
 
-def _up(nbytes: int) -> int:
-    return -(-max(1, nbytes) // _ALIGN) * _ALIGN
+def entry_bytes(nbytes: int) -> int:
+    """The bytes of an arena that an entry of `nbytes` takes; an empty one takes some too."""
+    return round_up(max(1, nbytes), _ALIGN)
 
 
 def _gap(held: list[tuple[int, int]], needed: int, room: int) -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from odc.hosts.links import Links, words_frame
+from odc.hosts.links import Links
 from odc.memory import Words
-from odc.net.frames import FrameKind
+from odc.net.messages import EntryWords, TakenWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.peers.remote import arena_requests
 from odc.protocol.protocol import MemberProtocol
@@ -37,7 +37,7 @@ class ArenaWords:
         self._links = links
         self.absent: Callable[[int], bool] = lambda member: False  # whether a member will put and copy nothing more
         if links is not None:
-            sizes = {FrameKind.ENTRIES: len(EntryWord) * channels, FrameKind.TAKEN: channels * len(self._grid.ranks)}
+            sizes = {"entries": len(EntryWord) * channels, "taken": channels * len(self._grid.ranks)}
             links.mirror(sizes, self._stored)
 
     @classmethod
@@ -47,11 +47,12 @@ class ArenaWords:
         mirrors = arena_requests(grid, {"entries": entries, "taken": copied})
         return [(cls.TABLE, entries), (cls.COPIED, copied), *([(cls.TAKEN, copied)] if mirrors else []), *mirrors]
 
-    def _stored(self, kind: FrameKind) -> list[int]:
-        """This rank's words of one kind."""
-        region = self.TABLE if kind is FrameKind.ENTRIES else self.TAKEN
-        words = self._heap.words(self._grid.me, region)
-        return [words.load(i) for i in range(len(words))]
+    def _stored(self) -> tuple[EntryWords, TakenWords]:
+        """All of this rank's words."""
+        table, taken = (self._heap.words(self._grid.me, region) for region in (self.TABLE, self.TAKEN))
+        return EntryWords(0, tuple(map(table.load, range(len(table))))), TakenWords(
+            0, tuple(map(taken.load, range(len(taken))))
+        )
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
         """Wait until `reader` has copied this rank's entry of `step`, or is absent; `what` is said after its rank."""
@@ -90,9 +91,9 @@ class ArenaWords:
             board.store(Word.PUBLISHED, step)  # for messages: the newest step
         words.store(base + EntryWord.STEP, step)  # release: the bytes and the words above are visible before it
         if self._links is not None:
-            frame = words_frame(FrameKind.ENTRIES, base, [step, offset, nbytes, signature])
+            entry = EntryWords(base, (step, offset, nbytes, signature))
             for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
-                self._links.tell_host(host, frame)
+                self._links.tell_host(host, entry)
 
     def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
         """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
@@ -129,7 +130,7 @@ class ArenaWords:
         if self._links is not None and self._grid.is_remote(owner):
             at = channel * members + owner
             self._heap.words(self._grid.me, self.TAKEN).store(at, step)
-            self._links.tell_host(self._grid.host(owner), words_frame(FrameKind.TAKEN, at, [step]))
+            self._links.tell_host(self._grid.host(owner), TakenWords(at, (step,)))
         else:
             words = self._heap.words(owner, self.COPIED)
             words.store(channel * members + self._grid.me, step)  # release: the copies are over

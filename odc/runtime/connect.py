@@ -41,7 +41,7 @@ from odc.errors import (
     culprit_of,
 )
 from odc.memory import Attachment
-from odc.net.listener import Answer, NoAnswerError, ask
+from odc.net.requests import Answer, NoAnswerError, ask
 from odc.net.store import JobStore, failure, host_identity, process_of, refuse_failure
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec

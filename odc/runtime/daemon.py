@@ -1,7 +1,7 @@
 """The server daemon of a rank, a thread: one loop that accumulates, watches peers, and answers connections.
 
-It polls nothing: it sleeps in epoll until a pusher rings the doorbell (an eventfd), a peer dies (its pidfd becomes
-readable) or somebody connects to its listener (a unix socket).
+It sleeps until a pusher notifies it by the doorbell (an eventfd), a peer dies (its pidfd becomes readable), a link has
+data, or a process connects to its listener (a Unix socket).
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import contextlib
 import os
 import re
 import secrets
-import selectors
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odc.deadlines import ALIVE_CHECK_S, DAEMON_JOIN_S, DAEMON_POLL_S
+from odc.deadlines import ALIVE_CHECK_S, DAEMON_JOIN_S
 from odc.errors import ConfigError, UnsupportedError
 from odc.hosts.watch import Ended, HostWatch, neighbours
-from odc.memory import ProcessHandle
-from odc.net.accepting import remedy
+from odc.net.handshake import PeerCredentials
 from odc.net.host_link import HostLink
-from odc.net.listener import Listener, PeerCredentials, ask, list_listeners
+from odc.net.listener import list_listeners, remedy
 from odc.net.network import HostNetwork
-from odc.net.reception import Reception
+from odc.net.reactor import Reactor, Registration
+from odc.net.requests import ask, serve_requests
 from odc.runtime.service import Service
 from odc.runtime.shutdown import Departures
 from odc.settings import Settings
@@ -40,35 +38,33 @@ class Daemon:
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
         self.address = f"{LISTENER_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
-        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listener = Listener(self.address, self._answer)
         self._services: dict[str, Service] = {}
-        self._tasks: deque[Callable[[], None]] = deque()  # run by the loop, which owns the selector
-        self._selector = selectors.DefaultSelector()
-        self._unwatch: dict[str, list[Callable[[], None]]] = {}  # by service: gives the handles of its peers back
-        self._polled: dict[ProcessHandle, Callable[[], None]] = {}  # where the kernel refuses pidfds
-        self._network: HostNetwork | None = None
+        self._registered: dict[str, list[Registration]] = {}  # by service
+        self._ended: dict[str, Ended] = {}  # by service: called for ranks that ended on other hosts
+        self._networks: list[HostNetwork] = []  # the last one is in use
         self._watch_over_hosts: HostWatch | None = None
-        self._receptions: list[Reception] = []
-        self._ended: dict[str, Ended] = {}  # by service: told of ranks that ended on other hosts
         self._making = threading.Lock()
-        self._stopping = self._over = False  # asked to end; has run all that it will
+        self._stopped = False
+        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reactor = reactor = Reactor("odc-server", self._abort_all, self._end)
+        try:
+            self._listener = serve_requests(reactor, self.address, self._answer)
+        except OSError:
+            reactor.stop(DAEMON_JOIN_S)
+            raise
         self.departures = Departures()
-        self._selector.register(self.doorbell, selectors.EVENT_READ, self._on_doorbell)
-        self._selector.register(self._listener.fileno(), selectors.EVENT_READ, self._listener.answer)
-        self._thread = threading.Thread(target=self._run, name="odc-server", daemon=True)
-        self._thread.start()
+        reactor.call(lambda: reactor.on_readable(self.doorbell, self._on_doorbell))
 
     # called by the rank ------------------------------------------------------------------------------------------
 
     def serve(self, service: Service, ended: Ended | None = None) -> None:
-        """Serve a root. `ended` is told, by the loop, of every rank that ended on another host without a good-bye."""
+        """Serve a root. The loop calls `ended` for every rank that ends on another host without a good-bye."""
         self._services[service.identity] = service
         if ended is not None:
-            self._do(lambda: self._tell_of_ended(service, ended))
+            self._reactor.call(lambda: self._pass_on_to(service, ended))
         self.notify()
 
-    def _tell_of_ended(self, service: Service, ended: Ended) -> None:
+    def _pass_on_to(self, service: Service, ended: Ended) -> None:
         if service.identity not in self._services:
             return
         self._ended[service.identity] = ended
@@ -87,78 +83,92 @@ class Daemon:
         def drop() -> None:
             self._services.pop(service.identity, None)
             self._ended.pop(service.identity, None)
-            for unwatch in self._unwatch.pop(service.identity, []):
-                unwatch()
+            for registration in self._registered.pop(service.identity, []):
+                registration.cancel()
             then()
             gone.set()
 
         def wait() -> None:
-            if threading.current_thread() is not self._thread:
-                while self._thread.is_alive() and not gone.wait(ALIVE_CHECK_S):
-                    pass
+            while not self._reactor.is_current() and self._reactor.alive() and not gone.wait(ALIVE_CHECK_S):
+                pass
 
-        if self._thread.is_alive():
-            self._do(drop)
-        else:
-            drop()
+        self._reactor.call(drop)
         return wait
 
     def watch(self, service: Service, member: int, pid: int) -> None:
         """Call `service.peer_died(member)` as soon as process `pid` ends."""
         if pid != self.pid:
-            self._do(lambda: self._watch(service, member, ProcessHandle(pid)))
+            self._register(service, lambda: self._reactor.on_exit(pid, lambda: service.peer_died(member)))
+
+    def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
+        """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
+
+        def begin() -> Registration:
+            def call() -> None:
+                if not read():
+                    reading.cancel()
+
+            reading = self._reactor.on_readable(link.fileno(), call)
+            return reading
+
+        self._register(service, lambda: begin() if link.fileno() >= 0 else None)
+
+    def _register(self, service: Service, begin: Callable[[], Registration | None]) -> None:
+        def register() -> None:
+            if service.identity in self._services and (made := begin()) is not None:
+                self._registered.setdefault(service.identity, []).append(made)
+
+        self._reactor.call(register)
 
     def network(self, store: Any, settings: Settings) -> HostNetwork:
-        """What this process has of the network, made on first use, for a job over several hosts.
+        """The network of this process, for a job over several hosts; made on first use.
 
-        Raises UnsupportedError if it was made with another address or secret file than `settings` ask for.
+        Raises UnsupportedError if a root uses it with another address or secret file than `settings` ask for.
         """
         with self._making:
-            if self._network is None:
-                network = self._network = HostNetwork(store, self.rank, settings)
-                self._do(lambda: self._listen(network.reception))
-            self._network.refuse_others(settings)
-            return self._network
-
-    def _listen(self, reception: Reception) -> None:
-        self._receptions.append(reception)
-        self._selector.register(reception.fileno(), selectors.EVENT_READ, reception.answer)
+            network = self._listening(store, settings)
+            if not (network.opened or network.suits(settings)):  # it was made for the watch, by other settings
+                network = self._listen(store, settings)
+            network.open(settings)
+            return network
 
     def watch_hosts(self, store: Any, settings: Settings | None) -> None:
         """Watch this rank's neighbours on other hosts, where torchrun runs the job on several (see `HostWatch`).
 
         Called by each `fully_shard`; None where it was given no settings, which the root may still have.
-        Raises as a JobStore does; where this host cannot be listened at, the first root says so.
+        Raises as a JobStore does; where this host cannot be listened at, the first root raises an error.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
             if self._watch_over_hosts is not None:
                 if settings is not None:
                     self._watch_over_hosts.wait_for_network(settings.lost_after_s)
             elif around := neighbours(self.rank):
-                watch = HostWatch(store, self.rank, around, settings or Settings(), self._some_rank_ended)
-                self._watch_over_hosts = watch
-                self._do(lambda: self._drive(watch))
+                chosen = settings or Settings()
+                network = self._listening(store, chosen)
+                self._watch_over_hosts = HostWatch(
+                    self._reactor, network, around, chosen.lost_after_s, self._some_rank_ended
+                )
 
-    def _drive(self, watch: HostWatch) -> None:
-        self._listen(watch.reception)
-        self._selector.register(watch.fileno(), selectors.EVENT_READ, watch.answer)
+    def _listening(self, store: Any, settings: Settings) -> HostNetwork:
+        return self._networks[-1] if self._networks else self._listen(store, settings)
 
-    def _some_rank_ended(self, *what: Any) -> None:
-        """By the watch, on any thread; `what` as of `Ended`."""
-        self._do(lambda: self._pass_on(*what))
+    def _listen(self, store: Any, settings: Settings) -> HostNetwork:
+        self._networks.append(HostNetwork(self._reactor, store, self.rank, settings))
+        return self._networks[-1]
 
-    def _pass_on(self, rank: int, reason: str, culprit: int) -> None:
-        for ended in list(self._ended.values()):
-            ended(rank, reason, culprit)
+    def _some_rank_ended(self, rank: int, reason: str, culprit: int) -> None:
+        """By the watch, on any thread."""
+
+        def pass_on() -> None:
+            for ended in list(self._ended.values()):
+                ended(rank, reason, culprit)
+
+        self._reactor.call(pass_on)
 
     def tell_hosts(self, reason: str, culprit: int) -> None:
-        """Tell ranks on other hosts, also where no root is linked, that an error ends this one. Waits for nobody."""
+        """Send ranks on other hosts, also where no root is linked, the error that ends this one. Does not wait."""
         if self._watch_over_hosts is not None:
             self._watch_over_hosts.tell(self.rank, reason, culprit)
-
-    def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
-        """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
-        self._do(lambda: self._attend(service, link, read))
 
     def notify(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
@@ -166,122 +176,49 @@ class Daemon:
 
     def alive(self) -> bool:
         """Whether the loop runs, in this process."""
-        return self._thread.is_alive() and os.getpid() == self.pid
+        return self._reactor.alive()
 
     def close(self) -> None:
         """Stop the loop and close the listener; idempotent."""
-        if os.getpid() != self.pid or self._stopping:
+        if os.getpid() != self.pid or self._stopped:
             return
+        self._stopped = True
         self.departures.stop()
-        self._stopping = True
-        self.notify()
-        self._thread.join(DAEMON_JOIN_S)
+        self._reactor.stop(DAEMON_JOIN_S)
 
     # the loop ----------------------------------------------------------------------------------------------------
 
-    def _do(self, task: Callable[[], None]) -> None:
-        self._tasks.append(task)
-        if self._over:
-            self._run_tasks()  # here, as the loop will not; it has given back all that tasks use
-        else:
-            self.notify()
+    def _abort_all(self, error: BaseException) -> None:
+        """The loop fails. Whatever it was, peers must learn of it: nothing adds their pushes any more."""
+        reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
+        for service in list(self._services.values()):
+            service.abort(reason, self.rank)
+        self.tell_hosts(reason, self.rank)
 
-    def _run_tasks(self) -> None:
-        while True:
-            try:
-                task = self._tasks.popleft()
-            except IndexError:
-                return
-            task()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                visited = [reception for reception in self._receptions if reception.busy]
-                for key, _ in self._selector.select(DAEMON_POLL_S if self._polled or visited else None):
-                    key.data()
-                for reception in visited:
-                    reception.answer()  # hangs up on silent visitors
-                for handle in [handle for handle in self._polled if not handle.alive()]:
-                    self._polled[handle]()
-        except BaseException as error:  # whatever it was, peers must learn of it: nobody adds their pushes any more
-            reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
-            for service in list(self._services.values()):
-                service.abort(reason, self.rank)
-            self.tell_hosts(reason, self.rank)
-            raise
-        finally:
-            self._run_tasks()
-            self._services.clear()
-            self._ended.clear()
-            while self._unwatch:
-                for unwatch in self._unwatch.popitem()[1]:
-                    unwatch()
-            self._selector.close()
-            self._listener.close()
-            if self._network is not None:
-                self._network.close()
-            if self._watch_over_hosts is not None:
-                self._watch_over_hosts.leave()
-            # A late notification must not write to a recycled file descriptor.
-            doorbell, self.doorbell = self.doorbell, -1
-            os.close(doorbell)
-            self._over = True
-            self._run_tasks()  # heaps that were handed over while the loop ended
+    def _end(self) -> None:
+        self._services.clear()
+        self._ended.clear()
+        while self._registered:
+            for registration in self._registered.popitem()[1]:
+                registration.cancel()
+        self._listener.close()
+        for network in self._networks:
+            network.close()
+        if self._watch_over_hosts is not None:
+            self._watch_over_hosts.leave()
+        # A late notification must not write to a recycled file descriptor.
+        doorbell, self.doorbell = self.doorbell, -1
+        os.close(doorbell)
 
     def _on_doorbell(self) -> None:
-        # Reset before looking: a post after the look notifies again, so no block is left behind.
+        # Reset before the rings are read: a later post notifies again, so no block is left behind.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.doorbell)
-        self._run_tasks()
         busy = False
         for service in list(self._services.values()):
             busy |= service.drain()
-        self._run_tasks()
         if busy:
-            self.notify()  # look again, but not before a death, a link or a connection has been looked at
-
-    def _attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
-        fileno = link.fileno()
-
-        def unwatch() -> None:
-            self._selector.unregister(fileno)
-
-        def readable() -> None:
-            watched = self._unwatch.get(service.identity, [])
-            if unwatch in watched and not read():
-                watched.remove(unwatch)
-                unwatch()
-
-        if service.identity in self._services and fileno >= 0:
-            self._unwatch.setdefault(service.identity, []).append(unwatch)
-            self._selector.register(fileno, selectors.EVENT_READ, readable)
-
-    def _watch(self, service: Service, member: int, handle: ProcessHandle) -> None:
-        def unwatch() -> None:
-            fileno = handle.fileno()
-            if fileno is not None:
-                self._selector.unregister(fileno)
-            self._polled.pop(handle, None)
-            handle.close()
-
-        def died() -> None:
-            watched = self._unwatch.get(service.identity, [])
-            if unwatch not in watched:  # dismissed in this very round of the loop
-                return
-            watched.remove(unwatch)
-            unwatch()
-            service.peer_died(member)
-
-        if service.identity not in self._services:
-            handle.close()
-            return
-        self._unwatch.setdefault(service.identity, []).append(unwatch)
-        fileno = handle.fileno()
-        if fileno is None:
-            self._polled[handle] = died
-        else:
-            self._selector.register(fileno, selectors.EVENT_READ, died)
+            self.notify()  # once more, after a death, a link or a connection in between
 
     def _answer(self, request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any], Sequence[int]]:
         if request.get("op") == "status":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -17,9 +18,9 @@ from odc.errors import LayoutMismatchError, PeerLostError, aborted_by
 from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
-from odc.net.admission import READER, export_purpose
 from odc.net.engines import SocketEngine
-from odc.net.network import connect
+from odc.net.handshake import READER, export_purpose
+from odc.net.network import Check, dial
 from odc.protocol.peers.board import REASON_BYTES
 from odc.protocol.words import BOARD_WORDS, Word
 from odc.runtime.connect import ask_member
@@ -138,9 +139,11 @@ class WeightEngine:
 
     def __init__(self, root: str, secret: bytes, listeners: Mapping[int, tuple[str, int]], timeout_s: float) -> None:
         self.root = root
-        self.sockets = SocketEngine(
-            READER, lambda rank: connect(listeners[rank], secret, READER, rank, export_purpose(root)), timeout_s
-        )
+
+        def connect(rank: int, check: Check) -> socket.socket:
+            return dial(listeners[rank], secret, READER, rank, export_purpose(root), timeout_s, check)
+
+        self.sockets = SocketEngine(READER, connect, timeout_s)
 
     def close(self) -> None:
         self.sockets.close()

@@ -18,6 +18,7 @@ from torch import Tensor
 from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
 from odc.net import KeyValueStore
 from odc.runtime import AbsentMember, Arena
+from odc.runtime.arena import entry_bytes
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
 
@@ -64,10 +65,10 @@ class PieceExchange:
     def __init__(
         self, store: KeyValueStore, ranks: Sequence[int], rank: int, rooms: Rooms, timeout_s: float, name: str
     ) -> None:
-        self.rooms = Rooms(rooms.layers, _up(rooms.kv_bytes), _up(rooms.grad_bytes), rooms.keep)
+        self.rooms = Rooms(rooms.layers, entry_bytes(rooms.kv_bytes), entry_bytes(rooms.grad_bytes), rooms.keep)
         held = rooms.layers if rooms.keep else 2
         kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]
-        nbytes, plan = (self.rooms.kv_bytes * held, self.rooms.grad_bytes * 2), _up(0)
+        nbytes, plan = (self.rooms.kv_bytes * held, self.rooms.grad_bytes * 2), entry_bytes(0)
         self._kv = Arena(store, ranks, rank, nbytes[0] + plan, [_PLAN, *kv], timeout_s, f"{name}.kv")
         self._grads = Arena(store, ranks, rank, nbytes[1] + plan, [_PLAN, *grads], timeout_s, f"{name}.dkv")
         self._rank, self._ranks = rank, list(ranks)
@@ -237,7 +238,3 @@ def _absent(exchange: weakref.ref[PieceExchange], arena: str, member: int) -> bo
 def mark_of(*what: object) -> int:
     """A 60-bit mark that differs where any of these differ."""
     return int(hashlib.sha256(repr(what).encode()).hexdigest()[:15], 16)
-
-
-def _up(nbytes: int) -> int:
-    return -(-max(1, nbytes) // 64) * 64

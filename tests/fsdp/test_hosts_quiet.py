@@ -72,7 +72,7 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
         threads = [thread for thread in threads if thread.is_alive()]
     dist.barrier()
     member = root_of(model).member
-    alone = daemon(rank)._network is None and isinstance(member.protocol.links, NoOtherHosts)
+    alone = not daemon(rank)._networks and isinstance(member.protocol.links, NoOtherHosts)
     return [thread.name for thread in threads], alone
 
 

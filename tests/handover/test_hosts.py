@@ -26,11 +26,11 @@ from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
 from odc.handover.handle import WeightHandle
 from odc.hosts.exposing import BOARD, READER_WORDS, board_name
-from odc.net.admission import READER
 from odc.net.engines.engine import no_check
 from odc.net.engines.nixl import EXTRA, installed
 from odc.net.engines.server import DESCRIBE, REFUSED, request
-from odc.net.network import connect
+from odc.net.handshake import READER
+from odc.net.network import dial
 
 HostPools = Callable[[int, int], Any]
 CASES = {
@@ -118,7 +118,7 @@ def read_what_is_private(rank: int, world: int, engine: str) -> None:
     )
     for purpose in ("read", "watch", f"link {handle.root}"):
         with pytest.raises(PeerLostError, match="hung up"):
-            connect(handle.owners[other].listener, bytes.fromhex(handle.secret), READER, other, purpose)
+            dial(handle.owners[other].listener, bytes.fromhex(handle.secret), READER, other, purpose, 60.0)
     dist.barrier()
 
 

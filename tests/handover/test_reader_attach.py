@@ -18,7 +18,7 @@ from support.handover_jobs import Job, changed
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError
 from odc.handover import Reader
 from odc.handover.handle import WeightHandle
-from odc.net.listener import ask
+from odc.net.requests import ask
 from odc.runtime import reading
 
 

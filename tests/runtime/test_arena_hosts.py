@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from odc.errors import PeerLostError
-from odc.hosts.links import Links, words_frame
+from odc.hosts.links import Links
 from odc.memory import Attachment, ShmHeap, Words
-from odc.net.frames import FrameKind
+from odc.net.messages import EntryWords
 from odc.protocol import HeapLayout, RankGrid, Word
 from odc.runtime import Endpoint
 from odc.runtime.arena_protocol import ArenaWords
@@ -154,7 +154,7 @@ def test_an_entry_goes_to_the_hosts_of_its_readers_only(arenas: Arenas) -> None:
 @pytest.mark.parametrize(("first", "count"), [(4 * CHANNELS, 1), (-1, 1), (4 * CHANNELS - 1, 2)])
 def test_words_beyond_an_arena_are_nonsense(arenas: Arenas, first: int, count: int) -> None:
     arenas.join().pass_on()
-    arenas.links[0].tell_host(1, words_frame(FrameKind.ENTRIES, first, [1] * count))
+    arenas.links[0].tell_host(1, EntryWords(first, (1,) * count))
     arenas.pass_on(lambda: arenas.aborts)
     assert len(arenas.aborts) == 1 and "speaks nonsense" in arenas.aborts[0][0]
 

@@ -10,7 +10,8 @@ from support.daemons import LAYOUT, aborts, descriptors, settle, within
 from support.members import HeapGroup
 
 from odc.memory import ProcessHandle
-from odc.net.listener import ask, list_listeners
+from odc.net.listener import list_listeners
+from odc.net.requests import ask
 from odc.protocol import Gradient, Word
 from odc.runtime import Daemon, Service
 
@@ -155,7 +156,7 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     asking.start()
     assert held.wait(60.0)  # the loop is at the listener
     dismissing.start()
-    assert within(60.0, lambda: bool(server._tasks))
+    assert within(60.0, lambda: bool(server._reactor._tasks))
     victim.kill()
     victim.wait()
     go_on.set()  # and finds both in its next round

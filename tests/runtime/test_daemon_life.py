@@ -15,7 +15,8 @@ from support.daemons import aborts, descriptors, settle
 from support.members import HeapGroup
 from support.ranks import RankPool
 
-from odc.net.listener import ask, list_listeners
+from odc.net.listener import list_listeners
+from odc.net.requests import ask
 from odc.protocol import Gradient
 from odc.runtime import Daemon, daemon, stop_daemon
 
@@ -159,7 +160,7 @@ def test_a_root_may_end_on_the_loops_own_thread(group: HeapGroup, server: Daemon
     """The garbage collector runs wherever it likes."""
     server.serve(group.services[0])
     over = threading.Event()
-    server._do(lambda: (server.dismiss(group.services[0]), over.set()))  # type: ignore[arg-type, return-value, func-returns-value]
+    server._reactor.call(lambda: (server.dismiss(group.services[0]), over.set()))  # type: ignore[func-returns-value]
     assert over.wait(60.0)
     assert ask(server.address, {"op": "status"}, 60.0).reply["roots"] == []
 
@@ -205,8 +206,8 @@ def test_a_root_may_end_after_the_loop_has_failed(group: HeapGroup) -> None:
         server.serve(group.services[0])
         server.attend(group.services[0], here, lambda: True)  # type: ignore[arg-type]
         settle(server)
-        server._do(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-        server._thread.join()
+        server._reactor.call(lambda: 1 // 0)
+        server._reactor._thread.join()
         server.dismiss(group.services[0], closed.set)()
         assert closed.is_set()
 

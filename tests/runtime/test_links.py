@@ -19,9 +19,9 @@ from support.members import F32, HeapGroup
 from odc.errors import PeerLostError
 from odc.hosts import links as module
 from odc.hosts.links import Links
-from odc.net.frames import Frame, FrameKind
+from odc.net.messages import PushCounts, StoredWord, encode
 from odc.protocol import Outcome, RootState, Word
-from odc.protocol.words import decode_outcome, encode_outcome, outcome_word
+from odc.protocol.words import BOARD_WORDS, decode_outcome, encode_outcome, outcome_word
 from odc.settings import Settings
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
@@ -172,7 +172,7 @@ def test_a_partner_is_told_which_sums_it_may_read(linked: Linked) -> None:
     assert heard == [(0, 7, {1: 1 << 40, 0: 3})]
     linked.links[0].tell_summed(8, {2: 1})  # there are units 0 and 1
     linked.receive(2, lambda: bool(linked.aborts[2]))
-    assert "sums of units [2]" in linked.aborts[2][0][0]
+    assert "ReadableSums beyond" in linked.aborts[2][0][0]
 
 
 def test_an_abort_reaches_every_rank_of_the_other_host_with_its_reason(linked: Linked) -> None:
@@ -235,9 +235,9 @@ def test_counts_wait_for_room_and_come_in_parts(linked: Linked, monkeypatch: pyt
     theirs = linked.group.layouts[3].remote(0)
     linked.receive(2, lambda: theirs.pushes.tolist() == [3, 1 << 40, 7])
     monkeypatch.undo()
-    links._tell(Frame(FrameKind.COUNTS, value=2, body=bytes(16)))  # there are three
+    links._tell(PushCounts(2, (0, 0)))  # there are three
     linked.receive(2, lambda: bool(linked.aborts[2]))
-    assert "bytes of counts from count 2" in linked.aborts[2][0][0]
+    assert "PushCounts beyond" in linked.aborts[2][0][0]
 
 
 def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +253,12 @@ def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: py
 def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
     links = linked.join().links[0]
     links._links[2]._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-    links._links[2].send(*[Frame(FrameKind.WORD, Word.PUBLISHED, 1)] * 60_000)
+    links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
     assert links.unheard() == [2]
-    links._links[2].send(Frame(FrameKind.WORD, Word.DONE, 1))
+    links._links[2].send(StoredWord(Word.DONE, 1))
     linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
     linked.receive(2, lambda: not links.unheard())
-    links._links[2].send(*[Frame(FrameKind.WORD, Word.PUBLISHED, 1)] * 60_000)
+    links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
     linked.links[2].close()  # by a reset, as it has not read all
     end = time.monotonic() + 60
     while links.unheard():
@@ -326,7 +326,7 @@ def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, 
 def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: Linked) -> None:
     """A daemon that takes long over a word may be told words faster than it takes them."""
     linked.join()
-    link, told = linked.links[2]._links[0], Frame(FrameKind.WORD, Word.PROGRESS, 7).encode()
+    link, told = linked.links[2]._links[0], encode(StoredWord(Word.PROGRESS, 7))
     endless = itertools.chain(itertools.repeat(told, 1000), [b""])
     link.receive = lambda: next(endless)  # type: ignore[method-assign]
     assert linked.readers[2]()
@@ -334,9 +334,12 @@ def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: L
     assert not linked.aborts[2], "it reads until nothing more comes"
 
 
-def test_a_rank_that_speaks_nonsense_ends_the_job(linked: Linked) -> None:
+@pytest.mark.parametrize(
+    "said", [struct.pack("!BI", 77, 0), encode(StoredWord(BOARD_WORDS, 1)), encode(StoredWord(-1, 1))]
+)
+def test_a_rank_that_speaks_nonsense_ends_the_job(linked: Linked, said: bytes) -> None:
     linked.join()
-    linked.links[0]._links[2]._connection.sendall(struct.pack("!BxHIq", 77, 0, 0, 0))
+    linked.links[0]._links[2]._connection.sendall(said)
     linked.receive(2, lambda: bool(linked.aborts[2]))
     assert "speaks nonsense" in linked.aborts[2][0][0]
 

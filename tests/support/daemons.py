@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from odc.net.listener import ask
+from odc.net.requests import ask
 from odc.protocol import Word
 from odc.runtime import Daemon
 from support.members import F32, HeapGroup

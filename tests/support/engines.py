@@ -20,11 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from odc.deadlines import Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import HostLanes, Lanes
-from odc.net.admission import AdmissionError, admit
-from odc.net.engines import PURPOSE, Engine, NixlEngine, SocketEngine
+from odc.net.conversation import converse
+from odc.net.engines import PURPOSE, Dial, Engine, NixlEngine, SocketEngine
+from odc.net.engines.engine import Check
 from odc.net.engines.staging import Stages
+from odc.net.handshake import answer_handshake, begin_handshake
 from support.rank_worker import tell
 
 SECRET = b"of this test"
@@ -47,7 +50,7 @@ class StagesOfHosts(Stages):
         return HostLanes()
 
 
-def make(engine: str, rank: int, dial: Callable[[int], socket.socket], timeout_s: float, address: str) -> Engine:
+def make(engine: str, rank: int, dial: Dial, timeout_s: float, address: str) -> Engine:
     """The engine of this name; "staged" are sockets that take the host's memory for a device's."""
     if engine == "nixl":
         return NixlEngine(rank, dial, timeout_s, address)
@@ -74,17 +77,17 @@ class Meeting:
 
     def _admit(self, accepted: socket.socket) -> None:
         try:
-            reader = admit(accepted, "server", SECRET, self.rank, purpose=PURPOSE, timeout_s=PATIENCE_S)
-        except (OSError, AdmissionError):
+            admitted = converse(accepted, answer_handshake(SECRET, self.rank), Deadline(PATIENCE_S))
+        except OSError:
             accepted.close()
         else:
-            self.engine.adopt(accepted, reader)
+            self.engine.adopt(accepted, admitted.rank)
 
-    def _dial(self, rank: int) -> socket.socket:
+    def _dial(self, rank: int, check: Check) -> socket.socket:
         host, port = self._store.get(f"{self._name}/{rank}").decode().split(":")
         connection = socket.create_connection((host, int(port)), 2.0)
         try:
-            admit(connection, "client", SECRET, self.rank, purpose=PURPOSE)
+            converse(connection, begin_handshake(SECRET, self.rank, PURPOSE), Deadline(PATIENCE_S))
         except BaseException:
             connection.close()
             raise

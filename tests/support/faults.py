@@ -162,7 +162,7 @@ def raise_in_daemon() -> None:
         raise RuntimeError(ERROR)
 
     tell(time.monotonic())
-    daemon(dist.get_rank())._do(fail)
+    daemon(dist.get_rank())._reactor.call(fail)
 
 
 HOW: dict[str, Callable[[], None]] = {

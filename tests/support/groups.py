@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from odc.errors import WaitTimeoutError
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
-from odc.net.listener import ask
+from odc.net.requests import ask
 from support.listeners import served
 
 

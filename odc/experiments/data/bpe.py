@@ -1,7 +1,7 @@
 """Byte-level BPEs by the `tokenizers` package: plain bytes, and one that is trained once on the corpus and cached.
 
 Ranks that start at once may each train; the first complete file wins and all load it. Its text is normalized (NFC) and
-split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json says "qwen2".
+split by Qwen2's rules, because `AutoTokenizer` applies these wherever config.json names "qwen2".
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class BpeTokenizer:
         return chatml(messages, self.encode, self._start, self._end, first)
 
     def save(self, folder: Path) -> None:
-        """Where config.json says "qwen2", `AutoTokenizer` composes characters (NFC); `load_tokenizer` does so only for
-        rules that say it.
+        """Write the files of a Hugging Face tokenizer.
+
+        Where config.json names "qwen2", `AutoTokenizer` composes characters (NFC); `load_tokenizer` follows the rules.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

@@ -31,7 +31,7 @@ def chatml(
     """Tokens of a conversation in ChatML, and which of them are trained on; what follows the last trained one is cut.
 
     `encode` reads no special tokens out of a text; `start` and `end` are the ids of `<|im_start|>` and `<|im_end|>`.
-    Messages before number `first` are context, whoever wrote them.
+    Messages before number `first` are context, of any role.
     """
     pieces: list[tuple[Sequence[int] | NDArray[np.int32], bool]] = []
     for turn, message in enumerate(messages):

@@ -38,7 +38,7 @@ class Dataset:
 
 
 def load_dataset(config: JobConfig, progress: Progress) -> Dataset:
-    """Reads, tokenizes and caps the job's data; says on `progress` what it does. Local; nothing synchronizes.
+    """Reads, tokenizes and caps the job's data; shows on `progress` what it does. Local; nothing synchronizes.
 
     Raises `DataError` naming the file or document that cannot be used.
     """

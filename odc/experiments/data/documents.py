@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class Document:
     """One sample; the pieces of a split document have names that end in `#0`, `#1`, ...
 
-    `tokens` are int32 [length]; `trained`, bool [length], says which are targets of the loss. The first never is one.
+    `tokens` are int32 [length]; `trained`, bool [length], marks the targets of the loss. The first never is one.
     """
 
     name: str
@@ -147,7 +147,7 @@ def _encode(raw: Sequence[RawDocument], tokenizer: Tokenizer) -> list[Encoded]:
 
 
 def _turns(content: Content) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """The messages that are context, whoever wrote them, and those whose answers are trained."""
+    """The messages that are context, of any role, and those whose answers are trained."""
     if isinstance(content, tuple):
         return (), content
     assert isinstance(content, PromptCompletion) and isinstance(content.prompt, tuple)

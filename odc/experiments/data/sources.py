@@ -60,7 +60,7 @@ def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[Raw
     """All documents of `source` with something in them, in an order that does not depend on the machine.
 
     A path is a folder of text files, a JSONL or Parquet file, a folder of Parquet files, one text file, or a folder
-    written by `datasets.save_to_disk` (of several splits, `train`). `content_of` says what rows hold. Raises DataError
+    written by `datasets.save_to_disk` (of several splits, `train`). `content_of` describes rows. Raises DataError
     when there is nothing to read, for a malformed line or row or an unreadable file, naming it (unless `unreadable` is
     "skip"), and without the package that reads it.
     """

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """`encode` of each text, several at a time where that is faster."""
 
     def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
-        """Ids [tokens] of a conversation and which of them are trained on [tokens]: what assistants say from message
+        """Ids [tokens] of a conversation and which of them are trained on [tokens]: the assistants' words from message
         number `first` on; empty without any.
         """
 

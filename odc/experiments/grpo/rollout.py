@@ -27,7 +27,7 @@ from odc.errors import DataError, OdcError, WaitTimeoutError
 from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.samples import Response, Sample, Task
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class RolloutError(OdcError):
@@ -60,7 +60,7 @@ class Rollout:
         at_least: int = 1,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Has a step's responses drawn; returns at once. One request at a time.
+        """Ask for a step's responses; return at once. One request at a time.
 
         The process reads the weights itself, version `at_least` or newer, or takes `weights` (fp32, by name).
         """
@@ -73,7 +73,7 @@ class Rollout:
         Raises RolloutError if the process failed or was killed, WaitTimeoutError if it did not answer in `timeout_s`.
         """
         deadline = time.monotonic() + self._timeout_s
-        while not self._channel.poll(_LOOK_S):
+        while not self._channel.poll(_POLL_S):
             if self._process.poll() is not None and not self._channel.poll(0):
                 raise RolloutError(f"the rollout process ended with code {self._process.returncode}")
             if time.monotonic() > deadline:
@@ -153,7 +153,7 @@ class SampleFeed:
         return handover.weight_handle(self._model) if dist.get_rank() == 0 else None
 
     def _ask(self, step: int) -> None:
-        """Publish the weights, or gather them, and have them used; nobody waits for the rollout here."""
+        """Publish the weights, or gather and send them, and ask for responses; waits for no rollout."""
         config, prompts = self._config, self._task.prompts(step)
         if config.on_demand:
             self._model.publish()

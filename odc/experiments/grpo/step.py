@@ -67,7 +67,7 @@ class GrpoStep(StepRecord):
 
 @dataclass(frozen=True)
 class GrpoResult(JobResult[GrpoStep]):
-    """One rank's result; `steps` are the same on all but for seconds. `objective` says whose formulae were used."""
+    """One rank's result; `steps` are the same on all but for seconds. The library `objective` gave the formulae."""
 
     objective: str = ""
 

@@ -1,6 +1,6 @@
 """The rollout process, `python -m odc.experiments.grpo.worker FD`: it draws responses with its own copy of the model.
 
-It is told everything over the socket FD, and ends when that closes. It returns the log-probabilities of the
+It gets everything over the socket FD, and ends when that closes. It returns the log-probabilities of the
 distribution that was sampled (temperature 1, no cut-off); cached decoding makes the first ratio 1 only to about 1e-5.
 """
 
@@ -32,7 +32,7 @@ _SIGMA, _MEDIAN_SHARE = 1.0, 0.15
 
 
 def _own_attention(model: Any) -> str:
-    """An attention of transformers that computes what the model says: SDPA knows neither sinks nor capped scores."""
+    """An attention of transformers that computes what the model defines: SDPA knows neither sinks nor capped scores."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 
@@ -133,11 +133,11 @@ def answer(generator: Generator, reader: Reader | None, request: dict[str, Any])
 def serve(channel: Connection) -> None:
     """Answers requests until the channel closes; errors are sent, not raised."""
     try:
-        told: dict[str, Any] = channel.recv()
-        config = told["config"]
+        first: dict[str, Any] = channel.recv()
+        config = first["config"]
         torch.set_num_threads(threads_per_rank(config.ranks + 1))
-        generator = Generator(config, model_source(config.model), told["stop_ids"])
-        reader = Reader(told["handle"], timeout_s=config.timeout_s, tries=64) if told["handle"] else None
+        generator = Generator(config, model_source(config.model), first["stop_ids"])
+        reader = Reader(first["handle"], timeout_s=config.timeout_s, tries=64) if first["handle"] else None
         while True:
             channel.send(answer(generator, reader, channel.recv()))
     except EOFError:
@@ -154,4 +154,4 @@ if __name__ == "__main__":
         try:
             serve(connection)
         except (BrokenPipeError, ConnectionResetError):
-            os._exit(1)  # rank 0 is gone; nobody is left to be told
+            os._exit(1)  # rank 0 is gone; no process is left that would read it

@@ -1,4 +1,4 @@
-"""What a multimodal job is told: a job as `odc train` has it, and how its phases are balanced."""
+"""The options of a multimodal job: a job as `odc train` has it, and how its phases are balanced."""
 
 from __future__ import annotations
 

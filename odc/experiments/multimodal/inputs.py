@@ -108,7 +108,7 @@ def loaded_minibatches(
 ) -> Iterator[Loaded]:
     """`steps` minibatches, with the part of `rank` of `ranks` decoded, on the thread of `odc.dispatch.loader`.
 
-    Waits for nobody. Raises DataError naming a file that cannot be decoded.
+    Waits for no other rank. Raises DataError naming a file that cannot be decoded.
     """
     for _ in range(steps):
         chosen = [examples[i] for i in next(sampler)]

@@ -51,7 +51,7 @@ class Planning:
         return encoders, self._llm(balanced=balanced)
 
     def dealt(self, drawn: ExampleBatch) -> ExampleBatch:
-        """What each rank loads of what was drawn: the same, but under pre-balancing. Waits for nobody."""
+        """What each rank loads of what was drawn: the same, but under pre-balancing. Waits for no other rank."""
         if self.balance != "llm-only":
             return drawn
         where_drawn = [dispatch.Phase(modality, None) for modality in MODALITIES]

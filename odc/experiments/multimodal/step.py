@@ -182,7 +182,7 @@ class MultimodalTrainer(Trainer):
         inputs, dummies = padded_dummy(modality, self.geometry)
         count.computed = dummies[0].encoded
         with recorder().microbatch(PASSES.index(modality)):
-            # No row of it is anybody's feature, but its graph is whole: backward runs through every module.
+            # No row of it is a feature of an item, but its graph is whole: backward runs through every module.
             return encode(self.towers[modality], inputs, dummies)[:0]
 
     def _encode_back(self, modality: Modality, output: Tensor, gradient: Tensor) -> None:

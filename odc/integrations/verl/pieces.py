@@ -63,7 +63,7 @@ def refuse_batch(data: Any, loss_function: Callable[..., Any]) -> None:
 
 
 def node() -> int:
-    """Ranks of this host, by Ray or torchrun; all where neither says."""
+    """Ranks of this host, by Ray or torchrun; all without either."""
     # verl's workers set LOCAL_WORLD_SIZE to 1 where it is unset, as under Ray.
     known = os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
     return int(known or dist.get_world_size())

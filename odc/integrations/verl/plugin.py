@@ -1,6 +1,6 @@
 """What verl loads through the entry point `verl.plugins`: importing this registers the engines and the platform "cpu".
 
-verl logs a plugin that failed only at level DEBUG and continues without it; `odc doctor` says whether this one works.
+verl logs a plugin that failed only at level DEBUG and continues without it; `odc doctor` checks whether this one works.
 Importing verl's engines fixes its platform: next to a plugin that brings its own platform, leave this one out by
 `VERL_USE_EXTERNAL_PLUGINS=<name of the other>`.
 """

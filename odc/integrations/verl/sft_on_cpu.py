@@ -17,7 +17,7 @@ from verl.trainer.sft_trainer import SFTTrainer
     config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None
 )
 def main(config: Any) -> None:
-    """Train as `config` says; runs on every rank."""
+    """Train by `config`; runs on every rank."""
     dist.init_process_group("gloo")
     SFTTrainer(config).fit()
     dist.destroy_process_group()

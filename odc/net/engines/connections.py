@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -141,7 +140,11 @@ class Connections:
                     raise late(self.me, rank, what, self.timeout_s)
         made: socket.socket | None = None
         try:
-            made = self._connect(rank, what, check, deadline)
+            connection = self._dial(rank, lambda doing: check(f"reading {what} of rank {rank}"))
+            set_for_reader(connection, self._lost_after_s)
+            made = connection
+        except OSError as error:
+            raise lost(self.me, rank, what, f"no connection to it ({error})") from error
         finally:
             with self._changed:
                 self._pending[rank] -= 1
@@ -149,20 +152,6 @@ class Connections:
                     self._all.setdefault(rank, set()).add(made)
                 self._changed.notify_all()
         return made
-
-    def _connect(self, rank: int, what: str, check: Check, deadline: Deadline) -> socket.socket:
-        """A new connection. A rank that does not answer is asked again: it may be stopped, or hold its interpreter."""
-        while True:
-            try:
-                made = self._dial(rank)
-                set_for_reader(made, self._lost_after_s)
-                return made
-            except OSError as error:
-                if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:  # the latter is the kernel's
-                    raise lost(self.me, rank, what, f"no connection to it ({error})") from error
-            check(f"reading {what} of rank {rank}")
-            if deadline.passed():
-                raise late(self.me, rank, what, self.timeout_s)
 
     def _discard(self, rank: int, connection: socket.socket) -> None:
         with self._changed:

@@ -12,14 +12,14 @@ import torch
 
 from odc.deadlines import READ_CHECK_S
 from odc.errors import PeerLostError
-from odc.net.admission import READER
+from odc.net.handshake import READER
 from odc.net.keep_alive import keep_engine_alive
 
-PURPOSE = "read"  # what a connection to the engine of another rank says at its admission
-#: Connects to the listener of a rank (global) and goes through admission for `PURPOSE`. Raises OSError.
-Dial = Callable[[int], socket.socket]
+PURPOSE = "read"  # of a connection to the engine of another rank, in its handshake
 #: Raises if the job was aborted, given what this rank is doing.
 Check = Callable[[str], None]
+#: Connects to the listener of a rank (global) for `PURPOSE`; tries again, and raises, as `odc.net.network.dial` does.
+Dial = Callable[[int, Check], socket.socket]
 
 MOST_ANSWERED = 1 << 16
 _TIMEVAL = struct.Struct("ll")

@@ -10,9 +10,9 @@ import pytest
 from support.hosts import Hosts, need_hosts
 
 from odc.net.engines.engine import set_for_reader, set_for_server
-from odc.net.frames import Frame, FrameKind
 from odc.net.host_link import HostLink, side_to_blame
 from odc.net.keep_alive import keep_alive
+from odc.net.messages import StoredWord
 from odc.protocol import Word
 from odc.settings import LOST_AFTER_S
 
@@ -47,7 +47,7 @@ def link(*ends: socket.socket) -> Callable[[], bool]:
     def carries() -> bool:
         assert [one.receive() for one in links] == [None, None]
         for one, other in (links, links[::-1]):
-            one.send(Frame(FrameKind.WORD, Word.DONE, 7))
+            one.send(StoredWord(Word.DONE, 7))
             while (said := other.receive()) is None:
                 time.sleep(0.01)
             if not said:

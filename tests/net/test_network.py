@@ -1,46 +1,46 @@
-"""Twin of odc/net/network.py: processes that dial each other; those of two jobs do not mix."""
+"""Processes that dial each other over TCP: tries again, names the rank that it cannot reach, mixes no two jobs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.listeners import ByHand
 
+from odc.deadlines import Deadline
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, network
-from odc.net.admission import admit
+from odc.net.conversation import converse
 from odc.net.engines.server import LENGTH
+from odc.net.handshake import Admitted, answer_handshake
 from odc.net.network import HostNetwork, _key
+from odc.net.reactor import Reactor
 from odc.settings import Settings
 
 Make = Callable[..., "Process"]
 
 
 class Process:
-    """One rank's part in the network, with a thread that does the daemon's part."""
+    """One rank's part in the network, with a loop of its own."""
 
     def __init__(self, store: Any, rank: int, **settings: Any) -> None:
-        self.network = HostNetwork(store, rank, Settings(address="127.0.0.1", engine="sockets", **settings))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.001):
-            self.network.reception.answer()
+        self._reactor = Reactor(f"rank {rank}", lambda error: None)
+        chosen = Settings(address="127.0.0.1", engine="sockets", **settings)
+        self.network = HostNetwork(self._reactor, store, rank, chosen)
+        self.network.open(chosen)
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._reactor.stop(60.0)
         self.network.close()
 
 
@@ -63,7 +63,13 @@ def read(process: Process, rank: int) -> list[int]:
     return into.tolist()
 
 
-def test_ranks_of_one_job_read_and_meet(make: Make) -> None:
+def admit(connection: socket.socket, network: HostNetwork, purpose: str) -> None:
+    """As rank 1 of the network's job, whose rank 0 connects."""
+    found = converse(connection, answer_handshake(network._secret, 1), Deadline(60.0))
+    assert found == Admitted(0, purpose)
+
+
+def test_ranks_of_one_job_read_and_connect(make: Make) -> None:
     store = dist.HashStore()
     one, other = make(store, 0), make(store, 1)
     other.network.engine.expose("heap", torch.full((4,), 7, dtype=torch.uint8))
@@ -97,8 +103,7 @@ def test_ranks_of_two_jobs_do_not_mix(make: Make, tmp_path: Any, how: str) -> No
             options["secret_file"] = str(file)
     mine, theirs = make(stores[0], 0, **secrets[0]), make(stores[1], 1, **secrets[1])
     theirs.network.engine.expose("heap", torch.full((4,), 7, dtype=torch.uint8))
-    where = theirs.network.reception
-    JobStore(stores[0], 60.0).set(_key(1), json.dumps([where.address, where.port]))
+    JobStore(stores[0], 60.0).set(_key(1), json.dumps(theirs.network.address))
     for reach in (lambda: read(mine, 1), lambda: mine.network.dial(1, "link 0.a")):
         with pytest.raises(PeerLostError, match=r"rank 0, .* rank 1.*(secret|another job)") as caught:
             reach()
@@ -110,14 +115,13 @@ def test_ranks_of_two_jobs_do_not_mix(make: Make, tmp_path: Any, how: str) -> No
 def test_a_rank_at_another_ones_address_is_refused(make: Make) -> None:
     store = dist.HashStore()
     one, other = make(store, 0), make(store, 1)
-    where = other.network.reception
-    JobStore(store, 60.0).set(_key(2), json.dumps([where.address, where.port]))
+    JobStore(store, 60.0).set(_key(2), json.dumps(other.network.address))
     with pytest.raises(PeerLostError, match="connecting to rank 2 at .*: rank 1 answers there"):
         one.network.dial(2, "link 0.a")
 
 
 def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
-    """It may be overrun by visitors without the secret, or this process was stopped in the midst of its admission."""
+    """It may have too many connections pending, or this process was stopped in the middle of the handshake."""
     store = dist.HashStore()
     one = make(store, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -128,7 +132,7 @@ def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
                 listener.accept()[0].close()
             connection, _ = listener.accept()
             with connection:
-                assert admit(connection, "server", one.network._secret, 1, purpose="link 0.a", timeout_s=60.0) == 0
+                admit(connection, one.network, "link 0.a")
                 connection.sendall(b"well")
 
         server = threading.Thread(target=serve)
@@ -139,7 +143,7 @@ def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_a_rank_that_is_stopped_for_longer_than_an_admission_takes_is_asked_again(
+def test_a_rank_that_is_stopped_for_longer_than_a_handshake_takes_is_asked_again(
     make: Make, monkeypatch: pytest.MonkeyPatch, engine: bool
 ) -> None:
     """Its host takes the connection all the same."""
@@ -158,7 +162,7 @@ def test_a_rank_that_is_stopped_for_longer_than_an_admission_takes_is_asked_agai
             monkeypatch.setattr(network, "CONNECT_S", 60.0)
             while True:
                 with listener.accept()[0] as connection, contextlib.suppress(OSError):  # of one that is given up
-                    assert admit(connection, "server", one.network._secret, 1, purpose=purpose, timeout_s=60.0) == 0
+                    admit(connection, one.network, purpose)
                     if engine:
                         connection.recv(1 << 12)
                         connection.sendall(LENGTH.pack(4))
@@ -183,7 +187,7 @@ def test_who_cannot_be_reached_is_named(make: Make) -> None:
     JobStore(store, 60.0).set(_key(1), json.dumps(["127.0.0.1", port]))
     with pytest.raises(PeerLostError, match=rf"rank 0, connecting to rank 1 at 127.0.0.1:{port}: .*Settings\(address="):
         one.network.dial(1, "link 0.a")
-    one.network._store.timeout_s = 0.1
+    one.network.store.timeout_s = 0.1
     with pytest.raises(WaitTimeoutError, match="rank 0, waiting for rank 3 to listen for other hosts") as caught:
         one.network.dial(3, "link 0.a")
     assert caught.value.culprit == 3
@@ -200,21 +204,34 @@ def test_who_cannot_be_reached_is_named(make: Make) -> None:
 def test_a_rank_that_cannot_listen_is_told_what_helps(code: int, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if code != errno.EADDRNOTAVAIL:
 
-        def reception(*unused: object) -> None:
+        def no_socket(*unused: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(network, "Reception", reception)
+        monkeypatch.setattr(network, "bind_tcp", no_socket)
     with pytest.raises(
         UnsupportedError, match=rf"rank 5 cannot listen at 192.0.2.77 \(.*{os.strerror(code)}\); {cure}$"
     ):
-        HostNetwork(dist.HashStore(), 5, Settings(address="192.0.2.77"))
+        HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 5, Settings(address="192.0.2.77"))
 
 
 def test_another_limit_than_the_first_is_refused_and_the_default_is_none(make: Make) -> None:
     one = make(dist.HashStore(), 0, lost_after_s=20.0).network
     engine: Any = one.engine
     assert one.lost_after_s == engine._connections._lost_after_s == engine._server._lost_after_s == 20.0
-    one.refuse_others(Settings())
-    one.refuse_others(Settings(lost_after_s=20.0))
+    one.open(Settings())
+    one.open(Settings(lost_after_s=20.0))
     with pytest.raises(UnsupportedError, match="rank 0 listens already, with lost_after_s=20.0 and not 30.0"):
-        one.refuse_others(Settings(lost_after_s=30.0))
+        one.open(Settings(lost_after_s=30.0))
+
+
+def test_a_listener_that_no_root_uses_yet_suits_all_that_would_listen_alike() -> None:
+    """It was made for the watch, by the settings of the first module that was sharded."""
+    chosen = Settings(address="127.0.0.1")
+    one = HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 0, chosen)
+    assert one.suits(Settings()) and one.suits(dataclasses.replace(chosen, lost_after_s=20.0))
+    assert not one.suits(Settings(address="127.0.0.2")) and not one.suits(Settings(secret_file="another"))
+    one.open(Settings(lost_after_s=20.0, engine="sockets"))
+    assert one.lost_after_s == 20.0
+    with pytest.raises(UnsupportedError, match="with address='127.0.0.1' and not '127.0.0.2'"):
+        one.open(Settings(address="127.0.0.2"))
+    one.close()

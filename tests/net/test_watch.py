@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import threading
 import time
@@ -17,10 +16,12 @@ import torch.distributed as dist
 from odc.deadlines import Deadline
 from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
 from odc.net import JobStore, network
-from odc.net.admission import admit
-from odc.net.frames import Frame, FrameKind
+from odc.net.conversation import converse
+from odc.net.handshake import begin_handshake
+from odc.net.messages import PushCounts, Watching, encode
+from odc.net.network import HostNetwork
+from odc.net.reactor import Reactor
 from odc.net.store import failure
-from odc.protocol.words import Word
 from odc.settings import Settings
 
 WORLD = 4
@@ -29,31 +30,22 @@ Make = Callable[[int], "Rank"]
 
 
 class Rank:
-    """A rank's watch, with a thread that does the daemon's part; it holds nothing else."""
+    """A rank's network and watch, with a loop of its own."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.ended: list[tuple[int, str, int]] = []
         self.noticed = threading.Condition()
         around = sorted({(rank - 1) % WORLD, (rank + 1) % WORLD})
         settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S, lost_after_s=20.0)
-        self.watch = HostWatch(store, rank, around, settings, self._end)
-        self._awake, self._stop = os.eventfd(0), False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._reactor = Reactor(f"rank {rank}", lambda error: None, self._close)
+        self.network = HostNetwork(self._reactor, store, rank, settings)
+        self.watch = HostWatch(self._reactor, self.network, around, 20.0, self._end)
+        self._good_bye = True
 
     def _end(self, *what: Any) -> None:
         with self.noticed:
             self.ended.append(what)
             self.noticed.notify_all()
-
-    def _run(self) -> None:
-        with select.epoll() as epoll:
-            for fd in (self._awake, self.watch.fileno(), self.watch.reception.fileno()):
-                epoll.register(fd, select.EPOLLIN)
-            while not self._stop:
-                epoll.poll()
-                self.watch.reception.answer()
-                self.watch.answer()
 
     def watches(self, *ranks: int) -> None:
         """Wait until it watches these neighbours, and no others."""
@@ -69,12 +61,13 @@ class Rank:
 
     def end(self, *, good_bye: bool) -> None:
         """End as a process that shuts down, or as one that is killed."""
-        if not self._stop:
-            self._stop = True
-            os.eventfd_write(self._awake, 1)
-            self._thread.join()
-            self.watch.leave() if good_bye else self.watch.close()
-            os.close(self._awake)
+        if self._reactor.alive():
+            self._good_bye = good_bye
+            self._reactor.stop(PATIENCE_S)
+
+    def _close(self) -> None:
+        self.network.close()
+        self.watch.leave() if self._good_bye else self.watch.close()
 
 
 @pytest.fixture
@@ -105,7 +98,7 @@ def ring(make: Make) -> list[Rank]:
 def limits(rank: Rank) -> set[int]:
     """Milliseconds of silence after which the kernel ends its connections to neighbours."""
     option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    return {one.link._connection.getsockopt(*option) for one in rank.watch._connected.values()}
+    return {one.link._connection.getsockopt(*option) for one in rank.watch._connected}
 
 
 def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(make: Make) -> None:
@@ -183,27 +176,27 @@ def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
 
 def test_only_neighbours_with_the_secret_are_heard(make: Make) -> None:
     one = make(0)
-    where = one.watch.reception.address, one.watch.reception.port
+    where, secret = one.network.address, one.network._secret
     for purpose, rank in ((PURPOSE, 2), ("link 0.a", 1)):
         with socket.create_connection(where) as connection:
-            admit(connection, "client", one.watch._secret, rank, purpose=purpose, timeout_s=PATIENCE_S)
+            converse(connection, begin_handshake(secret, rank, purpose), Deadline(PATIENCE_S))
             assert connection.recv(1) == b""
     with socket.create_connection(where) as connection:
-        admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
-        connection.sendall(Frame(FrameKind.WORD, Word.LEFT, 0).encode())
+        converse(connection, begin_handshake(secret, 1, PURPOSE), Deadline(PATIENCE_S))
+        connection.sendall(encode(Watching(until_now=0)))
         one.watches(1)
-        connection.sendall(Frame(FrameKind.COUNTS, body=b"12345678").encode())
+        connection.sendall(encode(PushCounts(0, (1,))))
         (ended,) = one.until_ended(1)
-        assert "is broken (a frame of kind 4" in ended[1]
+        assert "is broken (a message of kind 4" in ended[1]
 
 
 def test_a_connection_that_ends_before_a_word_is_no_death(make: Make) -> None:
     """As of a rank that shuts down while it connects."""
     one, other = make(0), make(3)
     one.watches(3)
-    where = one.watch.reception.address, one.watch.reception.port
+    where, secret = one.network.address, one.network._secret
     with socket.create_connection(where) as connection:
-        admit(connection, "client", one.watch._secret, 1, purpose=PURPOSE, timeout_s=PATIENCE_S)
+        converse(connection, begin_handshake(secret, 1, PURPOSE), Deadline(PATIENCE_S))
         assert connection.recv(64), "it has been taken"
     other.end(good_bye=False)
     assert [rank for rank, *_ in one.until_ended(3)] == [3]
