@@ -109,6 +109,19 @@ class Worker:
             self._thread.join(within_s)
 
 
+def in_background(name: str, work: Callable[[], None]) -> None:
+    """Do `work` on a thread of this name that ends with it; an error goes to `threading.excepthook`."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            found = type(error), error, error.__traceback__, threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs(found))
+
+    Worker(name).submit(Job(guarded))
+
+
 def _work(jobs: queue.SimpleQueue[Job[Any] | None], room: threading.Semaphore | None) -> None:
     while (job := jobs.get()) is not None:
         if room is not None:

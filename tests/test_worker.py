@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from odc.worker import Job, Worker
+from odc.worker import Job, Worker, in_background
 
 
 @pytest.fixture
@@ -194,6 +194,25 @@ def test_close_lets_what_was_submitted_run_and_waits_no_longer_than_asked() -> N
     gate.open.set()
     last.wait()
     assert seen == [1]
+
+
+def test_work_in_the_background_ends_its_thread_and_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, seen = Gate(), list[tuple[str, type[BaseException]]]()
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        assert args.thread is not None
+        seen.append((args.thread.name, args.exc_type))
+
+    def work() -> None:
+        gate()
+        fail()
+
+    monkeypatch.setattr(threading, "excepthook", note)
+    in_background("test-once", work)
+    (thread,) = thread_named("test-once")
+    gate.open.set()
+    thread.join(60.0)
+    assert not thread.is_alive() and seen == [("test-once", KeyError)]
 
 
 def test_a_finalizer_may_close_a_worker_wherever_its_thread_is() -> None:

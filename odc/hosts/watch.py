@@ -29,6 +29,7 @@ from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
 from odc.net.store import announce_failure
 from odc.protocol.peers.board import REASON_BYTES
+from odc.worker import in_background
 
 PURPOSE = "watch"
 _LIMITS: dict[type[Message], int] = {Watching: 0, RankEnded: REASON_BYTES}
@@ -80,7 +81,7 @@ class HostWatch:
         network.expect(PURPOSE, self._welcome)
         close_after_fork(self)
         network.store.set(_key(self._rank), json.dumps(network.address))
-        threading.Thread(target=self._dial, name="odc-watch", daemon=True).start()
+        in_background("odc-watch", self._dial)
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
@@ -161,8 +162,8 @@ class HostWatch:
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
         self.tell(rank, reason, named)
         # The daemon, on whose thread this is, must not wait for the store.
-        arguments = (self._network.store.within(STORE_ENDING_S), reason, named)
-        threading.Thread(target=announce_failure, args=arguments, name="odc-watch", daemon=True).start()
+        store = self._network.store.within(STORE_ENDING_S)
+        in_background("odc-watch", functools.partial(announce_failure, store, reason, named))
 
     def _cut_off(self, rank: int) -> tuple[int, int]:
         """Of this rank and the neighbour `rank`, between which the network has been cut: the one to name, the other."""

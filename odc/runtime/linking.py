@@ -16,7 +16,7 @@ from odc.net.network import HostNetwork
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
-from odc.worker import Job, Worker
+from odc.worker import in_background
 
 
 class HostMeeting:
@@ -45,8 +45,7 @@ class HostMeeting:
         """Have the links made. Waits for nobody: a thread does, and ends the job if a partner does not come up."""
         partners = [member for member in self._grid.partners if self._grid.host(member) < self._grid.here]
         if partners:
-            worker = Worker("odc-link")  # which ends with the job
-            worker.submit(Job(lambda: self._visit(rendezvous, partners)))
+            in_background("odc-link", lambda: self._visit(rendezvous, partners))
 
     def _visit(self, rendezvous: Rendezvous, partners: list[int]) -> None:
         try:

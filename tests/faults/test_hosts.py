@@ -1,4 +1,4 @@
-"""Ranks on two hosts, one of which dies, is cut off or is stopped: every rank learns what happened, and whom it hit."""
+"""Faults over hosts that the table has no row for: short ones that the job outlives, and what torchrun prints last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.failing import assert_all_noticed, backward, end, job, until_watched
+from support.faults import Fault, train
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import next_token_loss, tokens
@@ -26,23 +27,6 @@ def two() -> Iterator[Hosts]:
     need_hosts()
     with Hosts(2) as hosts:
         yield hosts
-
-
-def train_on(rank: int, world: int, steps: int) -> int:
-    """Train with unequal counts and an evaluation after each step."""
-    torch.manual_seed(0)
-    model, optimizer = job(rank, world, settings=Settings(timeout_s=600.0))
-    for step in range(steps):
-        with model.minibatch():
-            for i in range((rank + step) % 3):
-                backward(model, rank, step, i)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(tokens(rank, step, 7))
-        if step == 1:
-            tell("trains")
-    return steps
 
 
 def trained(job: HostRanks) -> None:
@@ -132,7 +116,7 @@ def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tm
 
 @pytest.mark.thorough
 def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
-    with spawn_on_hosts(two, 2, train_on, 60) as job:
+    with spawn_on_hosts(two, 2, train, Fault("host", "stop", "any", "", hosts=2, world=4), 60) as job:
         trained(job)
         for rank in (2, 3):
             job.signal(rank, signal.SIGSTOP)
@@ -141,7 +125,7 @@ def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
         for rank in (2, 3):
             job.signal(rank, signal.SIGCONT)
         outcomes = end(job, [])
-    assert [outcome.value for outcome in outcomes] == [60] * WORLD, [outcome.describe() for outcome in outcomes]
+    assert [outcome.exit_code for outcome in outcomes] == [0] * WORLD, [outcome.describe() for outcome in outcomes]
 
 
 def claim_on(rank: int, world: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -76,9 +77,14 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
     return [thread.name for thread in threads], alone
 
 
-def test_no_thread_runs_while_nothing_is_asked(host_ranks: HostPools) -> None:
+def test_threads_are_as_documented_and_none_runs_while_nothing_is_asked(host_ranks: HostPools) -> None:
+    """One unit is never fetched ahead: with more, `odc-fetch` comes on top."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"`(odc-[a-z]+)`", page.partition("## Threads of a rank")[2].partition("\n## ")[0])
     for names, alone in host_ranks(2, 2).run(idle):
-        assert {"odc-server", "odc-store", "odc-departures", "odc-reads-0"} <= set(names), names
+        assert {"odc-server", "odc-store", "odc-reads-0"} <= set(names), names
+        assert {name.rstrip("-0123456789") for name in names} <= set(listed), names
+        assert len(names) <= 7, names
         assert not alone
 
 

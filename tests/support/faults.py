@@ -94,7 +94,7 @@ class Fault:
 
     @property
     def settings(self) -> Settings:
-        return Settings(timeout_s=DEADLINE_S if self.hangs else 600.0)
+        return Settings(timeout_s=DEADLINE_S if self.hangs and self.when != "any" else 600.0)
 
 
 def stop() -> None:
