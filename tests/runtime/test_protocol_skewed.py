@@ -63,6 +63,8 @@ def minibatches(endpoint: Endpoint, epochs: int, seed: int, nap: Callable[[float
             found = layout.peer(me).accumulator(unit).clone()
             sums = set(found.tolist())
             assert sums == {expected}, f"member {me}, epoch {epoch}: {sums} instead of {expected}"
+        endpoint.protocol.complete()
+        endpoint.protocol.read_all()
         dirty, last, total = counts != last, counts, total + count
     assert last[me] == total, "every push was counted"
     return total

@@ -122,7 +122,6 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
     draw, found = random.Random(rank), list[list[int]]()
     try:
         for epoch in range(1, epochs + 1):
-            endpoint.protocol.await_done(epoch - 1)
             endpoint.shards.publish([[torch.zeros(4)]], [False])
             assert endpoint.queue is not None
             endpoint.queue.offer([made(rank, epoch, i) for i in range(count)])
@@ -134,7 +133,9 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
                 if draw.random() < 0.1:
                     time.sleep(draw.random() / 500)
             endpoint.done(Outcome.TRAINED)
-        endpoint.protocol.await_done(epochs)
+            endpoint.protocol.await_done(epoch)
+            endpoint.protocol.complete()
+            endpoint.protocol.read_all()
         dist.barrier()
         return found
     finally:
