@@ -112,7 +112,7 @@ class NodeCache:
     """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`.
 
     The cache has room for every unit. So over hosts a thread reads ahead in the order of the last epoch, from this
-    rank's first use of a unit on: the network is not idle while ranks compute. It waits for nobody, and claims what it
+    rank's first use of a unit on: the network is not idle while ranks compute. It does not wait, and claims what it
     reads.
     """
 
@@ -184,7 +184,7 @@ class NodeCache:
         self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, nap)
 
     def close(self) -> None:
-        """End the thread. Waits for nobody."""
+        """End the thread. Does not wait."""
         self._closed = True
         self._worker.close()
 

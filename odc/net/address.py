@@ -20,7 +20,7 @@ def own_address(store: Any, address: str = "") -> str:
     if hosted_at is None:
         name = type(underlying(store)).__name__
         raise UnsupportedError(
-            f"this host's address cannot be told from a {name}; set Settings(address=...) on each host"
+            f"cannot determine this host's address from a {name}; set Settings(address=...) on each host"
         )
     host, port = hosted_at
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)

@@ -52,10 +52,10 @@ class OtherHosts(Protocol):
     def up(self, partner: int) -> bool:
         """Whether everything that this rank says from now on reaches `partner`."""
 
-    def tell_counts(self, counts: torch.Tensor) -> None:
+    def send_counts(self, counts: torch.Tensor) -> None:
         """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
 
 
@@ -65,10 +65,10 @@ class NoOtherHosts:
     def up(self, partner: int) -> bool:
         return True
 
-    def tell_counts(self, counts: torch.Tensor) -> None:
+    def send_counts(self, counts: torch.Tensor) -> None:
         return
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         return
 
 
@@ -261,7 +261,7 @@ class MemberProtocol:
             self.await_published((member,))
             if not self.grid.is_remote(member):
                 self.layout.local(member).pushes(self.grid.me).copy_(counts)
-        self.links.tell_counts(counts)
+        self.links.send_counts(counts)
 
     def await_links(self) -> None:
         """Wait until this rank is linked to every other host, so that they learn of its DONE whenever it ends."""
