@@ -80,7 +80,7 @@ class Links:
         self._refreshed = 0.0
         self._sizes: dict[str, int] = {}  # words of the regions that an arena mirrors
         self._stored: Callable[[], Collection[Message]] = tuple  # all words of the arena
-        layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
+        layout.pushed_board.stored, layout.pushed_board.refresh = self.stored, self.refresh
         self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # called with SUMMED of a member, by epoch
 
     def mirror(self, sizes: dict[str, int], stored: Callable[[], Collection[Message]]) -> None:
@@ -114,7 +114,7 @@ class Links:
         words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
         return messages + [StoredWord(word, board.load(word)) for word in (*words, *_LAST)]
 
-    def told(self, index: int, value: int) -> None:
+    def stored(self, index: int, value: int) -> None:
         """This rank has stored a word."""
         if index in _SEEN_BY_ALL:
             self._send_all(*self._explained(index, value))
@@ -338,7 +338,7 @@ class Links:
             self._closed = True
             self._mark_final()
             board = self._layout.pushed_board
-            board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
+            board.stored, board.refresh = _nothing, _nothing  # they held this object, and it the heap
             self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()

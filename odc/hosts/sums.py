@@ -130,8 +130,8 @@ class SumsReader:
         """Return when no thread reads what was announced in this epoch, and none will. On the main thread."""
         with self._changing:
             self._over = self._protocol.epoch
-        nap = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, nap)
+        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, pause)
 
     def _read_waiting(self) -> None:
         """On the worker's thread."""

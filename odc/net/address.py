@@ -12,7 +12,7 @@ from odc.net.store import store_address, underlying
 def own_address(store: Any, address: str = "") -> str:
     """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached.
 
-    `store` is torch's. Raises UnsupportedError where that cannot be told.
+    `store` is torch's. Raises UnsupportedError where that cannot be determined.
     """
     if address:
         return address
