@@ -25,7 +25,7 @@ class Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
-        self._claim = threading.Lock()  # taken once, by whoever runs the work
+        self._claim = threading.Lock()  # taken once, by the thread that runs the work
         self._done = threading.Event()
         self._value: T | None = None
         self.error: BaseException | None = None

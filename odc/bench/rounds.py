@@ -1,6 +1,6 @@
 """Timing actions on every rank at once, in turn with what they are measured against.
 
-In each round every action runs once after an untimed meeting of all ranks, and the slowest rank's time counts.
+In each round every action runs once after an untimed barrier of all ranks, and the slowest rank's time counts.
 
 On CUDA an action that only enqueues work has a second time, the device's: a kernel that spins holds the device back
 until everything is enqueued, and events are recorded around it. Ranks that share a device take turns on it, which only

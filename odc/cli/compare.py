@@ -16,7 +16,7 @@ from typer import Option
 
 from odc.arms import ARM_NAMES
 from odc.cli.options import options_from
-from odc.cli.torchrun import told_by_torchrun, under_torchrun
+from odc.cli.torchrun import given_by_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import DEFAULT_ARMS, JobConfig
 
@@ -74,7 +74,7 @@ def compare(
     folder = Path(output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
     path = Path(json or folder / "compare.json")
     if under_torchrun():
-        job |= told_by_torchrun(job)
+        job |= given_by_torchrun(job)
     in_folder = partial(_comparison, job, tuple(name.strip() for name in arms.split(",")), repeats, skip)
     if not under_torchrun():
         config = in_folder(folder, say)

@@ -111,8 +111,8 @@ def _option(one: Field[Any], hint: Any, text: str, optional: bool) -> Parameter:
     flag = one.metadata.get("flag", f"--{one.name.replace('_', '-')}")
     if default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    text, _, told = text.removesuffix(")").partition(" (default: ")
-    shown: Any = told or default is not None or ("the demo's, else needed" if optional else "none")
+    text, _, stated = text.removesuffix(")").partition(" (default: ")
+    shown: Any = stated or default is not None or ("the demo's, else needed" if optional else "none")
     option = typer.Option(flag, help=text, rich_help_panel=one.metadata.get("panel"), show_default=shown)
     annotation: Any = Annotated[kind | None if default is None else kind, option]
     return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

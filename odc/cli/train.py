@@ -11,7 +11,7 @@ from typer import Option
 
 from odc.arms import PLANS
 from odc.cli.options import options_from
-from odc.cli.torchrun import told_by_torchrun, under_torchrun
+from odc.cli.torchrun import given_by_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 
@@ -70,14 +70,14 @@ def _say_what_is_lost(config: JobConfig) -> None:
 def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The configuration, with torchrun's number of ranks where it started this process; else says what starts."""
     if under_torchrun():
-        return kind(**(given | told_by_torchrun(given)))
+        return kind(**(given | given_by_torchrun(given)))
     config = kind(**given)
     print(f"odc {command}: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     return config
 
 
 def carry_out_job(run: Callable[[Any], Any], run_rank: Callable[[Any], Any], job: Any) -> None:
-    """Runs all ranks of a job, or under torchrun this one, whose error torchrun is told; prints a summary once."""
+    """Runs all ranks of a job, or under torchrun this one, whose error goes to torchrun; prints a summary once."""
     if not under_torchrun():
         print(run(job)[0].summary())
         return

@@ -107,7 +107,7 @@ def peers() -> str:
     died = not handle.alive()
     handle.close()
     if not (lived and died):
-        raise Broken("a process's life and death cannot be told")
+        raise Broken("a process's life and death cannot be observed")
     _pass_a_descriptor()
     try:
         ask(daemon(0).address, {"op": "status"}, 5.0)

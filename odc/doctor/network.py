@@ -1,6 +1,6 @@
 """Probes of what joins hosts: interfaces, RDMA devices, NIXL, and which engine odc would read with here.
 
-One host needs none of it. Nothing is sent: whether hosts reach each other, and how fast, only a run can tell
+One host needs none of it. Nothing is sent: whether hosts reach each other, and how fast, only a run can show
 (docs/hosts.md).
 """
 

@@ -35,7 +35,7 @@ def gather_results(
     Args:
         rows: any number of rows of this rank, made of plain values (see `plain.PlainMessage.add`).
         index: index of each row: numbers, strings or tuples of them that compare with each other. Tuples such as
-            (task, doc_id, filter, repeat) tell apart the rows of one document.
+            (task, doc_id, filter, repeat) distinguish the rows of one document.
         expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
             first rank.
         allow_missing: accept that expected rows are missing (a budget ran out).

@@ -99,8 +99,8 @@ def recorded_stalls(compute: torch.cuda.Stream | None) -> Iterator[None]:
     """Records as a WAIT every time the stream `compute` is made to wait for another stream's event; None records none.
 
     FSDP2 does so where it needs what a collective has gathered, and where it needs a collective's buffer or result. The
-    `unit` of the WAIT is then the lane of the collectives of that stream, by which `split_waits` tells waiting for late
-    ranks from transfer. Replaces two methods of `torch.cuda.Stream` for the process, since each call makes its own
+    `unit` of the WAIT is then the lane of the collectives of that stream, by which `split_waits` separates waiting for
+    late ranks from transfer. Replaces two methods of `torch.cuda.Stream` for the process, since each call makes its own
     stream object; the recorder must be timed by the device (`DeviceClock`).
     """
     if compute is None:

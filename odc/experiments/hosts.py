@@ -41,7 +41,7 @@ class HostTeam:
         self._timeout_s = timeout_s
         self._mail = Mailbox(store, range(count), number, timeout_s, "odc/compare/", kind="host", task="the comparison")
         self._others = [host for host in range(count) if host != number]
-        self._meeting: Any = None  # host 0: the store of the present run
+        self._run_store: Any = None  # host 0: the store of the present run
 
     @classmethod
     def of_torchrun(cls, timeout_s: float = 600.0) -> HostTeam:
@@ -104,8 +104,8 @@ class HostTeam:
                 self._mail.receive(host, f"host {host} to be ready for run {run + 1}", longest)
             stores: Any = dist
             patience = timedelta(seconds=self._timeout_s)
-            self._meeting = stores.TCPStore(self.address, 0, is_master=True, timeout=patience, wait_for_workers=False)
-            port = int(self._meeting.port)
+            self._run_store = stores.TCPStore(self.address, 0, is_master=True, timeout=patience, wait_for_workers=False)
+            port = int(self._run_store.port)
             for host in self._others:
                 self._mail.send(host, str(port).encode(), "the port of a run")
         else:

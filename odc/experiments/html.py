@@ -67,7 +67,7 @@ def _pictures(figures: Mapping[str, Any], timeline: Path | None) -> Iterator[str
         "image/svg+xml",
         _steps_chart(figures),
         f"Steps from {figures['skipped_steps'] + 1} on, in the order of training{over}. Arms run the same samples in "
-        "the same step. A bubble is missing where the arm's spans do not tell it.",
+        "the same step. A bubble is missing where the arm's spans do not show it.",
     )
     if timeline is not None:
         caption = "What each rank did when. Every panel starts at 0 and all share one scale."

@@ -34,7 +34,7 @@ from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
 from odc.net import JobStore, announce_failure
 from odc.protocol import RootState, Word
-from odc.runtime import abort_arenas, tell_hosts
+from odc.runtime import abort_arenas, report_to_hosts
 
 _process = 0  # that the hooks were installed in; they do nothing in its forked children
 _store: weakref.ref[Any] | None = None  # of the job; it must not outlive its process group for this
@@ -152,7 +152,7 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
             abort_arenas(reason, culprit)
         store = _store() if _store is not None else None
         if store is not None and (roots or thread is None):
-            tell_hosts(reason, culprit)
+            report_to_hosts(reason, culprit)
             announce_failure(JobStore(store, STORE_ENDING_S), reason, culprit)
 
 

@@ -124,7 +124,7 @@ class Root:
     def shut_down(self, note: str = "") -> Callable[[], None]:
         """Shut down in good order; the modules must not be run any more. Does not wait. Idempotent.
 
-        `note` goes into the error of a peer that waits for this rank in vain. Returns `Departure.wait`.
+        `note` goes into the error of a peer that waits for this rank in vain. Returns `HeapRelease.wait`.
         """
         self._note.append(note)
         return self._end() or (lambda: None)

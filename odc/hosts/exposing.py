@@ -13,14 +13,14 @@ from odc.net.network import HostNetwork
 from odc.protocol.layout import HeapLayout
 from odc.protocol.words import Word
 
-#: The words of the board that a reader outside the job needs, and is told.
+#: The words of the board that a reader outside the job needs, and receives.
 READER_WORDS = (Word.PUBLISHED, Word.PUBLISHING, Word.PROGRESS, Word.ABORT, Word.LEFT)
 #: These words and the digest of the heap's layout. Why the job ended follows as text.
 BOARD = struct.Struct(f"!{len(READER_WORDS)}q64s")
 
 
 def board_name(identity: str) -> str:
-    """Under which a member answers a reader how it fares."""
+    """The name under which a member serves its board to readers."""
     return f"{identity}/board"
 
 
@@ -29,7 +29,7 @@ class ExposedHeap:
 
     `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
     exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the published
-    shards and are told `READER_WORDS`; every other byte of the heap is refused.
+    shards and receive `READER_WORDS`; every other byte of the heap is refused.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ExposedHeap:
         if layout.units and isinstance(layout.heap, ShmHeap):
             self._names.append(board_name(identity))
             network.engine.answer(board_name(identity), functools.partial(_board, layout))
-            network.expect(export_purpose(identity), self._visited)
+            network.expect(export_purpose(identity), self._accepted)
 
-    def _visited(self, connection: socket.socket, rank: int) -> None:
+    def _accepted(self, connection: socket.socket, rank: int) -> None:
         """By a reader; on the daemon's thread."""
         self._network.engine.adopt(connection, rank, only=self._readable)
 

@@ -2,8 +2,8 @@
 
 This rank pushes its words there as it stores them, each once a host, with the texts and counts that explain them before
 them in the same stream. What arrives goes into the mirror in this rank's heap, where every rank of this host looks. The
-daemon reads; whoever stores a word writes, which never waits for long: the kernel's buffer takes more than an epoch's
-words. A link that breaks ends the job.
+daemon reads; the thread that stores a word writes, which never waits for long: the kernel's buffer takes more than an
+epoch's words. A link that breaks ends the job.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Links:
     ) -> None:
         self._layout, self._grid, self._abort, self._lost_after_s = layout, layout.grid, abort, lost_after_s
         self._links: dict[int, HostLink] = {}
-        # Reentrant: the garbage collector may end a root, which tells the others, while this thread tells something.
+        # Reentrant: the garbage collector may end a root, which sends to the others, while this thread sends.
         self._changing = threading.RLock()
         self._closed = False
         self._refreshed = 0.0
         self._sizes: dict[str, int] = {}  # words of the regions that an arena mirrors
         self._stored: Callable[[], Collection[Message]] = tuple  # all words of the arena
-        layout.pushed_board.told, layout.pushed_board.refresh = self.told, self.refresh
-        self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # told SUMMED of a member, by epoch
+        layout.pushed_board.stored, layout.pushed_board.refresh = self.stored, self.refresh
+        self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # called with SUMMED of a member, by epoch
 
     def mirror(self, sizes: dict[str, int], stored: Callable[[], Collection[Message]]) -> None:
         """Carry an arena's words too, so many of each region; `stored` are all that this rank has stored. Before any
@@ -95,7 +95,7 @@ class Links:
         return partner in self._links
 
     def add(self, partner: int, connection: socket.socket) -> HostLink | None:
-        """Use an admitted connection to `partner`: tell it how this rank fares. None if there is a link already."""
+        """Use an admitted connection to `partner`: send it this rank's state. None if there is a link already."""
         link = HostLink(partner, connection, self._lost_after_s)
         with self._changing:
             if self._closed or partner in self._links:
@@ -114,10 +114,10 @@ class Links:
         words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
         return messages + [StoredWord(word, board.load(word)) for word in (*words, *_LAST)]
 
-    def told(self, index: int, value: int) -> None:
+    def stored(self, index: int, value: int) -> None:
         """This rank has stored a word."""
         if index in _SEEN_BY_ALL:
-            self._tell(*self._explained(index, value))
+            self._send_all(*self._explained(index, value))
         elif index == Word.PROGRESS:
             self.refresh()
         elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
@@ -135,7 +135,7 @@ class Links:
         return messages
 
     def refresh(self) -> None:
-        """Tell what others look at only when they have waited for long, or for `odc status`; a few times a second."""
+        """Send what others read only when they have waited for long, or for `odc status`; a few times a second."""
         if time.monotonic() - self._refreshed >= LINK_REFRESH_S:
             self._refresh()
 
@@ -148,13 +148,13 @@ class Links:
                 if link.room(0):  # or the other end has been stopped for long, and reads the next ones
                     self._send(link, *messages)
 
-    def tell_counts(self, counts: torch.Tensor) -> None:
+    def send_counts(self, counts: torch.Tensor) -> None:
         """Waits where another host has been stopped, and for as long."""
         for first in range(0, len(counts), _COUNTS):
             some = PushCounts(first, tuple(counts[first : first + _COUNTS].tolist()))
             for link in list(self._links.values()):
                 self._await_room(link, 8 * len(some.values))
-            self._tell(some)
+            self._send_all(some)
 
     def _await_room(self, link: HostLink, nbytes: int) -> None:
         timeout_s, backoff = self._layout.settings.timeout_s, Backoff(LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S)
@@ -165,17 +165,17 @@ class Links:
                 return
             backoff.sleep()
 
-    def tell_host(self, host: int, message: Message) -> None:
+    def send_to_host(self, host: int, message: Message) -> None:
         """Send to one host; one that is not linked yet learns of it when it is, by `stored`."""
         with self._changing:
             link = self._links.get(self._grid.partner(host))
             if link is not None:
                 self._send(link, message)
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        self._tell(ReadableSums(epoch, tuple(itertools.chain.from_iterable(counts.items()))))
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        self._send_all(ReadableSums(epoch, tuple(itertools.chain.from_iterable(counts.items()))))
 
-    def _tell(self, *messages: Message) -> None:
+    def _send_all(self, *messages: Message) -> None:
         with self._changing:
             for link in list(self._links.values()):
                 self._send(link, *messages)
@@ -184,7 +184,7 @@ class Links:
         try:
             link.send(*messages)
         except _DEAD:
-            return  # whoever reads from it finds out whether the other end had shut down before
+            return  # the reading thread finds out whether the other end had shut down before
         except OSError as error:
             self._lost(link, error)
 
@@ -206,7 +206,7 @@ class Links:
         def read() -> bool:
             nonlocal heard
             try:
-                # Once: the daemon calls again if there is more, and sees to everybody else before.
+                # Once: the daemon calls again if there is more, and serves all others before.
                 data = link.receive()
                 if data == b"":
                     raise ConnectionResetError("end of the stream")
@@ -249,8 +249,8 @@ class Links:
     def missed(self, partner: int, why: str = "") -> None:
         """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
 
-        The job goes on, because roots that were built and never run may be shut down at any time. Whoever waits for it
-        is told.
+        The job goes on, because roots that were built and never run may be shut down at any time. A rank that waits for
+        it gets the error.
         """
         with self._changing:
             if self._closed:  # the mirror's memory may be gone
@@ -260,7 +260,7 @@ class Links:
             peer.board.store(Word.LEFT, 1)
 
     def ended(self, member: int, reason: str, culprit: int) -> None:
-        """End the job, as `member` has ended; unless it has a link to this rank, which tells how it ended."""
+        """End the job, as `member` has ended; unless it has a link to this rank, which reports how it ended."""
         with self._changing:
             if self._closed or member in self._links or member not in self._grid.partners:
                 return
@@ -307,7 +307,7 @@ class Links:
         others = beyond if named == here else here
         reason = (
             f"the host of ranks {self._ranks_on(named)} cannot be reached any more from that of ranks "
-            f"{self._ranks_on(others)} {how} (named as {why}: which side was cut off, or died, cannot be told)"
+            f"{self._ranks_on(others)} {how} (named as {why}: which side was cut off, or died, cannot be known)"
         )
         return reason, min(grid.ranks[member] for host in named for member in grid.on(host))
 
@@ -315,12 +315,12 @@ class Links:
         grid = self._grid
         return ", ".join(str(rank) for rank in sorted(grid.ranks[one] for host in hosts for one in grid.on(host)))
 
-    def unheard(self) -> list[int]:
-        """Partners whose host has not acknowledged all that this rank has said. Hanging up before may lose the rest."""
+    def unacknowledged(self) -> list[int]:
+        """Partners whose host has not acknowledged all that was sent. Disconnecting before may lose the rest."""
         with self._changing:
             return [partner for partner, link in self._links.items() if link.unacknowledged()]
 
-    def _deafen(self) -> None:
+    def _mark_final(self) -> None:
         """Say in the mirrors that they stay as they are, or a rank of this host would wait for what is not heard."""
         mine = self._layout.mine
         culprit = mine.board.load(Word.ABORT)
@@ -336,9 +336,9 @@ class Links:
             if self._closed:
                 return
             self._closed = True
-            self._deafen()
+            self._mark_final()
             board = self._layout.pushed_board
-            board.told, board.refresh = _nothing, _nothing  # they held this object, and it the heap
+            board.stored, board.refresh = _nothing, _nothing  # they held this object, and it the heap
             self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()

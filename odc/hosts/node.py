@@ -112,7 +112,7 @@ class NodeCache:
     """Shards of members of other nodes, read once a node and epoch. Any thread may call `fill`.
 
     The cache has room for every unit. So over hosts a thread reads ahead in the order of the last epoch, from this
-    rank's first use of a unit on: the network is not idle while ranks compute. It waits for nobody, and claims what it
+    rank's first use of a unit on: the network is not idle while ranks compute. It does not wait, and claims what it
     reads.
     """
 
@@ -180,11 +180,11 @@ class NodeCache:
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""
         self._settled = self._protocol.epoch
-        nap = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, nap)
+        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
+        self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, pause)
 
     def close(self) -> None:
-        """End the thread. Waits for nobody."""
+        """End the thread. Does not wait."""
         self._closed = True
         self._worker.close()
 
@@ -221,8 +221,8 @@ class NodeCache:
         def settled() -> bool:
             return cached.load(0) >= epoch or board.load(Word.LEFT) != 0
 
-        nap = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
-        self._protocol.waiter.until(settled, claimer, what, lane=lane, nap=nap, word="CACHED")
+        pause = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
+        self._protocol.waiter.until(settled, claimer, what, lane=lane, pause=pause, word="CACHED")
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
             # no epoch follows one that a rank has left.

@@ -32,14 +32,14 @@ class HostSums:
         self._protocol, self._layout = protocol, protocol.layout
         self._summed = np.array([unit.numel > 0 for unit in self._layout.units], bool)
         self._epoch, self._over = 0, 0  # of `_open`; the newest that the rank's main thread has completed
-        self._open = self._summed.copy()  # units of which nobody was told in this epoch
+        self._open = self._summed.copy()  # units that were not announced in this epoch
         self._before = [0] * len(self._summed)  # by unit: pushes until the end of the last epoch
         self._rounded: dict[int, tuple[int, int]] = {}  # by unit: epoch, and pushes that were in it
         self._rounding = threading.Lock()
 
     def look(self) -> None:
-        """Tell the partners of every unit that all ranks of this host have pushed for the last time. On the daemon's
-        thread, which waits for nobody: what it cannot see yet is read when all is complete.
+        """Announce to the partners every unit that all ranks of this host have pushed for the last time. On the
+        daemon's thread, which does not wait: what it cannot see yet is read when all is complete.
         """
         peers = [self._layout.local(member) for member in self._protocol.grid.local]
         if not all(peer.attached for peer in peers):
@@ -53,12 +53,12 @@ class HostSums:
         with self._rounding:
             if self._over >= epoch:
                 return
-            told = {unit: count for unit, count in counts.items() if count > self._before[unit]}
-            for unit, count in told.items():
+            announced = {unit: count for unit, count in counts.items() if count > self._before[unit]}
+            for unit, count in announced.items():
                 self._round(unit, epoch, count)
                 self._open[unit] = False
-        if told:
-            self._protocol.links.tell_summed(epoch, told)
+        if announced:
+            self._protocol.links.send_summed(epoch, announced)
 
     def complete(self, used: Sequence[bool]) -> None:
         """Round what was not rounded, or has grown since, of the units that are `used`. Before COMPLETE, when all ranks
@@ -94,22 +94,22 @@ class SumsReader:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._partners = {member: number for number, member in enumerate(self._layout.contributors)}
         self._changing = threading.Lock()
-        self._told: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
+        self._announced: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
         self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
         self._waiting: list[tuple[int, int]] = []  # partners and units to be read
         self._over, self._closed = 0, False
         self._worker = Worker("odc-sums")
 
     def told(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
-        """SUMMED of a partner has come. On the daemon's thread; waits for nobody.
+        """SUMMED of a partner has come. On the daemon's thread; does not wait.
 
-        The partner has published the epoch, so this rank has READ the one before: nobody looks at `arrived` any more.
+        The partner has published the epoch, so this rank has READ the one before: `arrived` is not read any more.
         """
         with self._changing:
             if epoch <= self._over or self._closed:
                 return
             for unit, count in counts.items():
-                self._told[partner, unit] = epoch, count
+                self._announced[partner, unit] = epoch, count
                 self._waiting.append((partner, unit))
             self._worker.submit(Job(self._read_waiting))
 
@@ -121,23 +121,23 @@ class SumsReader:
         for partner in sorted(self._partners, key=protocol.grid.steps_to):
             counts = pushes_of(protocol, protocol.grid.host(partner))
             mine = {(partner, unit): (epoch, counts[unit]) for unit in units}
-            protocol.await_sums(partner, functools.partial(_holds, self._told, mine))
+            protocol.await_sums(partner, functools.partial(_holds, self._announced, mine))
             wanted |= mine
         self.drop()
         self._fill(pair for pair, known in wanted.items() if self._read.get(pair) != known)
 
     def drop(self) -> None:
-        """Return when no thread reads what was told in this epoch, and none will. On the main thread."""
+        """Return when no thread reads what was announced in this epoch, and none will. On the main thread."""
         with self._changing:
             self._over = self._protocol.epoch
-        nap = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, nap)
+        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
+        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, pause)
 
     def _read_waiting(self) -> None:
         """On the worker's thread."""
         with self._changing:
             pairs, self._waiting = self._waiting, []
-            known = {pair: self._told[pair] for pair in pairs}
+            known = {pair: self._announced[pair] for pair in pairs}
         if self._closed or not pairs:
             return
         with contextlib.suppress(Exception):  # the main thread reads it again when it comes to it, and raises
@@ -159,10 +159,10 @@ class SumsReader:
                 self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
 
     def close(self) -> None:
-        """End the thread. Waits for nobody."""
+        """End the thread. Does not wait."""
         self._closed = True
         self._worker.close()
 
 
-def _holds(told: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:
-    return all(told.get(pair) == known for pair, known in wanted.items())
+def _holds(announced: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:
+    return all(announced.get(pair) == known for pair, known in wanted.items())

@@ -1,9 +1,9 @@
 """Notices that a rank on another host ends before any root is linked to it.
 
 From its first sharded module on, a rank keeps a connection to the rank with its index on the host before and on the
-host after its own, as torchrun numbers them: a ring of each index. Each end says that it watches, and good-bye as it
-shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that wait
-there. Once a root has a link, that tells of it.
+host after its own, as torchrun numbers them: a ring of each index. Each end announces that it watches, and good-bye as
+it shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that
+wait there. Once a root has a link, the link reports it.
 
 Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. A rank
 that ends before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken
@@ -40,7 +40,7 @@ Ended = Callable[[int, str, int], None]
 
 def neighbours(rank: int) -> list[int]:
     """The ranks with the index of `rank` on the hosts before and after its own; none on one host, or where no launcher
-    has said how many ranks a host has.
+    has published how many ranks a host has.
     """
     world, here = (int(os.environ.get(name) or 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not 0 < here < world or world % here:
@@ -142,7 +142,7 @@ class HostWatch:
     def _take(self, neighbour: _Neighbour, message: Message) -> None:
         match message:
             case RankEnded(rank, culprit, reason):
-                self.tell(rank, reason, culprit)
+                self.report(rank, reason, culprit)
             case Watching(until_now):
                 neighbour.watches, neighbour.left = True, bool(until_now)
 
@@ -160,7 +160,7 @@ class HostWatch:
         else:
             named, other = self._cut_off(rank)
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
-        self.tell(rank, reason, named)
+        self.report(rank, reason, named)
         # The daemon, on whose thread this is, must not wait for the store.
         store = self._network.store.within(STORE_ENDING_S)
         in_background("odc-watch", functools.partial(announce_failure, store, reason, named))
@@ -173,8 +173,8 @@ class HostWatch:
         named, _ = side_to_blame(known - silent, silent, min(known))
         return (rank, self._rank) if rank in named else (self._rank, rank)
 
-    def tell(self, rank: int, reason: str, culprit: int) -> None:
-        """Note that `rank` has ended, and pass it on around the ring. On any thread; waits for nobody."""
+    def report(self, rank: int, reason: str, culprit: int) -> None:
+        """Note that `rank` has ended, and pass it on around the ring. On any thread; does not wait."""
         with self._lock:
             if self._closed or rank in self.dead:
                 return

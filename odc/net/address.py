@@ -12,7 +12,7 @@ from odc.net.store import store_address, underlying
 def own_address(store: Any, address: str = "") -> str:
     """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached.
 
-    `store` is torch's. Raises UnsupportedError where that cannot be told.
+    `store` is torch's. Raises UnsupportedError where that cannot be determined.
     """
     if address:
         return address
@@ -20,7 +20,7 @@ def own_address(store: Any, address: str = "") -> str:
     if hosted_at is None:
         name = type(underlying(store)).__name__
         raise UnsupportedError(
-            f"this host's address cannot be told from a {name}; set Settings(address=...) on each host"
+            f"cannot determine this host's address from a {name}; set Settings(address=...) on each host"
         )
     host, port = hosted_at
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)

@@ -1,7 +1,7 @@
 """One TCP connection to a rank on another host: what is known of its other end, and how its death is noticed.
 
 The kernel's user timeout ends a connection to a host that has vanished, but also one whose other end has been stopped
-until its buffer was full. So whoever sends much, or sends without end, looks at `room` first.
+until its buffer was full. So a thread that sends much, or sends without end, checks `room` first.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class HostLink:
         """Whether the other end has room for so much, and for words after it, though it may not read for long. True
         where the kernel does not say, and where the link is broken.
         """
-        told = self._told()
-        return len(told) < _WINDOW.size or _WINDOW.unpack(told)[0] - self._unacknowledged() >= nbytes + RESERVED
+        info = self._tcp_info()
+        return len(info) < _WINDOW.size or _WINDOW.unpack(info)[0] - self._unacknowledged() >= nbytes + RESERVED
 
     def unacknowledged(self) -> int:
         """Bytes that were sent and have not arrived, as far as this host knows; 0 where the link is broken."""
-        return self._unacknowledged() if self._told() else 0
+        return self._unacknowledged() if self._tcp_info() else 0
 
     def _unacknowledged(self) -> int:
         try:
@@ -74,7 +74,7 @@ class HostLink:
             return 0
         return int(nbytes)
 
-    def _told(self) -> bytes:
+    def _tcp_info(self) -> bytes:
         """The kernel's struct tcp_info; empty where the link is broken."""
         with contextlib.suppress(OSError):
             found = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW.size)
@@ -83,8 +83,8 @@ class HostLink:
 
     def silent(self) -> bool:
         """Whether the other host has been silent for nearly as long as ends a link, or the link has ended."""
-        told = self._told()
-        return len(told) < _HEARD.size or silent_for_long(min(_HEARD.unpack_from(told)) / 1000, self._lost_after_s)
+        info = self._tcp_info()
+        return len(info) < _HEARD.size or silent_for_long(min(_HEARD.unpack_from(info)) / 1000, self._lost_after_s)
 
     def hang_up(self) -> None:
         """Close it; what was acknowledged before can still be read there."""

@@ -19,8 +19,8 @@ def keep_alive(connection: socket.socket, lost_after_s: float) -> None:
 
 
 def keep_engine_alive(connection: socket.socket, lost_after_s: float, *, sends_bulk: bool) -> None:
-    """As `keep_alive`, but later than links, which tell every rank why. The kernel's user timeout would also end a
-    connection that `sends_bulk` to a reader that is merely stopped; probes alone do not.
+    """As `keep_alive`, but later than links, which report the reason to every rank. The kernel's user timeout would
+    also end a connection that `sends_bulk` to a reader that is merely stopped; probes alone do not.
     """
     longest = lost_after_s + ENGINE_LONGER_S
     interval = max(2 * PROBE_S, math.ceil(longest / _MOST_PROBES))

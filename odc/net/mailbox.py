@@ -102,7 +102,7 @@ class Mailbox:
             store.set("failed", json.dumps([culprit, f"{type(error).__name__}: {error}"]))
 
     def meet(self, what: str) -> None:
-        """Wait until every member has called it; `what` names the meeting in messages."""
+        """Wait until every member has called it; `what` names the wait in messages."""
         self._arrive(what)
         if self.me:
             self._wait(lambda: self._store.add("released", 0) >= self._met, 0, what)
@@ -110,14 +110,14 @@ class Mailbox:
             self._store.add("released", 1)
 
     def _arrive(self, what: str) -> None:
-        """Count this member in at the next meeting; the first member waits for all others to arrive."""
+        """Count this member in at the next rendezvous; the first member waits for all others to arrive."""
         self._met += 1
         self._store.add(f"met/{self.me}", 1)
         for member in range(1, 1 if self.me else self.world):
             self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
 
     def leave(self, what: str) -> None:
-        """The last meeting, called by every member. Afterwards the store holds nothing of this task."""
+        """The last rendezvous, called by every member. Afterwards the store holds nothing of this task."""
         self.meet(what)
         # The store's server may live in the first member's process, which stays until no other needs it any more.
         self._arrive(what)

@@ -1,6 +1,6 @@
 """Requests to a rank of this host: one JSON object and one JSON reply, with descriptors beside it (SCM_RIGHTS).
 
-Anybody may listen and connect in the abstract namespace, so each side checks the other's process before it sends
+Any process may listen and connect in the abstract namespace, so each side checks the other's process before it sends
 anything.
 """
 

@@ -1,7 +1,7 @@
 """Adding pushed gradients into an owner's accumulator, at least fp32, one for each unit, guarded by one robust lock.
 
 One turn of the lock adds up to 8 MiB, block after block in one call of torch: the GIL is asked for once a turn, and
-nobody waits for the lock for more than milliseconds.
+no thread waits for the lock for more than milliseconds.
 """
 
 from __future__ import annotations

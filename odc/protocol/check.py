@@ -86,7 +86,7 @@ class ProtocolChecks:
         """This rank begins to wait for a word of `member`. Some other rank or thread has to be said to store it."""
         if not RULES[name].awaited:
             raise AssertionError(f"rank {self._grid.rank} waits for {name}, which the table says no rank waits for")
-        self._tell(ProtocolEvent(self._grid.me, "wait", name, member, self._epoch()))
+        self._note(ProtocolEvent(self._grid.me, "wait", name, member, self._epoch()))
 
     def stored(self, name: str, before: int, value: int, other: int | None = None) -> None:
         """This rank is about to store a word; `other` is the member at the other end of the ring, if it is of one."""
@@ -96,7 +96,7 @@ class ProtocolChecks:
             epoch = value if rule.kind == "epoch" else self._epoch()
             for need in rule.needs:
                 self._refuse_early(rule, need, epoch, other)
-        self._tell(ProtocolEvent(self._grid.me, "store", name, self._grid.me if other is None else other, value))
+        self._note(ProtocolEvent(self._grid.me, "store", name, self._grid.me if other is None else other, value))
 
     def _refuse_falling(self, rule: WordRule, before: int, value: int) -> None:
         falls = value <= before if rule.kind in ("epoch", "step") else value < before and rule.kind == "count"
@@ -133,6 +133,6 @@ class ProtocolChecks:
     def _epoch(self) -> int:
         return self._board.load(Word.PUBLISHED)
 
-    def _tell(self, event: ProtocolEvent) -> None:
+    def _note(self, event: ProtocolEvent) -> None:
         for listener in listeners:
             listener(event)

@@ -127,9 +127,9 @@ class DevicePusher(Pusher):
     def _stage_everywhere(
         self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
     ) -> int:
-        """Fill a slot of every other owner with a run; returns the bytes. They are not told yet.
+        """Fill a slot of every other owner with a run; returns the bytes. They are not notified yet.
 
-        Waits for free slots, after it has told the owners of the blocks before.
+        Waits for free slots, after it has notified the owners of the blocks before.
         """
         grid, others = self._protocol.grid, self._others
         nbytes = run.numel * run.dtype.itemsize
@@ -150,7 +150,7 @@ class DevicePusher(Pusher):
         return len(boxes) * nbytes
 
     def _announce(self) -> None:
-        """Tell every owner of what was posted to it and has settled."""
+        """Notify every owner of what was posted to it and has settled."""
         for box in self._outboxes.values():
             if box.announce():
                 self._notify(box.owner)

@@ -70,7 +70,7 @@ class RankGrid:
         return tuple(range(self.shard, len(self.ranks), self.shards))
 
     def others(self) -> tuple[int, ...]:
-        """Every other member, starting with the next one, so that ranks do not all visit the same peer first."""
+        """Every other member, starting with the next one, so that ranks do not all begin with the same peer."""
         n = len(self.ranks)
         return tuple((self.me + step) % n for step in range(1, n))
 
@@ -104,8 +104,8 @@ class RankGrid:
         return bool(self.hosts) and self.hosts[member] != self.hosts[self.me]
 
     def steps_to(self, member: int) -> int:
-        """From this rank's host forward to the member's, 0 to hosts - 1; who visits hosts in this order meets no other
-        host there.
+        """From this rank's host forward to the member's, 0 to hosts - 1; a rank that takes hosts in this order meets no
+        other host there.
         """
         return (self.host(member) - self.here) % self.host_count
 

@@ -55,7 +55,7 @@ def begin(rank: ToyRank, ranks: Sequence[ToyRank]) -> Steps:
     for unit, row in enumerate(rank.shard):
         rank.published[unit].copy_(row)
         rank.sums[unit].zero_()
-    rank.epoch = epoch + 1  # last: whoever sees it finds the new rows, and empty sums
+    rank.epoch = epoch + 1  # last: a rank that sees it finds the new rows, and empty sums
 
 
 def begun(owner: ToyRank, epoch: int) -> Condition:
@@ -103,7 +103,7 @@ def serve(rank: ToyRank) -> Steps:
 
 
 def finish(rank: ToyRank, ranks: Sequence[ToyRank]) -> Steps:
-    """The one meeting. Afterwards `rank.sums` holds the gradients of all microbatches of all ranks."""
+    """The only wait for all ranks. Afterwards `rank.sums` holds the gradients of all microbatches of all ranks."""
     rank.done = rank.epoch  # after this rank's last fetch and push
     yield lambda: all(peer.done >= rank.epoch for peer in ranks)
     yield lambda: rank.accumulated == rank.sent  # which is final, as every pusher is done
@@ -150,7 +150,7 @@ def train(weights: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tenso
     ranks = [ToyRank(me, len(inputs), weights) for me in range(len(inputs))]
 
     def two_steps(rank: ToyRank) -> Steps:
-        for _ in range(2):  # a fast rank begins the second while a slow one is still in the first's meeting
+        for _ in range(2):  # a fast rank begins the second while a slow one still waits at the end of the first
             yield from minibatch(rank, ranks, inputs[rank.me], learning_rate=0.1)
 
     for _ in run(ranks, [two_steps(rank) for rank in ranks], random.Random(seed)):

@@ -52,10 +52,10 @@ class OtherHosts(Protocol):
     def up(self, partner: int) -> bool:
         """Whether everything that this rank says from now on reaches `partner`."""
 
-    def tell_counts(self, counts: torch.Tensor) -> None:
+    def send_counts(self, counts: torch.Tensor) -> None:
         """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
 
 
@@ -65,10 +65,10 @@ class NoOtherHosts:
     def up(self, partner: int) -> bool:
         return True
 
-    def tell_counts(self, counts: torch.Tensor) -> None:
+    def send_counts(self, counts: torch.Tensor) -> None:
         return
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         return
 
 
@@ -236,16 +236,21 @@ class MemberProtocol:
             count += lasts.load(2 * unit)
         return count
 
-    def await_sums(self, partner: int, told: Callable[[], bool]) -> None:
-        """Wait until `partner` has said SUMMED of all that this rank needs, as `told()` says, or is COMPLETE."""
+    def await_sums(self, partner: int, arrived: Callable[[], bool]) -> None:
+        """Wait until `partner` has stored SUMMED for all that this rank needs (`arrived()`), or is COMPLETE."""
         board, epoch = self.layout.peer(partner).board, self.epoch
         what = f"rank {self.grid.ranks[partner]} to complete its host's sums of epoch {epoch}"
-        nap = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)  # right after the last SUMMED
-        self.waiter.until(lambda: told() or board.load(Word.COMPLETE) >= epoch, partner, what, nap=nap, word="SUMMED")
+        # COMPLETE comes right after the last SUMMED.
+        pause = functools.partial(board.wait_at_least, Word.COMPLETE, epoch, WORD_SLEEP_S)
 
-    def await_reads(self, member: int, what: str, idle: Callable[[], bool], nap: Callable[[], object]) -> None:
-        """Wait until a thread of this rank, which ends a `nap`, has read `what`, of a `member` that may have LEFT."""
-        self.waiter.until(idle, member, f"its thread to read {what} of epoch {self.epoch}", nap=nap, may_leave=True)
+        def complete() -> bool:
+            return arrived() or board.load(Word.COMPLETE) >= epoch
+
+        self.waiter.until(complete, partner, what, pause=pause, word="SUMMED")
+
+    def await_reads(self, member: int, what: str, idle: Callable[[], bool], pause: Callable[[], object]) -> None:
+        """Wait until a thread of this rank, which ends a `pause`, has read `what`, of a `member` that may have LEFT."""
+        self.waiter.until(idle, member, f"its thread to read {what} of epoch {self.epoch}", pause=pause, may_leave=True)
 
     # done --------------------------------------------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class MemberProtocol:
             self.await_published((member,))
             if not self.grid.is_remote(member):
                 self.layout.local(member).pushes(self.grid.me).copy_(counts)
-        self.links.tell_counts(counts)
+        self.links.send_counts(counts)
 
     def await_links(self) -> None:
         """Wait until this rank is linked to every other host, so that they learn of its DONE whenever it ends."""
@@ -293,7 +298,7 @@ class MemberProtocol:
     # collect -----------------------------------------------------------------------------------------------------
 
     def await_done(self, epoch: int) -> None:
-        """Wait until every member is done with `epoch`: nobody reads this epoch's shards or pushes any more."""
+        """Wait until every member is done with `epoch`: no rank reads this epoch's shards or pushes any more."""
         self._await_word(Word.DONE, self.grid.others(), epoch, "to finish")
 
     def await_accumulated(self) -> None:
@@ -367,14 +372,14 @@ class MemberProtocol:
         abort(self.layout, reason, culprit)
 
     def leave(self, note: str, culprit: int | None = None) -> None:
-        """LEFT: this rank shuts down. A peer that waits in vain is told `note`, and blames `culprit` if given."""
+        """LEFT: this rank shuts down. A peer that waits in vain raises with `note`, and names `culprit` if given."""
         if note and not self.board.load(Word.ABORT):
             self.layout.mine.set_reason(note)
         self.board.store(Word.LEFT, 1 if culprit is None else 2 + culprit)
 
 
 def _note_wait(board: Words, rank: int | None) -> None:
-    """WAITING_EPOCH and WAITING: this rank waits for `rank`, a global one, or for nobody. On any thread."""
+    """WAITING_EPOCH and WAITING: this rank waits for `rank`, a global one, or for none. On any thread."""
     if rank is not None:
         board.store(Word.WAITING_EPOCH, board.load(Word.PUBLISHED))
     board.store(Word.WAITING, 0 if rank is None else 1 + rank)
@@ -385,8 +390,8 @@ def abort(layout: HeapLayout, reason: str, culprit: int) -> None:
 
     The first reason on a board stays. Never raises, never waits, never attaches. May be called from any thread.
     """
-    for member in layout.grid.local:  # other hosts are told by this rank's board
-        with contextlib.suppress(Exception):  # closed in the meantime; the others are told all the same
+    for member in layout.grid.local:  # this rank's board sends it to other hosts
+        with contextlib.suppress(Exception):  # closed in the meantime; the others still get it
             peer = layout.peer(member)
             if (member == layout.grid.me or peer.attached) and not peer.board.load(Word.ABORT):
                 peer.set_reason(reason)

@@ -74,7 +74,7 @@ class Outbox:
         self._raw_headers = self._headers.data.cast("B")
         self._words = protocol.ring(owner, grid.me)
         self.posted, self._returned = self._words.posted(), self._words.added()
-        self._told = self.posted
+        self._shown = self.posted
         slots = self.ring.slots
         # Slots of the blocks on their way, in the order of posting; the free ones, the next to fill last.
         self._away = deque(int(self._headers[i % slots, _SLOT]) for i in range(self._returned, self.posted))
@@ -104,31 +104,31 @@ class Outbox:
         return self._slots[number]
 
     def post(self, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
-        """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `tell` makes it seen."""
+        """Hand the filled slot over: elements [first, first + numel) of `unit`. On a device `show` makes it visible."""
         slot = self._free.pop()
         self._away.append(slot)
         at = self.posted % self.ring.slots * _HEADER.size
         _HEADER.pack_into(self._raw_headers, at, unit.index, first, numel, _WIRE_CODES[dtype], slot)
         self.posted += 1
         if not self._lanes.asynchronous:
-            self.tell()
+            self.show()
 
-    def tell(self) -> bool:
+    def show(self) -> bool:
         """Let the owner see all that was posted; whether that was news. On the CPU every post does it.
 
         On a device it waits for the copies into the slots, so several posts share one wait.
         """
-        if self._told == self.posted:
+        if self._shown == self.posted:
             return False
         self._lanes.settle()
         return self.announce()
 
     def announce(self) -> bool:
-        """As `tell`, of copies that have settled."""
-        if self._told == self.posted:
+        """As `show`, of copies that have settled."""
+        if self._shown == self.posted:
             return False
         self._words.post(self.posted)  # release: data and header are visible before the head moves
-        self._told = self.posted
+        self._shown = self.posted
         return True
 
 
@@ -179,7 +179,7 @@ class Pusher:
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self._owners = protocol.grid.shard_group_from_next()
         self._outboxes: dict[int, Outbox] = {}
-        self._batches = self._layout.heap.lanes.asynchronous  # an owner is told of several blocks at once
+        self._batches = self._layout.heap.lanes.asynchronous  # an owner is notified of several blocks at once
         self._adder = Adder(self._layout)
         self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
@@ -245,9 +245,9 @@ class Pusher:
         return self._stage(unit, owner, pieces)
 
     def post_all(self) -> None:
-        """Let the owners see every filled slot; where a push was cut short on a device, some wait to be told of."""
+        """Let the owners see every filled slot; where a push was cut short on a device, some wait to be shown."""
         for box in self._outboxes.values():
-            self._tell(box)
+            self._show(box)
 
     def _outbox(self, owner: int) -> Outbox:
         box = self._outboxes.get(owner)
@@ -260,7 +260,7 @@ class Pusher:
         for run in _runs(pieces):
             nbytes += self._stage_run(box, unit, run)
         if self._batches:
-            self._tell(box)
+            self._show(box)
         return nbytes
 
     def _stage_run(self, box: Outbox, unit: UnitSpec, run: list[Piece]) -> int:
@@ -272,7 +272,7 @@ class Pusher:
             while taken < piece.values.numel():
                 if not filled:
                     if self._batches and box.credit() <= 0:
-                        self._tell(box)
+                        self._show(box)
                     self._protocol.await_credit(box.owner, box.credit)
                 count = min(room - filled, piece.values.numel() - taken)
                 source = piece.values.data_ptr() + taken * dtype.itemsize
@@ -290,8 +290,8 @@ class Pusher:
         if not self._batches:
             self._notify(box.owner)
 
-    def _tell(self, box: Outbox) -> None:
-        if box.tell():
+    def _show(self, box: Outbox) -> None:
+        if box.show():
             self._notify(box.owner)
 
 

@@ -75,15 +75,15 @@ class Waiter:
         what: str,
         *,
         lane: str = "main",
-        nap: Callable[[], object] | None = None,
+        pause: Callable[[], object] | None = None,
         may_leave: bool = False,
         word: str = "",
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
         `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
-        thread's in the trace; `nap` sleeps between two looks, a tenth of a second at most, where another thread of this
-        rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
+        thread's in the trace; `pause` sleeps between two checks, a tenth of a second at most, where another thread of
+        this rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
         `word` names what the member stores, if it is a word of the table (`odc.protocol.table`).
         """
@@ -95,7 +95,7 @@ class Waiter:
         begin = recorder().now_on(lane)
         self._note(self._grid.ranks[member])
         try:
-            self._poll(ready, member, what, nap, may_leave)
+            self._poll(ready, member, what, pause, may_leave)
         finally:
             self._note(None)
             end = recorder().now_on(lane)
@@ -103,19 +103,19 @@ class Waiter:
                 recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)
 
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
-        """As `until`, for word `index` of a board to be `least` or more. Over hosts whoever stores it must `wake`."""
+        """As `until`, for word `index` of a board to be `least` or more. Over hosts its writer must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        nap = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
-        self.until(ready, member, what, lane=lane, nap=nap, word=Word(index).name)
+        pause = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
+        self.until(ready, member, what, lane=lane, pause=pause, word=Word(index).name)
 
     def _poll(
-        self, ready: Callable[[], bool], member: int, what: str, nap: Callable[[], object] | None, may_leave: bool
+        self, ready: Callable[[], bool], member: int, what: str, pause: Callable[[], object] | None, may_leave: bool
     ) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
         longest = WORD_LONGEST_SLEEP_S if self._pushed is None else WORD_LONGEST_OVER_HOSTS_S
-        backoff = Backoff(WORD_FIRST_SLEEP_S, longest, yields=0 if nap else _YIELDS)
-        sleep = nap or backoff.sleep
+        backoff = Backoff(WORD_FIRST_SLEEP_S, longest, yields=0 if pause else _YIELDS)
+        sleep = pause or backoff.sleep
         while True:
             sleep()
             if ready():
@@ -149,7 +149,7 @@ class Waiter:
     def _raise_left(self, member: int, what: str) -> None:
         column = self._grid.column(member)
         if member != column and self._layout.local(column).board.load(Word.LEFT):
-            member = column  # by which this host was told of the other one
+            member = column  # through which the other host's state arrives
         peer, rank = self._layout.peer(member), self._grid.ranks[member]
         note, blamed = peer.reason, peer.board.load(Word.LEFT) - 2
         said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"

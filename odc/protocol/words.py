@@ -15,7 +15,7 @@ class Word(IntEnum):
     READ = 4  # newest epoch for which the rank has read its replicas' accumulators
     ABORT = 5  # 0, or 1 + global rank of the culprit; written by any rank
     LEFT = 6  # 1 once the rank has shut down, or 2 + the global rank whose error made it
-    PROGRESS = 7  # counts calls into odc; the deadline of whoever waits for this rank starts anew when it moves
+    PROGRESS = 7  # counts calls into odc; the deadline of a wait for this rank starts anew when it moves
     STATE = 8  # a RootState, for `odc status`
     MICROBATCH = 9  # forwards of the root since the epoch began
     FETCHED = 10  # bytes fetched from peers since the start

@@ -88,7 +88,7 @@ class RankOutcome:
     def describe(self) -> str:
         """For a failure's message, without the traceback that torch prints once more.
 
-        A rank that raised as it left, after its last answer, has told it in its output only.
+        A rank that raised as it left, after its last answer, shows it in its output only.
         """
         end = "still runs" if self.exit_code is None else f"exit code {self.exit_code}"
         what = self.trace or ("returned" if self.answered else "no answer")
@@ -197,7 +197,7 @@ def task(function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _main_module() -> dict[str, Any]:
-    """What a spawned child is told of this process's paths and main module, so that functions of the latter pickle."""
+    """What a spawned child receives of this process's paths and main module, so that functions of the latter pickle."""
     told = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(("sys_", "init_"))}
     if not os.path.exists(told.get("init_main_from_path", "")):  # a program from standard input
         told.pop("init_main_from_path", None)

@@ -63,7 +63,7 @@ class Hello(NamedTuple):
     once: bool  # end after the first task, without leaving the group
     whole_end: bool  # end as the interpreter does, to the last module
     quiet: bool  # write no traceback of a task that raises; the answer has it
-    main: dict[str, Any]  # what `multiprocessing` tells a spawned child of its parent's paths and main module
+    main: dict[str, Any]  # what `multiprocessing` passes to a spawned child of its parent's paths and main module
 
 
 def tell(value: Any) -> None:
@@ -82,7 +82,7 @@ def die_with(parent: int) -> None:
 
 
 def serve(control: socket.socket) -> Birth | None:
-    """Forks a rank for every request and reports exits; returns in a forked rank, or None when nobody asks any more."""
+    """Forks a rank for every request and reports exits; returns in a forked rank, or None after the last request."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     parent, pidfds = os.getpid(), set[int]()
@@ -157,7 +157,7 @@ def _work(channel: Connection, hello: Hello) -> None:
     try:
         leave()
     except BaseException:
-        if hello.quiet:  # nobody was told of this one
+        if hello.quiet:  # this one was not announced
             traceback.print_exc()
         raise
 
@@ -236,7 +236,8 @@ def leave() -> None:
 
 
 def main(control: int, parent: int, preloaded: Sequence[str]) -> None:
-    """Serves requests from the socket of descriptor `control` until nobody asks any more; in a forked rank, lives.
+    """Serves requests from the socket of descriptor `control` until no request can come any more; in a forked rank,
+    lives.
 
     Imports `preloaded` first, without those that are not installed. `parent` is the process that started this one.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from odc.runtime.arena import Arena, abort_arenas, leave_arenas
 from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import Daemon, await_departures, daemon, stop_daemon, tell_hosts
+from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
 from odc.runtime.fetch import PublishedShards
 from odc.runtime.member import Endpoint, Member
 from odc.runtime.placement import locate
@@ -30,12 +30,12 @@ __all__ = [
     "Service",
     "WeightEngine",
     "abort_arenas",
-    "await_departures",
+    "await_releases",
     "daemon",
     "leave_arenas",
     "locate",
     "parts",
     "reading_token",
+    "report_to_hosts",
     "stop_daemon",
-    "tell_hosts",
 ]

@@ -70,7 +70,7 @@ class Arena:
     and no other arena of these ranks has this name. `timeout_s` is how long a wait may last without progress of the
     peer it waits for. Raises HeapMemoryError if the arena does not fit into memory.
 
-    Without `hosts` all ranks share this host, and construction waits for nobody. With it they may be on several, which
+    Without `hosts` all ranks share this host, and construction does not wait. With it they may be on several, which
     equally many share; construction waits until every rank has called `fully_shard` or made such an arena, and raises
     as `locate` does. Of `hosts` address, secret_file, engine and lost_after_s count, and only where this process
     has no listener yet.
@@ -204,7 +204,7 @@ class Arena:
         return found
 
     def signature(self, channel: str, owner: int) -> int:
-        """What `owner` shows, or is about to show, in a channel; 0 before its first entry. Waits for nobody."""
+        """What `owner` shows, or is about to show, in a channel; 0 before its first entry. Does not wait."""
         attached = self._protocol.layout.peer(owner).attached
         return self._words.signature(self._number(channel), owner) if attached else 0
 
@@ -224,7 +224,7 @@ class Arena:
         self._words.absent = absent
 
     def forget(self) -> None:
-        """What this rank has put need not be read any more; the caller knows that nobody does."""
+        """What this rank has put need not be read any more; the caller knows that no rank does."""
         with self._lock:
             for slot in self._slots.values():
                 slot.readers = []
@@ -239,14 +239,14 @@ class Arena:
             self._protocol.touch(doing)
 
     def refuse(self, reason: str, culprit: int | None = None) -> None:
-        """End the exchange for everybody, naming this rank or `culprit`, a global one."""
+        """End the exchange for all ranks, naming this rank or `culprit`, a global one."""
         self._protocol.abort(reason, self.grid.rank if culprit is None else culprit)
 
     def close(self, needed: bool = True) -> None:
         """Wait until all that was put is read, or its readers are gone, then shut down. Idempotent.
 
         `needed` is False where the caller knows that no member will read what was put, or attach to this arena, any
-        more: then it waits for nobody on this host, even for a member that never made its arena.
+        more: then it waits for no rank of this host, even for a member that never made its arena.
 
         Raises WaitTimeoutError, naming a reader that did not read; this rank has shut down all the same.
         """
@@ -260,15 +260,15 @@ class Arena:
             if self.grid.remote:  # whose mirrors others of this host need until they shut down
                 for member in self.grid.local:
                     self._protocol.layout.peer(member).attach()
-        except PeerLostError:  # nobody will read it any more
+        except PeerLostError:  # no rank will read it any more
             pass
         finally:
             wait = _leave(self._member, needed)
-            if wait is not None and sys.exception() is None:  # a rank that ends with an error waits for nobody
+            if wait is not None and sys.exception() is None:  # a rank that ends with an error does not wait
                 wait()
 
     def leave(self) -> None:
-        """Shut down without waiting for who reads what was put; the daemon's departures do. Idempotent."""
+        """Shut down without waiting for readers of published entries; the daemon's release queue does. Idempotent."""
         if self._end.detach() is not None:
             _leave(self._member)
 
@@ -290,14 +290,14 @@ def _refuse_absent(check: Callable[[str], None], reached: threading.local, words
 
 
 def _unread_by(slots: dict[int, _Slot], words: ArenaWords) -> list[int]:
-    """Members of other hosts that have still to read what lies in `slots`. Waits for nobody."""
+    """Members of other hosts that have still to read what lies in `slots`. Does not wait."""
     entries = [(number, slot.step, reader) for number, slot in list(slots.items()) for reader in slot.readers]
     return sorted({entry[2] for entry in entries if words.awaits(*entry)})
 
 
 def _leave(member: Member, needed: bool = True) -> Callable[[], None] | None:
-    """Shut an arena down. A peer that waits for it in vain is told of the error that is being handled or has ended the
-    program, and blames whoever that error does.
+    """Shut an arena down. The error of a peer that waits for it in vain quotes the error that is being handled or
+    has ended the program, and names the same culprit.
     """
     error = sys.exception() or getattr(sys, "last_value", None)
     note = "" if error is None else f"{type(error).__name__}: {error}"
@@ -305,13 +305,13 @@ def _leave(member: Member, needed: bool = True) -> Callable[[], None] | None:
 
 
 def abort_arenas(reason: str, culprit: int) -> None:
-    """End all exchanges of this process for everybody who takes part, because of an error that ends it."""
+    """End all exchanges of this process on every rank that takes part, because of an error that ends it."""
     for arena in list(_arenas):
         arena.refuse(reason, culprit)
 
 
 def leave_arenas() -> None:
-    """Shut down all arenas of this process that nobody has closed, or peers would wait for this rank in them."""
+    """Shut down all arenas of this process that are still open, or peers would wait for this rank in them."""
     for arena in list(_arenas):
         arena.leave()
 

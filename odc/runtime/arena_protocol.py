@@ -55,7 +55,7 @@ class ArenaWords:
         )
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
-        """Wait until `reader` has copied this rank's entry of `step`, or is absent; `what` is said after its rank."""
+        """Wait until `reader` has copied this rank's entry of `step`, or is absent; errors name `what`."""
 
         def settled() -> bool:
             return self.copied(channel, step, reader) or self.absent(reader)
@@ -65,7 +65,7 @@ class ArenaWords:
         self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}", word="COPIED")
 
     def copied(self, channel: int, step: int, reader: int) -> bool:
-        """Whether `reader` needs this rank's entry of `step` no more. Waits for nobody."""
+        """Whether `reader` needs this rank's entry of `step` no more. Does not wait."""
         members = len(self._grid.ranks)
         if self._grid.is_remote(reader):
             peer = self._protocol.layout.remote(reader)
@@ -93,7 +93,7 @@ class ArenaWords:
         if self._links is not None:
             entry = EntryWords(base, (step, offset, nbytes, signature))
             for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
-                self._links.tell_host(host, entry)
+                self._links.send_to_host(host, entry)
 
     def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
         """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
@@ -130,7 +130,7 @@ class ArenaWords:
         if self._links is not None and self._grid.is_remote(owner):
             at = channel * members + owner
             self._heap.words(self._grid.me, self.TAKEN).store(at, step)
-            self._links.tell_host(self._grid.host(owner), TakenWords(at, (step,)))
+            self._links.send_to_host(self._grid.host(owner), TakenWords(at, (step,)))
         else:
             words = self._heap.words(owner, self.COPIED)
             words.store(channel * members + self._grid.me, step)  # release: the copies are over

@@ -76,8 +76,9 @@ def ask_member(
 ) -> Answer:
     """Ask the listener of `rank` (global) at `address`, for as long as the rank lives.
 
-    `who` begins every message, and `hint` ends the one that says that nobody listens. `check` is called once a second
-    and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if nobody listens.
+    `who` begins every message, and `hint` ends the one for a process that does not listen. `check` is called once a
+    second and may end the wait. Raises WaitTimeoutError without an answer within `timeout_s`, PeerLostError if no
+    process listens.
     """
     deadline, doing = Deadline(timeout_s), f"attaching to rank {rank}"
     backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S)
@@ -104,7 +105,7 @@ class Rendezvous:
     Attributes:
         check: raises if the job was aborted in the meantime, given what this rank was doing.
         on_attach: called with a member and its process id once the member is attached.
-        on_failure: called with a reason and a culprit; tells the peers attached so far.
+        on_failure: called with a reason and a culprit; aborts the peers attached so far.
     """
 
     def __init__(self, store: Any, identity: str, grid: RankGrid, timeout_s: float) -> None:
@@ -132,7 +133,7 @@ class Rendezvous:
         settings: str = "",
         calls: Sequence[int] = (),
     ) -> None:
-        """Tell the peers where this rank's listener is, the token to show there, and what must agree.
+        """Publish where this rank's listener is, the token to show there, and what must agree.
 
         `settings` is their fingerprint. `calls` are the numbers of the calls of `fully_shard` that made the root's
         tree: two ranks whose trees share a call have the same tree, or it is a mismatch.
@@ -179,11 +180,11 @@ class Rendezvous:
         try:
             found = self._connect(member)
         except OdcError as error:
-            told = self._told(member) if isinstance(error, PeerLostError) else None
-            failure = told or error
+            reported = self._reported(member) if isinstance(error, PeerLostError) else None
+            failure = reported or error
             self.on_failure(str(failure), culprit_of(failure, self.grid.rank))
-            if told is not None:
-                raise told from error
+            if reported is not None:
+                raise reported from error
             raise
         self._attached.add(member)
         if self._attached.issuperset(peer for peer in self.grid.local_shard_group if peer != self.grid.me):
@@ -192,7 +193,7 @@ class Rendezvous:
         return found
 
     def announced(self, member: int) -> dict[str, Any]:
-        """What the member has said by `announce`; waits for it like `connect`, with the same errors."""
+        """What the member has published by `announce`; waits for it like `connect`, with the same errors."""
         late = (
             f"it has not created heap {self._identity} in {self.timeout_s:g} s; every rank of the mesh must shard the "
             "same modules and run them, or enter `with model.minibatch()` if it has no data"
@@ -214,12 +215,12 @@ class Rendezvous:
                 f"their network and PID namespaces; heap {self._identity} is shared within one host only"
             )
 
-    def tell(self, reason: str, culprit: int) -> None:
+    def report(self, reason: str, culprit: int) -> None:
         """Leave why the job was aborted for peers that have not attached yet. Never raises, waits 2 s at most."""
         with contextlib.suppress(OdcError):  # the store may have gone with the culprit
             self._store.within(STORE_ENDING_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
-    def _told(self, member: int) -> PeerLostError | None:
+    def _reported(self, member: int) -> PeerLostError | None:
         """What the member left by `tell`, or any rank as it ended, as an error."""
         store = self._store.within(STORE_ENDING_S)
         try:
@@ -245,7 +246,7 @@ class Rendezvous:
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
-        """The value of `key` once the member has set it; `what` it has to do first, `late` is said at the deadline."""
+        """The value of `key` once the member has set it; it does `what` first; `late` is the deadline's error."""
         rank, doing = self.grid.ranks[member], f"waiting for rank {self.grid.ranks[member]} to {what}"
         here = f"rank {self.grid.rank}, {doing}"
 
@@ -320,7 +321,8 @@ class Rendezvous:
     # shutting down -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Say that this rank will attach to no other member of its shard group: it has attached to all, or shuts down.
+        """Announce that this rank will attach to no other member of its shard group: it has attached to all, or shuts
+        down.
 
         It attaches to replicas only when it is done with a minibatch, before whose end no member shuts down.
         """

@@ -25,7 +25,7 @@ from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
 from odc.net.requests import ask, serve_requests
 from odc.runtime.service import Service
-from odc.runtime.shutdown import Departures
+from odc.runtime.shutdown import ReleaseQueue
 from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."
@@ -52,7 +52,7 @@ class Daemon:
         except OSError:
             reactor.stop(DAEMON_JOIN_S)
             raise
-        self.departures = Departures()
+        self.releases = ReleaseQueue()
         reactor.call(lambda: reactor.on_readable(self.doorbell, self._on_doorbell))
 
     # called by the rank ------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ class Daemon:
 
         self._reactor.call(pass_on)
 
-    def tell_hosts(self, reason: str, culprit: int) -> None:
+    def report_to_hosts(self, reason: str, culprit: int) -> None:
         """Send ranks on other hosts, also where no root is linked, the error that ends this one. Does not wait."""
         if self._watch_over_hosts is not None:
-            self._watch_over_hosts.tell(self.rank, reason, culprit)
+            self._watch_over_hosts.report(self.rank, reason, culprit)
 
     def notify(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
@@ -183,7 +183,7 @@ class Daemon:
         if os.getpid() != self.pid or self._stopped:
             return
         self._stopped = True
-        self.departures.stop()
+        self.releases.stop()
         self._reactor.stop(DAEMON_JOIN_S)
 
     # the loop ----------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Daemon:
         reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
         for service in list(self._services.values()):
             service.abort(reason, self.rank)
-        self.tell_hosts(reason, self.rank)
+        self.report_to_hosts(reason, self.rank)
 
     def _end(self) -> None:
         self._services.clear()
@@ -257,10 +257,10 @@ def daemon(rank: int) -> Daemon:
         return _daemon
 
 
-def await_departures() -> None:
+def await_releases() -> None:
     """Wait until no peer needs a root that this process has shut down; WaitTimeoutError if one had to be given up."""
     if _daemon is not None and _daemon.alive():
-        _daemon.departures.wait()
+        _daemon.releases.wait()
 
 
 def stop_daemon() -> None:
@@ -272,17 +272,17 @@ def stop_daemon() -> None:
             _daemon = None
 
 
-def tell_hosts(reason: str, culprit: int) -> None:
-    """As `Daemon.tell_hosts`, where this process has a daemon. Never raises, waits for nobody."""
+def report_to_hosts(reason: str, culprit: int) -> None:
+    """As `Daemon.report_to_hosts`, where this process has a daemon. Never raises, does not wait."""
     if _daemon is not None and _daemon.alive():
-        _daemon.tell_hosts(reason, culprit)
+        _daemon.report_to_hosts(reason, culprit)
 
 
 @dataclass(frozen=True)
 class RankStatus:
     """What is known of one rank: `roots` as in `Service.status`; `error` instead if it did not answer.
 
-    Of a rank `elsewhere`, on another host, `pid` is that of the rank here with its index, which is told of it.
+    Of a rank `elsewhere`, on another host, `pid` is that of the rank here with its index, which receives it.
     """
 
     rank: int
@@ -302,7 +302,7 @@ def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
     prefix = f"{LISTENER_PREFIX}{os.getuid()}."
     for address in list_listeners(prefix):
         named = _ADDRESS.fullmatch(address.removeprefix(prefix))
-        if named is None:  # anybody may listen at any address
+        if named is None:  # any process may listen at any address
             continue
         rank, pid = int(named["rank"]), int(named["pid"])
         try:
@@ -314,10 +314,10 @@ def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
 
 
 def _answered(rank: int, pid: int, roots: list[dict[str, Any]]) -> list[RankStatus]:
-    """The rank that answers, and those on other hosts that it tells of."""
+    """The rank that answers, and those on other hosts that it knows of."""
     others: dict[int, list[dict[str, Any]]] = {}
     for root in roots:
         for other in root.pop("others", ()):
             others.setdefault(int(other["rank"]), []).append({"root": root["root"], "hosts": root["hosts"], **other})
-    told = [RankStatus(other, pid, own, elsewhere=True) for other, own in others.items()]
-    return [RankStatus(rank, pid, roots), *told]
+    remote = [RankStatus(other, pid, own, elsewhere=True) for other, own in others.items()]
+    return [RankStatus(rank, pid, roots), *remote]

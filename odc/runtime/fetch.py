@@ -27,7 +27,7 @@ class PublishedShards:
         """Open the next epoch: copy this rank's shards to where peers can read them, in compute dtype.
 
         `shards`: for each unit and parameter this rank's padded shard, 1-D, in its own dtype; `dirty`: for each unit
-        whether its accumulator was added to since it was last zeroed. Waits for nobody: no peer may read or push any
+        whether its accumulator was added to since it was last zeroed. Does not wait: no peer may read or push any
         more.
         """
         layout, mine = self._layout, self._layout.mine

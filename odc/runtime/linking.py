@@ -1,6 +1,6 @@
 """How one root meets its members on other hosts, and how it parts from them.
 
-A rank visits its partners on hosts before its own, on a thread that ends when all are linked, and is visited by those
+A rank dials its partners on lower-numbered hosts, on a thread that ends when all are linked, and accepts from those
 on hosts after it.
 """
 
@@ -19,7 +19,7 @@ from odc.runtime.connect import Rendezvous
 from odc.worker import in_background
 
 
-class HostMeeting:
+class HostConnections:
     """The members of one root on other hosts, from this rank's side.
 
     `abort(reason, culprit)` ends the job; `attend(link, read)` has the daemon call `read` when the link is readable.
@@ -39,15 +39,15 @@ class HostMeeting:
         self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
         self._purpose = f"link {identity}"
         self._closed = False
-        network.expect(self._purpose, self._visited)
+        network.expect(self._purpose, self._accepted)
 
-    def visit(self, rendezvous: Rendezvous) -> None:
-        """Have the links made. Waits for nobody: a thread does, and ends the job if a partner does not come up."""
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Start the thread that makes the links. It ends the job if a partner does not come up."""
         partners = [member for member in self._grid.partners if self._grid.host(member) < self._grid.here]
         if partners:
-            in_background("odc-link", lambda: self._visit(rendezvous, partners))
+            in_background("odc-link", lambda: self._dial(rendezvous, partners))
 
-    def _visit(self, rendezvous: Rendezvous, partners: list[int]) -> None:
+    def _dial(self, rendezvous: Rendezvous, partners: list[int]) -> None:
         try:
             for partner in partners:
                 rendezvous.agreed(partner)
@@ -61,7 +61,7 @@ class HostMeeting:
             if not self._closed:
                 self._abort(str(error), culprit_of(error, self._grid.rank))
 
-    def _visited(self, connection: socket.socket, rank: int) -> None:
+    def _accepted(self, connection: socket.socket, rank: int) -> None:
         """On the daemon's thread."""
         after = [
             self._grid.ranks[member] for member in self._grid.partners if self._grid.host(member) > self._grid.here
@@ -83,11 +83,11 @@ class HostMeeting:
 
     def needed_by(self) -> list[int]:
         """Members that may still read this rank's memory from another host, need its links, or have not heard all that
-        it has said. Waits for nobody.
+        it has sent. Does not wait.
         """
         if not self._layout.units:
-            return self._needed_by_arena() or self.links.unheard()
-        board, grid, found = self._layout.pushed_board, self._grid, self.links.unheard()
+            return self._needed_by_arena() or self.links.unacknowledged()
+        board, grid, found = self._layout.pushed_board, self._grid, self.links.unacknowledged()
         for member in grid.remote:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):
@@ -105,8 +105,12 @@ class HostMeeting:
         """
         there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
         here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
-        unheard = [partner for partner in there if not self.links.up(partner)]
-        return self.unread() + unheard + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
+        unacknowledged = [partner for partner in there if not self.links.up(partner)]
+        return (
+            self.unread()
+            + unacknowledged
+            + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
+        )
 
     def close(self) -> None:
         """Hang up; on the daemon's thread, or when there is none."""

@@ -1,6 +1,6 @@
-"""One member of a job, built and closed: its heap, its protocol, its meeting with the peers, its daemon's service.
+"""One member of a job, built and closed: its heap, its protocol, its connections to the peers, its daemon's service.
 
-Building calls no collective and waits for nobody; peers are attached when they are first needed.
+Building calls no collective and does not wait; peers are attached when they are first needed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from odc.protocol.words import Outcome
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import daemon
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.linking import HostMeeting
+from odc.runtime.linking import HostConnections
 from odc.runtime.queue import Queue
 from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
-from odc.runtime.shutdown import Departure
+from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
 
 
@@ -62,7 +62,7 @@ class Endpoint:
         if self._cache is not None:
             self._cache.settle()
         with lanes.lane("fetch"):
-            lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were told
+            lanes.settle()  # this rank's reads of peers' shards; pushes settled before their owners were notified
         if outcome is Outcome.TRAINED:
             self.pusher.end(self.layout.units)
         if outcome is Outcome.EVALUATED:
@@ -80,8 +80,8 @@ class Endpoint:
         self.protocol.close(outcome)
 
     def complete(self, used: Sequence[bool], *, gather: bool) -> None:
-        """Say that what this rank holds of others' gradients is complete, of the units that are `used`; then bring what
-        others hold of its own, unless `gather` is False. When all ranks are DONE.
+        """Announce that what this rank holds of others' gradients is complete, of the units that are `used`; then bring
+        what others hold of its own, unless `gather` is False. When all ranks are DONE.
         """
         if self.sums is not None and self.reader is not None:
             self.sums.complete(used)
@@ -127,14 +127,14 @@ class Member(Endpoint):
         super().__init__(layout, notify, network.engine if network is not None and grid.remote else None)
         self._service = service = Service(identity, self.layout, self.sums)
         self._exposed: ExposedHeap | None = None
-        self._hosts: HostMeeting | None = None
+        self._hosts: HostConnections | None = None
         if network is not None:
             at_home = settings.queue_bytes > 0 and grid.me == HOME
             answers = queue_answers(identity, self.protocol) if at_home else {}
             self._exposed = ExposedHeap(identity, layout, network, answers)
         if network is not None and grid.remote:
             attend = functools.partial(server.attend, service)
-            self._hosts = HostMeeting(identity, layout, network, service.abort, attend)
+            self._hosts = HostConnections(identity, layout, network, service.abort, attend)
             self.protocol.links = self._hosts.links
             if self.reader is not None:
                 self._hosts.links.summed = self.reader.told
@@ -160,7 +160,7 @@ class Member(Endpoint):
             self._daemon.address, self._service.token, layout.heap.digest, layout.units, settings, calls
         )
         if self._hosts is not None:
-            self._hosts.visit(self.rendezvous)
+            self._hosts.connect(self.rendezvous)
 
     @property
     def forked(self) -> bool:
@@ -168,11 +168,12 @@ class Member(Endpoint):
         return os.getpid() != self._pid
 
     def shut_down(self, note: str = "", needed: bool = True, culprit: int | None = None) -> Callable[[], None] | None:
-        """Tell the peers that this rank shuts down, and have the heap closed when nobody needs it any more.
+        """Announce to the peers that this rank shuts down, and close the heap when no rank needs it any more.
 
-        Waits for nobody: finalizers call it, on any thread. After an abort the heap is closed at once. `note` is what a
-        peer is told that waits for this rank in vain, and `culprit` whom it is to blame, if not this rank; `needed` is
-        that of `Departure`. Returns `Departure.wait`; None in a forked child, which only drops its copy.
+        Does not wait: finalizers call it, on any thread. After an abort the heap is closed at once. `note` goes
+        into the error of a peer that waits for this rank in vain, `culprit` is the rank to blame, if not this one;
+        `needed` is that of `HeapRelease`. Returns `HeapRelease.wait`; None in a forked child, which only drops its
+        copy.
         """
         if self.forked:
             return None
@@ -181,6 +182,6 @@ class Member(Endpoint):
             if threads is not None:
                 threads.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        departure = Departure(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed)
-        self._daemon.departures.add(departure)
-        return departure.wait
+        release = HeapRelease(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed)
+        self._daemon.releases.add(release)
+        return release.wait

@@ -1,4 +1,4 @@
-"""On which hosts the ranks of a root run, as they say themselves in the job's store, and this host's address there."""
+"""On which hosts the ranks of a root run, as each rank reports in the job's store, and this host's address there."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def locate(store: JobStore, grid: RankGrid) -> RankGrid:
     UnsupportedError where hosts have unequally many of the ranks.
     """
     here = host_identity()
-    told = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(told))}
+    found = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
     if len(numbers) == 1:
         return grid
-    counts = Counter(told)
+    counts = Counter(found)
     if len(set(counts.values())) > 1:
         many = [
-            f"ranks {', '.join(str(rank) for rank, one in zip(grid.ranks, told, strict=True) if one == host)}"
+            f"ranks {', '.join(str(rank) for rank, one in zip(grid.ranks, found, strict=True) if one == host)}"
             for host in numbers
         ]
         raise UnsupportedError(
             f"rank {grid.rank}: the mesh of {len(grid.ranks)} ranks lies unequally on {len(numbers)} hosts "
             f"({'; '.join(many)}); every host must have equally many"
         )
-    return dataclasses.replace(grid, hosts=tuple(numbers[host] for host in told))
+    return dataclasses.replace(grid, hosts=tuple(numbers[host] for host in found))
 
 
 def _await_host(store: JobStore, rank: int, me: int) -> str:

@@ -51,9 +51,9 @@ class Queue:
         self._known = (-1, 0)  # of a home on another host: `_newest` when it was asked, and what it had handed out
 
     def offer(self, microbatches: Sequence[Mapping[str, torch.Tensor]], costs: Sequence[float] | None = None) -> None:
-        """Put microbatches (dense CPU tensors by name; copied) where everybody can claim them, once in the open epoch.
+        """Put microbatches (dense CPU tensors by name; copied) where every rank can claim them, once in the open epoch.
 
-        Those of larger `costs` (finite; None takes their bytes) are computed first. Waits for nobody. Raises
+        Those of larger `costs` (finite; None takes their bytes) are computed first. Does not wait. Raises
         UnsupportedError if they do not fit (says what does) or cannot travel, OdcError at a second offer in this epoch.
         """
         epoch = self._protocol.epoch
@@ -81,7 +81,8 @@ class Queue:
         """The next microbatch, copied from who loaded it; None once all are claimed. After `offer`, in its epoch.
 
         The first claim of an epoch waits until every member has offered; OdcError if one ended the minibatch without.
-        Whoever claims a microbatch must compute it. None also if a member abandoned the minibatch before it offered.
+        A rank that claims a microbatch must compute it. None also if a member abandoned the minibatch before it
+        offered.
         """
         self._protocol.touch("claiming a microbatch")
         epoch = self._protocol.epoch
@@ -189,7 +190,7 @@ def progress(layout: HeapLayout) -> dict[str, int | None] | None:
     """For `odc status`: what this member has offered and claimed, what all have, and of how many.
 
     Of its newest epoch; None without a queue, or if it has not offered in that epoch. "total" and "handed_out" are None
-    until it has seen every member's offer. Waits for nobody; may be called from any thread.
+    until it has seen every member's offer. Does not wait; may be called from any thread.
     """
     board = layout.mine.board
     offered = board.load(Word.OFFERED)

@@ -126,8 +126,9 @@ class MappedMember(ReadOnlyMember):
         self._board.fence()
 
     def refuse_if_gone(self, doing: str) -> None:
+        alive = self._process.alive()  # first: a process that has ended well or with an error has stored why
         self._refuse(doing, self.look(), ctypes.string_at(self._memory.address + self._reason, REASON_BYTES))
-        if not self._process.alive():
+        if not alive:
             raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
 
     def close(self) -> None:

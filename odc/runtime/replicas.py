@@ -34,7 +34,7 @@ def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence
         total = first.clone()
         for part in others:
             total.add_(part)
-        layout.mine.accumulator(unit)[_own_share(layout, unit)] = total  # which nobody else reads before REDUCED
+        layout.mine.accumulator(unit)[_own_share(layout, unit)] = total  # which no other rank reads before REDUCED
     layout.heap.lanes.settle()
     protocol.end_reducing()
     group = grid.replica_group
@@ -51,8 +51,8 @@ def gather_replicas(protocol: MemberProtocol, heaps: RemoteHeaps, used: Sequence
 def parts(layout: HeapLayout, unit: UnitSpec) -> list[torch.Tensor]:
     """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to add.
 
-    Accumulators of replicas come by replica, sums of nodes by node, whoever adds them. Parts from other hosts are those
-    that were gathered.
+    Accumulators of replicas come by replica, sums of nodes by node, whichever rank adds them. Parts from other hosts
+    are those that were gathered.
     """
     if layout.grid.nodes.shards_span_hosts:
         return node_parts(layout, unit)

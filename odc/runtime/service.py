@@ -30,7 +30,7 @@ def reading_token(token: str) -> str:
 
 
 class Service:
-    """One root's server side. All methods are called from the daemon's thread unless said otherwise.
+    """One root's server side. All methods are called from the daemon's thread unless stated otherwise.
 
     `sums` are those that this rank's partners on other hosts read, if they do.
     """
@@ -79,13 +79,13 @@ class Service:
             self.abort(peer.reason, board.load(Word.ABORT) - 1)
             return
         if board.load(Word.LEFT):
-            self._deafen(member)
+            self._mark_final(member)
             return
         epoch = board.load(Word.PUBLISHED)
         self.abort(f"rank {rank} died in epoch {epoch} (done with {board.load(Word.DONE)})", rank)
 
-    def _deafen(self, column: int) -> None:
-        """A member that an error ended may have had no time to say that its mirrors stay as they are; see `Links`."""
+    def _mark_final(self, column: int) -> None:
+        """Mark the mirrors of a member that an error ended: they receive no more updates; see `Links`."""
         grid, left = self.layout.grid, self.layout.peer(column).board.load(Word.LEFT)
         for member in grid.remote if column in grid.local else ():
             peer = self.layout.remote(member)
@@ -114,18 +114,19 @@ class Service:
             "root": self.identity,
             "ranks": len(grid.ranks),
             "hosts": grid.host_count,
-            **_told(self._board, self.rank, grid.here),
+            **_described(self._board, self.rank, grid.here),
             "slots": layout.ring.slots * len(self._inboxes),
             "slots_in_use": sum(inbox.waiting() for inbox in self._inboxes),
             "heap_bytes": layout.heap.nbytes,
             "queue": progress(layout),
             "others": [
-                _told(layout.remote(member).board, grid.ranks[member], grid.host(member)) for member in grid.partners
+                _described(layout.remote(member).board, grid.ranks[member], grid.host(member))
+                for member in grid.partners
             ],
         }
 
 
-def _told(board: Words, rank: int, host: int) -> dict[str, Any]:
+def _described(board: Words, rank: int, host: int) -> dict[str, Any]:
     """What a member's board says, here or in a mirror."""
     waiting = board.load(Word.WAITING)
     try:

@@ -1,6 +1,6 @@
 """Roots that this rank has shut down, kept readable until no peer needs them (docs/protocol.md, "When a rank leaves").
 
-What a peer has mapped stays valid after that. A thread of its own looks after all departures, because a finalizer,
+What a peer has mapped stays valid after that. A thread of its own serves all releases, because a finalizer,
 which may run on any thread, must not wait and the daemon's loop must not wait for the job's store.
 """
 
@@ -22,14 +22,14 @@ from odc.errors import OdcError, WaitTimeoutError
 from odc.hosts.exposing import ExposedHeap
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
-from odc.runtime.linking import HostMeeting
+from odc.runtime.linking import HostConnections
 from odc.runtime.service import Service
 from odc.worker import Job, Worker
 
 _log = logging.getLogger(__name__)
 
 
-class Departure:
+class HeapRelease:
     """One root that was shut down.
 
     `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
@@ -42,7 +42,7 @@ class Departure:
         service: Service,
         rendezvous: Rendezvous,
         dismiss: Callable[[Callable[[], None]], object],
-        hosts: HostMeeting | None = None,
+        hosts: HostConnections | None = None,
         exposed: ExposedHeap | None = None,
         needed: bool = True,
     ) -> None:
@@ -57,11 +57,11 @@ class Departure:
         self._late: WaitTimeoutError | None = None
         self.over = threading.Event()
 
-    def look(self) -> bool:
-        """Whether no peer needs the root any more. On the thread of departures; may wait for the job's store."""
+    def check(self) -> bool:
+        """Whether no peer needs the root any more. On the thread of releases; may wait for the job's store."""
         mine = self._layout.mine
         if mine.board.load(Word.ABORT):
-            self._rendezvous.tell(mine.reason, mine.board.load(Word.ABORT) - 1)
+            self._rendezvous.report(mine.reason, mine.board.load(Word.ABORT) - 1)
             return True
         try:
             if not self._settled:
@@ -72,7 +72,7 @@ class Departure:
             if not self._remaining:
                 self._rendezvous.forget()
                 return True
-        except OdcError:  # nobody can attach without the store, and it has gone with its host or does not answer
+        except OdcError:  # no process can attach without the store, and it has gone with its host or does not answer
             return True
         return self._expired()
 
@@ -94,7 +94,7 @@ class Departure:
         return True
 
     def end(self) -> None:
-        """Have the heap closed, whoever may still need it. Waits for nobody."""
+        """Close the heap at once, even if peers still need it. Does not wait."""
         self._ending.run()
 
     def _close(self) -> None:
@@ -114,26 +114,26 @@ class Departure:
             raise self._late
 
 
-class Departures:
-    """All departures of one daemon, looked after by a thread. `add` may be called by a finalizer."""
+class ReleaseQueue:
+    """All heap releases of one daemon, served by a thread. `add` may be called by a finalizer."""
 
     def __init__(self) -> None:
-        self._added: list[Departure] = []  # copied by slicing, which a finalizer that appends does not disturb
+        self._added: list[HeapRelease] = []  # copied by slicing, which a finalizer that appends does not disturb
         self._stopping = False
-        self._worker = Worker("odc-departures")
+        self._worker = Worker("odc-releases")
 
-    def add(self, departure: Departure) -> None:
-        self._added.append(departure)
+    def add(self, release: HeapRelease) -> None:
+        self._added.append(release)
         self._worker.submit(Job(self._release))
         if self._stopping:
-            departure.end()  # the thread may have ended before
+            release.end()  # the thread may have ended before
 
     def wait(self) -> None:
-        """Return once every departure that was added is over. Raises as `Departure.wait` does, for the first."""
+        """Return once every release that was added is over. Raises as `HeapRelease.wait` does, for the first."""
         late = None
-        for departure in self._added[:]:
+        for release in self._added[:]:
             try:
-                departure.wait()
+                release.wait()
             except WaitTimeoutError as error:
                 late = late or error
         if late is not None:
@@ -145,26 +145,26 @@ class Departures:
         self._worker.close(RELEASE_JOIN_S)
 
     def _release(self) -> None:
-        """Check all departures again and again until none is left. Each as often: peers may depart in another order."""
+        """Check all releases until none is left. Each as often: peers may shut down in another order."""
         backoff, known = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S), 0
         while self._added and not self._stopping:
             if len(self._added) > known:
                 backoff.restart()
-            for departure in self._added[:]:
-                if _is_over(departure):
-                    departure.end()
-                    self._added.remove(departure)
+            for release in self._added[:]:
+                if _is_over(release):
+                    release.end()
+                    self._added.remove(release)
             known = len(self._added)
             if known:
                 backoff.sleep()
-        for departure in self._added[:]:
-            departure.end()
+        for release in self._added[:]:
+            release.end()
 
 
-def _is_over(departure: Departure) -> bool:
-    """Whether no peer needs the root any more, or nobody can tell: this thread must live, or `shutdown` would hang."""
+def _is_over(release: HeapRelease) -> bool:
+    """Whether no peer needs the root any more, or that is unknown: this thread must live, or `shutdown` hangs."""
     try:
-        return departure.look()
+        return release.check()
     except Exception:
         _log.exception("a root that this rank has shut down is closed, because its peers cannot be asked")
         return True

@@ -62,7 +62,7 @@ class _Simulation:
         self.free: dict[tuple[str, int], float] = {}  # link, owner or group -> when it is free
         self.calls: dict[tuple[int, int], _Transfer] = {}  # (group, number) -> collective
         self.called = [0] * ranks
-        self.meetings: dict[tuple[int, int], _Transfer] = {}  # (gang, use) -> its exchange
+        self.exchanges: dict[tuple[int, int], _Transfer] = {}  # (gang, use) -> its exchange
         self.reductions: list[deque[_Transfer]] = [deque() for _ in range(ranks)]
         noise, jobs = step.noise(), step.jobs().tolist()
         self.first_piece = list(accumulate((len(gang.ranks) for gang in step.gangs), initial=len(jobs)))
@@ -144,14 +144,14 @@ class _Simulation:
 
     def _meet(self, number: int, k: int, seconds: float) -> _Transfer:
         """The exchange of a gang in use k; its last rank starts it."""
-        meeting = self.meetings.setdefault((number, k), _Transfer(seconds, None))
-        meeting.arrived += 1
-        if meeting.arrived == len(self.step.gangs[number].ranks):
-            del self.meetings[number, k]
-            meeting.done = self.now + seconds
-            for waiting in meeting.waiting:
-                heapq.heappush(self.events, (meeting.done, waiting))
-        return meeting
+        exchange = self.exchanges.setdefault((number, k), _Transfer(seconds, None))
+        exchange.arrived += 1
+        if exchange.arrived == len(self.step.gangs[number].ranks):
+            del self.exchanges[number, k]
+            exchange.done = self.now + seconds
+            for waiting in exchange.waiting:
+                heapq.heappush(self.events, (exchange.done, waiting))
+        return exchange
 
     def _wait(self, rank: int, unit: _Transfer) -> Iterator[_Transfer]:
         asked = self.now

@@ -23,7 +23,7 @@ from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named
 from odc.simulate.workload import Model, even_model
 
-#: Simulated unless told otherwise; the first is the base.
+#: Simulated by default; the first is the base.
 _ARMS = (
     "fsdp2",
     "fsdp2-localsort",

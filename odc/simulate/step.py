@@ -87,7 +87,7 @@ class Step:
         return self.transport in ("on demand", "dynamic") and self.cluster.cached(self.shards)
 
     def ending_seconds(self) -> float:
-        """From the meeting of all ranks to the end of the step: gradients and parameters across nodes, optimizer."""
+        """From the last rank's arrival to the end of the step: gradients and parameters across nodes, optimizer."""
         model, cluster, across = self.model, self.cluster, 0.0
         if self.within_node:
             across = cluster.exchange_seconds(model.gradient_bytes) + cluster.exchange_seconds(model.parameter_bytes)

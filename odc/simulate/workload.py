@@ -26,7 +26,7 @@ class Model:
     units: tuple[Unit, ...]  # at least one; their shares add up to 1
     forward: float = 1 / 3  # share of a microbatch's compute; 1/4 when backward computes forward again
     unit_seconds: float = 0.0  # fixed compute time of each use of a unit, however short the microbatch
-    optimizer_seconds: float = 0.0  # from the meeting at the end of a minibatch to the end of the optimizer's update
+    optimizer_seconds: float = 0.0  # from the last rank's end of a minibatch to the end of the optimizer's update
     accumulator: float = 1.0  # bytes of a summed gradient over those of one as pushed; 2 for fp32 sums of bf16
 
     def __post_init__(self) -> None:

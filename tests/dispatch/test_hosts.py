@@ -24,7 +24,7 @@ from odc.dispatch.route import Route
 from odc.errors import UnsupportedError
 from odc.fsdp import default_store
 from odc.protocol import RankGrid
-from odc.runtime import Arena, await_departures
+from odc.runtime import Arena, await_releases
 from odc.settings import Settings
 
 HostPools = Callable[[int, int], Any]
@@ -115,11 +115,11 @@ def leaves_what_is_unread(rank: int, world: int) -> None:
     meeting = arena._member._hosts
     assert meeting is not None
     arena.leave()
-    while meeting.links.unheard():
+    while meeting.links.unacknowledged():
         time.sleep(0.001)
     assert meeting.unread() == meeting.needed_by()[: len(meeting.unread())] == [2, 3]
     store.set("rank 0 has left", "")
-    await_departures()
+    await_releases()
 
 
 def test_what_is_left_for_another_host_can_be_read_there(host_ranks: HostPools) -> None:

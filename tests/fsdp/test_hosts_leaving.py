@@ -21,9 +21,9 @@ from odc.protocol import Word
 from odc.runtime import daemon
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon
-from odc.runtime.linking import HostMeeting
+from odc.runtime.linking import HostConnections
 from odc.runtime.member import Member
-from odc.runtime.shutdown import Departure
+from odc.runtime.shutdown import HeapRelease
 
 HostPools = Callable[[int, int], Any]
 
@@ -69,15 +69,15 @@ def leaves_once_it_is_heard(rank: int, world: int) -> None:
     root = root_of(model)
     meeting, partner = root.member._hosts, (rank + 2) % world
     assert meeting is not None
-    unheard = [partner]
-    meeting.links.unheard = lambda: list(unheard)  # type: ignore[method-assign]
+    unacknowledged = [partner]
+    meeting.links.unacknowledged = lambda: list(unacknowledged)  # type: ignore[method-assign]
     wait = root.shut_down()
     for other in range(world):  # has told that it left
         board = root.layout.peer(other).board
         while not board.load(Word.LEFT):
             time.sleep(0.001)
     assert meeting.needed_by() == [partner]
-    unheard.clear()
+    unacknowledged.clear()
     wait()
 
 
@@ -88,9 +88,9 @@ def test_a_link_stays_until_all_that_was_said_is_heard(host_ranks: HostPools) ->
 STEPS: dict[str, tuple[type, str]] = {
     "told": (Member, "shut_down"),
     "settled": (Rendezvous, "settle"),
-    "asked": (HostMeeting, "needed_by"),
+    "asked": (HostConnections, "needed_by"),
     "forgotten": (Rendezvous, "forget"),
-    "ended": (Departure, "end"),
+    "ended": (HeapRelease, "end"),
     "hangs up": (Links, "close"),
     "gives back": (Rendezvous, "close"),
     "stops": (Daemon, "close"),

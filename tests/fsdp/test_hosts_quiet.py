@@ -78,13 +78,15 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
 
 
 def test_threads_are_as_documented_and_none_runs_while_nothing_is_asked(host_ranks: HostPools) -> None:
-    """One unit is never fetched ahead: with more, `odc-fetch` comes on top."""
+    """One unit is never fetched ahead: with more, `odc-fetch` comes on top. `odc-releases` stays once any root, such as
+    one of another test, was shut down.
+    """
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     listed = re.findall(r"`(odc-[a-z]+)`", page.partition("## Threads of a rank")[2].partition("\n## ")[0])
     for names, alone in host_ranks(2, 2).run(idle):
         assert {"odc-server", "odc-store", "odc-reads-0"} <= set(names), names
         assert {name.rstrip("-0123456789") for name in names} <= set(listed), names
-        assert len(names) <= 7, names
+        assert len(set(names) - {"odc-releases"}) <= 7, names
         assert not alone
 
 

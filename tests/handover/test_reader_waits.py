@@ -70,3 +70,20 @@ def test_left_and_aborted_jobs(job: Job) -> None:
         with pytest.raises(PeerLostError, match="aborted by rank 13: out of memory") as caught:
             source.read()
         assert caught.value.culprit == 13
+
+
+def test_a_rank_that_aborts_and_ends_while_it_is_checked_is_not_blamed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may take the core away from the reader between its two questions."""
+    job.publish([1.0, 1.0])
+    with Reader(job.handle) as source:
+
+        def alive() -> bool:
+            abort(job.group.layouts[1], "rank 10 died in epoch 2", 10)
+            return False
+
+        monkeypatch.setattr(source._sources[1]._process, "alive", alive)
+        with pytest.raises(PeerLostError, match="aborted by rank 10: rank 10 died") as caught:
+            source._sources[1].refuse_if_gone("waiting")
+        assert caught.value.culprit == 10

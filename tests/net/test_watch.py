@@ -134,7 +134,7 @@ def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
 
 def test_an_error_is_told_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
     ranks = ring(make)
-    ranks[2].watch.tell(2, "ValueError: no such token", 3)
+    ranks[2].watch.report(2, "ValueError: no such token", 3)
     ranks[2].end(good_bye=True)
     for rank in (ranks[0], ranks[1], ranks[3]):
         assert rank.until_ended(2) == [(2, "ValueError: no such token", 3)]

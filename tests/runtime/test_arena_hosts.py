@@ -154,7 +154,7 @@ def test_an_entry_goes_to_the_hosts_of_its_readers_only(arenas: Arenas) -> None:
 @pytest.mark.parametrize(("first", "count"), [(4 * CHANNELS, 1), (-1, 1), (4 * CHANNELS - 1, 2)])
 def test_words_beyond_an_arena_are_nonsense(arenas: Arenas, first: int, count: int) -> None:
     arenas.join().pass_on()
-    arenas.links[0].tell_host(1, EntryWords(first, (1,) * count))
+    arenas.links[0].send_to_host(1, EntryWords(first, (1,) * count))
     arenas.pass_on(lambda: arenas.aborts)
     assert len(arenas.aborts) == 1 and "speaks nonsense" in arenas.aborts[0][0]
 

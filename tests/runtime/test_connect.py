@@ -201,7 +201,7 @@ def test_nothing_is_waited_for_that_a_peer_may_delete(side: Make, monkeypatch: p
         left.layout.peer(1).attach()
     right.service.abort("ValueError: no words", 13)
     right.leave()()
-    assert left.meet._told(1) is not None
+    assert left.meet._reported(1) is not None
     other = side(0, identity="8.abc", settings=Settings(timeout_s=0.2)).announce(calls=[0, 1])
     with pytest.raises(LayoutMismatchError, match=r"heap 8\.abc differently"):
         other.layout.peer(1).attach()
@@ -340,7 +340,7 @@ def test_a_subgroup_of_processes_attaches_without_the_rest(ranks: Callable[[int]
 def test_who_comes_too_late_blames_the_culprit_and_not_the_messenger(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
     left.meet.on_failure = left.service.abort
-    right.meet.tell("rank 7 died before its first minibatch", 7)
+    right.meet.report("rank 7 died before its first minibatch", 7)
     right.daemon.close()
     with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: .* by rank 7: rank 7 died") as caught:
         left.layout.peer(1).attach()

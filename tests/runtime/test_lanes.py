@@ -134,13 +134,13 @@ def test_an_abandoned_epoch_leaves_nothing_to_be_added_in_the_next(
 def test_an_abandoned_epoch_leaves_no_block_for_the_next(
     deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A push that is cut short has filled slots of which their owner was not told; the next one would tell of them."""
+    """A push that is cut short has filled slots without announcing them; the next push would announce them too."""
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
     with HeapGroup([[("w", 4096, F32)]], 2, settings=settings) as group:
         group.publish_all()
         pusher, unit = group.members[0].pusher, group.units[0]
         with monkeypatch.context() as broken, deferred[0].lane("push"):
-            broken.setattr(pusher, "_tell", lambda box: 1 / 0)
+            broken.setattr(pusher, "_announce", lambda: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 group.members[0].pusher.push(unit, gradients(unit, 2, 8.0))
         group.members[0].done(Outcome.ABANDONED, "cut short")

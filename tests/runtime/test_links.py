@@ -153,7 +153,7 @@ def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked
     protocol, counts = linked.group.members[0].protocol, torch.tensor([3, 1 << 40, 0])
     protocol.links = linked.links[0]
     linked.group.publish(0)
-    linked.links[0].tell_counts(counts)
+    linked.links[0].send_counts(counts)
     protocol.explain("a bad sample")
     protocol.close(Outcome.ABANDONED)
     linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
@@ -167,10 +167,10 @@ def test_a_partner_is_told_which_sums_it_may_read(linked: Linked) -> None:
     linked.join()
     heard: list[tuple[int, int, dict[int, int]]] = []
     linked.links[2].summed = lambda *told: heard.append(told)
-    linked.links[0].tell_summed(7, {1: 1 << 40, 0: 3})
+    linked.links[0].send_summed(7, {1: 1 << 40, 0: 3})
     linked.receive(2, lambda: bool(heard))
     assert heard == [(0, 7, {1: 1 << 40, 0: 3})]
-    linked.links[0].tell_summed(8, {2: 1})  # there are units 0 and 1
+    linked.links[0].send_summed(8, {2: 1})  # there are units 0 and 1
     linked.receive(2, lambda: bool(linked.aborts[2]))
     assert "ReadableSums beyond" in linked.aborts[2][0][0]
 
@@ -226,7 +226,7 @@ def test_counts_wait_for_room_and_come_in_parts(linked: Linked, monkeypatch: pyt
     monkeypatch.setattr(module, "_COUNTS", 2)
     links, room = linked.join().links[0], threading.Event()
     monkeypatch.setattr(links._links[2], "room", lambda nbytes: room.is_set())
-    telling = threading.Thread(target=links.tell_counts, args=(torch.tensor([3, 1 << 40, 7]),))
+    telling = threading.Thread(target=links.send_counts, args=(torch.tensor([3, 1 << 40, 7]),))
     telling.start()
     telling.join(0.2)
     assert telling.is_alive()
@@ -235,7 +235,7 @@ def test_counts_wait_for_room_and_come_in_parts(linked: Linked, monkeypatch: pyt
     theirs = linked.group.layouts[3].remote(0)
     linked.receive(2, lambda: theirs.pushes.tolist() == [3, 1 << 40, 7])
     monkeypatch.undo()
-    links._tell(PushCounts(2, (0, 0)))  # there are three
+    links._send_all(PushCounts(2, (0, 0)))  # there are three
     linked.receive(2, lambda: bool(linked.aborts[2]))
     assert "PushCounts beyond" in linked.aborts[2][0][0]
 
@@ -245,7 +245,7 @@ def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: py
     monkeypatch.setattr(links._links[2], "room", lambda nbytes: False)
     settings = dataclasses.replace(links._layout.settings, timeout_s=0.1)
     monkeypatch.setattr(links._layout, "settings", settings)
-    links.tell_counts(torch.tensor([3, 4, 7]))
+    links.send_counts(torch.tensor([3, 4, 7]))
     ((reason, culprit),) = linked.aborts[0]
     assert "for 0.1 s it has not read what this host says" in reason and culprit == 16
 
@@ -254,14 +254,14 @@ def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
     links = linked.join().links[0]
     links._links[2]._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
     links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
-    assert links.unheard() == [2]
+    assert links.unacknowledged() == [2]
     links._links[2].send(StoredWord(Word.DONE, 1))
     linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 1)
-    linked.receive(2, lambda: not links.unheard())
+    linked.receive(2, lambda: not links.unacknowledged())
     links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
     linked.links[2].close()  # by a reset, as it has not read all
     end = time.monotonic() + 60
-    while links.unheard():
+    while links.unacknowledged():
         assert time.monotonic() < end, "nobody will ever hear it"
         time.sleep(0.01)
 

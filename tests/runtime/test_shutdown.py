@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/departures.py and leave.py."""
+"""Twin of odc/runtime/releases.py and leave.py."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_what_was_told_is_no_news(group: HeapGroup) -> None:
     put(box, torch.tensor([1.0]))
     box.post(group.units[0], 0, 1, F32)
     assert inbox.waiting() == 1
-    assert not box.tell()
+    assert not box.show()
     inbox.take()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from odc.memory import ShmHeap
 from odc.protocol import HeapLayout, MemberProtocol, RankGrid
 from odc.runtime import Daemon, Rendezvous, Service
-from odc.runtime.shutdown import Departure
+from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
 from support.members import F32, Layout, units_of
 
@@ -48,9 +48,9 @@ class Side:
     def leave(self, note: str = "") -> Callable[[], None]:
         """Shut down as `Member.shut_down` does; returns what waits for the heap's end."""
         self.protocol.leave(note)
-        departure = Departure(self.service, self.meet, functools.partial(self.daemon.dismiss, self.service))
-        self.daemon.departures.add(departure)
-        return departure.wait
+        release = HeapRelease(self.service, self.meet, functools.partial(self.daemon.dismiss, self.service))
+        self.daemon.releases.add(release)
+        return release.wait
 
     def close(self) -> None:
         self.daemon.close()

@@ -121,5 +121,5 @@ class _Told(NoOtherHosts):
     def __init__(self, spread: Spread, member: int) -> None:
         self._spread, self._member = spread, member
 
-    def tell_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         self._spread.told.append((self._member, epoch, dict(counts)))

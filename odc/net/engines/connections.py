@@ -95,7 +95,7 @@ class Connections:
 
     @contextlib.contextmanager
     def lend(self, rank: int, what: str, check: Check) -> Iterator[Answers]:
-        """A connection to `rank` that nobody else uses, for the block; one that raises ends the connection.
+        """A connection to `rank` that no other thread uses, for the block; one that raises ends the connection.
 
         `what` and `check` are as in `Engine.read`. OSError becomes PeerLostError.
         """

@@ -1,7 +1,7 @@
 """Reads by NIXL (UCX): InfiniBand, RoCE, EFA, device memory, and TCP where there is nothing better.
 
-NIXL itself admits anybody who has an agent's metadata, so metadata crosses admitted connections only, and its listener
-is never on. It does not tell of deaths either: a read watches the admitted connection to the same rank.
+NIXL itself admits any process that has an agent's metadata, so metadata crosses admitted connections only, and its
+listener is never on. It does not report deaths either: a read watches the admitted connection to the same rank.
 
 Two defaults are changed, which on processors that train cost much of the speed: the progress thread would spin,
 and UCX's TCP segments are small. What the environment sets for UCX stays.
@@ -290,7 +290,7 @@ def refuse_dead(connection: socket.socket) -> None:
         said = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return
-    raise ConnectionError("it closed the connection" if not said else "it said something that nobody asked for")
+    raise ConnectionError("it closed the connection" if not said else "it sent unexpected data")
 
 
 def _place(memory: torch.Tensor) -> tuple[int, int, int, str]:

@@ -3,7 +3,7 @@
     reader -> operation, offset, bytes, digest of the name        server -> length, then as many bytes
 
 Two threads answer any number of connections, each as far as its socket takes bytes without waiting: a reader that is
-stopped holds up nobody. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
+stopped holds up no other. They sleep in epoll while nothing is asked. What lies on a device goes through pinned memory,
 some chunks at a time.
 """
 
@@ -73,7 +73,7 @@ class _Conversation:
 
 
 class RegionServer:
-    """Answers reads of the regions that were exposed. `describe` tells what else a reader needs to know of one.
+    """Answers reads of the regions that were exposed. `describe` gives what else a reader needs to know of one.
 
     Any thread may call any method. `stages` are for what lies on a device.
     """

@@ -17,7 +17,7 @@ from odc.memory import Lanes
 from odc.net.engines.engine import bytes_of
 
 CHUNK_BYTES = 512 << 10
-_KEPT = 16  # stages that nobody uses now, of a device
+_KEPT = 16  # stages that no read uses now, of a device
 
 
 class Stage:
@@ -99,7 +99,7 @@ class Stages:
 
     @contextlib.contextmanager
     def lend(self, device: torch.device) -> Iterator[Stage]:
-        """A stage that nobody else uses, for the block."""
+        """A stage that no other thread uses, for the block."""
         self.prepare(device)
         with self._lock:
             stage = self._free[device].pop() if self._free[device] else None

@@ -1,4 +1,4 @@
-"""What every member tells the others: words on a board, and texts beside them; wherever this host keeps them."""
+"""What every member publishes: words on a board, and texts beside them; wherever this host keeps them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from odc.memory import Words
 REASON_BYTES = 1024
 
 
-class TellingPeer(ABC):
-    """One member, as far as it tells others how it fares. Questions may be asked from any thread."""
+class PeerBoard(ABC):
+    """The words and texts that a member publishes. May be read from any thread."""
 
     member: int
     rank: int  # global

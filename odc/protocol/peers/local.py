@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
-from odc.protocol.peers.board import TellingPeer
+from odc.protocol.peers.board import PeerBoard
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
@@ -17,27 +17,28 @@ _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.
 
 
 class PushedWords(Words):
-    """This rank's board in a job over several hosts: what is stored is told to the other hosts, and wakes who waits.
+    """This rank's board in a job over several hosts: what is stored is sent to the other hosts, and wakes waiting
+    threads.
 
-    `told` gets the index and the value of every word after it was stored; `refresh` is called now and then by a thread
-    that waits, for what need not be told at once.
+    `stored` gets the index and the value of every word after it was stored; `refresh` is called now and then by a
+    thread that waits, for what need not be sent at once.
     """
 
-    __slots__ = ("refresh", "told")
+    __slots__ = ("refresh", "stored")
 
     def __init__(self, address: int, count: int, keepalive: object) -> None:
         super().__init__(address, count, keepalive)
-        self.told: Callable[[int, int], None] = lambda index, value: None
+        self.stored: Callable[[int, int], None] = lambda index, value: None
         self.refresh: Callable[[], None] = lambda: None
 
     def store(self, i: int, value: int) -> None:
         super().store(i, value)
         if i in _AWAITED:
             self.wake(i)
-        self.told(int(i), value)
+        self.stored(int(i), value)
 
 
-class LocalPeer(TellingPeer):
+class LocalPeer(PeerBoard):
     """One member, this rank's own included. The first question about another member attaches to it, which may wait.
 
     Questions may be asked from any thread; they raise as `SymmetricHeap.tensor` does. Tensors are views, not copies.
@@ -78,7 +79,7 @@ class LocalPeer(TellingPeer):
         return self._pushed or self._heap.words(self.member, "board")
 
     def push_board(self) -> PushedWords:
-        """Have this rank's own board tell what is stored in it, from now on."""
+        """Send what is stored in this rank's own board, from now on."""
         words = self._heap.words(self.member, "board")
         self._pushed = PushedWords(self._heap.address(self.member, "board"), len(words), words)
         return self._pushed

@@ -1,7 +1,7 @@
 """A member elsewhere: on another host a mirror of its words, on another node a cache of its shards, sums for it.
 
 All of it lies on this host, or node, in the heap of the member with the same index (its *column*), which every rank
-here maps. So waiting stays a look at local memory. The column's daemon writes the mirror; whoever is named in
+here maps. So a wait polls local memory. The column's daemon writes the mirror; whoever is named in
 docs/protocol.md writes the rest.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.protocol.grid import RankGrid
-from odc.protocol.peers.board import REASON_BYTES, TellingPeer
+from odc.protocol.peers.board import REASON_BYTES, PeerBoard
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import BOARD_WORDS
 
@@ -63,7 +63,7 @@ def starts(units: tuple[UnitSpec, ...], shares: int = 1, dtype: torch.dtype | No
     return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
-class RemotePeer(TellingPeer):
+class RemotePeer(PeerBoard):
     """The words of one member of another host. The first question attaches to its column, which may wait.
 
     Raises as `SymmetricHeap.tensor` does. Tensors are views.
