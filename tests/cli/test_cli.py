@@ -66,13 +66,6 @@ def test_train_launches_its_ranks_saves_and_exports(
     _check_trained(tmp_path, ended.value.code, *capfd.readouterr())
 
 
-# In a process of its own, which loads all that it needs; as `test_the_package_itself_is_the_command` does in quick.
-@pytest.mark.thorough
-def test_train_as_a_user_starts_it(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, done = trained
-    _check_trained(folder, done.returncode, done.stdout, done.stderr)
-
-
 def _check_trained(folder: Path, code: object, out: str, err: str) -> None:
     assert code == 0, err
     assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", out)
@@ -167,12 +160,6 @@ def test_traceback_shows_where_it_came_from(job: list[str], capfd: pytest.Captur
     assert "Traceback" in said and "config.py" in said
 
 
-def test_compare_needs_a_model_and_data_or_the_demo(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--data", "stdlib"])
-    assert capfd.readouterr().err == "odc: model: say which (--model), or run the demo (--demo)\n"
-
-
 @pytest.mark.thorough
 def test_a_failing_rank_is_named(job: list[str], tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -193,15 +180,6 @@ def test_without_its_libraries_it_names_the_extra(
     assert ended.value.code == 2
     said = f"odc: {missing} is not installed; the command line needs: {install('cli')}\n"
     assert capfd.readouterr().err == said
-
-
-def test_help_lists_the_commands(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    said = capfd.readouterr().out
-    for command in ("train", "compare", "status"):
-        assert command in said
 
 
 def test_first_words_come_before_torch(tmp_path: Path) -> None:

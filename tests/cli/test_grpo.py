@@ -37,13 +37,6 @@ def test_grpo_launches_its_ranks_and_a_rollout(tmp_path: Path) -> None:
     assert record["step"] == 1 and record["version"] == 2
 
 
-def test_what_cannot_be_is_said_before_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["grpo", "--group", "1"])
-    assert ended.value.code == 2
-    assert capfd.readouterr().err == "odc: group must be a whole number, 2 or more, not 1\n"
-
-
 @pytest.mark.thorough
 def test_a_comparison_and_what_it_writes(tmp_path: Path) -> None:
     options = ["--steps", "2", "--prompts", "2", "--response-tokens", "8", "--arms", "fsdp2,odc/verl"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -12,9 +12,7 @@ pytest.importorskip("transformers", reason="needs the train extra")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from odc.cli.app import app  # noqa: E402
 from odc.cli.options import options_from  # noqa: E402
-from odc.experiments.config import GrpoConfig, JobConfig  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -88,17 +86,3 @@ def test_help_shows_each_default() -> None:
     ):
         assert text in said, text
     assert "(default:" not in said
-
-
-@pytest.mark.parametrize(("command", "config"), [("train", JobConfig), ("grpo", GrpoConfig)])
-def test_defaults_of_a_command_are_those_of_its_configuration(command: str, config: type) -> None:
-    said = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [command, "--help"]).output
-    lines = {line.split("--")[1].split()[0]: line for line in said.splitlines() if "--" in line[:12]}
-    for one in fields(config):
-        if "help" in one.metadata:
-            flag = one.metadata.get("flag", one.name.replace("_", "-")).removeprefix("--")
-            assert (
-                isinstance(one.default, bool)
-                or not isinstance(one.default, int | float)
-                or (f"[default: {one.default}]" in lines[flag])
-            ), flag

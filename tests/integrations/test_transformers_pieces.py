@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import RanksFailed
-from support.trainers import Logged, arguments, as_torchrun, differences, logged, mixture, model, padded, samples
+from support.trainers import Logged, arguments, as_torchrun, differences, mixture, model, padded, samples, stepped
 
 from odc.errors import ConfigError
 from odc.experiments.data.bpe import ByteTokenizer
@@ -26,35 +26,12 @@ CHANGES: dict[str, Any] = {"gradient_accumulation_steps": 1, "train_sampling_str
 def run(
     rank: int, world: int, folder: Path, changes: dict[str, Any], options: dict[str, Any], positions: bool = False
 ) -> tuple[Logged, list[int]]:
-    """Logged steps of four samples, and how many forwards with gradients this rank ran in each step."""
+    """Of steps of four samples."""
     as_torchrun(rank, world)
-    from transformers import TrainerCallback
-
-    from odc.integrations.transformers import OdcTrainer
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, *unused: Any, **given: Any) -> None:
-            counts.append(0)
-
     rows: list[Any] = samples(LONG)
     if positions:
         rows = [row | {"position_ids": [*range(len(row["input_ids"]))]} for row in rows]
-    trainer = OdcTrainer(
-        model=model(),
-        args=arguments(folder, **(CHANGES | changes)),
-        train_dataset=rows,
-        data_collator=with_positions if positions else padded,
-        callbacks=[Steps()],
-        **options,
-    )
-    counts = [0]
-
-    def count(module: torch.nn.Module, *unused: Any) -> None:
-        counts[-1] += torch.is_grad_enabled()
-
-    trainer.model.register_forward_pre_hook(count)
-    trainer.train()
-    return logged(trainer), counts[:-1]
+    return stepped(folder, CHANGES | changes, rows, collate=with_positions if positions else padded, **options)
 
 
 def with_positions(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy, linear
 
 from odc.errors import UnsupportedError
@@ -146,30 +144,6 @@ def test_dummy_microbatch_gives_zero_gradients_everywhere():
     model = use_document_loss(tiny())
     assert step(model, padded_dummy()).item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-@pytest.fixture
-def one_rank():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("reshard", [True, None])
-def test_under_fsdp_the_head_is_gathered_when_the_loss_needs_it(one_rank, reshard: bool | None):
-    from torch.distributed.fsdp import fully_shard
-
-    mb, plain = microbatch(), use_document_loss(tiny())
-    model = use_document_loss(tiny())
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model, reshard_after_forward=reshard)
-    torch.testing.assert_close(step(model, mb), step(plain, mb))
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_unsuitable_heads_are_refused():

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from support.ranks import RanksFailed
 from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
 
-from odc.balance import Plan
 from odc.errors import DataError, UnsupportedError
 from odc.experiments.config import JobConfig
 from odc.experiments.results import JobResult
@@ -149,8 +148,3 @@ def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(tmp_path: Pa
     with pytest.raises(UnsupportedError, match="rotary embedding .dynamic."):
         TextWorkload(config).prepare()
     TextWorkload(config.with_(arm="odc")).prepare()
-
-
-def test_a_plan_without_long_samples_has_no_pieces(tmp_path: Path) -> None:
-    plan = Plan.of([[[0]], [[1]]], [1.0, 1.0])
-    assert plan.splits == [] and split_job(tmp_path).with_(least_piece=0).piece_floor == 256
