@@ -50,19 +50,19 @@ def test_a_comparison_and_what_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--arms", "odc-dynamic"], "arms must be different ones of fsdp2,"),
         (["--skip", "20"], "skip must leave a step to measure"),
     ],
 )
 def test_a_comparison_that_cannot_be_is_refused_first(
-    options: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["compare-grpo", "--output", str(tmp_path), *options])
     assert ended.value.code == 2
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""What every command says of itself: defaults of all options, one spelling for one thing, and the version."""
+"""The help of every command: defaults of all options, one spelling for one thing, and the version."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_each_option_says_its_default(name: str) -> None:
         if option.param_type_name != "option" or option.required or option.name == "help":
             continue
         shown = option.default is not None and option.show_default
-        told = isinstance(option.show_default, str) and "(default:" not in (option.help or "")
-        assert getattr(option, "is_flag", False) or shown or told, f"{name} {option.opts[0]}"
+        named = isinstance(option.show_default, str) and "(default:" not in (option.help or "")
+        assert getattr(option, "is_flag", False) or shown or named, f"{name} {option.opts[0]}"
 
 
 def test_one_spelling_for_one_thing() -> None:

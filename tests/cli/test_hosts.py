@@ -1,4 +1,4 @@
-"""`odc train` and `odc compare` on two hosts, started by torchrun on each as docs/hosts.md says."""
+"""`odc train` and `odc compare` on two hosts, started by torchrun on each as in docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def odc(*arguments: str) -> int:
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the second of two ranks on the first of three hosts."""
-    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
-    for name, value in told.items():
+    environment = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 

@@ -63,8 +63,8 @@ def test_pieces_are_printed_and_saved(lengths: str, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert said == f"{expected}\nplan     {out}\n" and expected.splits
     for split in expected.splits:
-        told = f"sample {split.sample} of {split.length} tokens, at most {max(split.tokens)} a piece, on ranks "
-        assert told + ", ".join(map(str, split.ranks)) in said
+        line = f"sample {split.sample} of {split.length} tokens, at most {max(split.tokens)} a piece, on ranks "
+        assert line + ", ".join(map(str, split.ranks)) in said
     assert Plan.from_json(out.read_text()) == expected
 
 

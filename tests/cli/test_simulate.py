@@ -61,7 +61,7 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--lengths", "nowhere"), "longalign"),
         (("--slow", "1=2"), "RANK:FACTOR"),
@@ -74,8 +74,8 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
         (("--sweep", "hosts"), "there is no sweep along 'hosts'"),
     ],
 )
-def test_says_what_is_wrong(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(*_SMALL, *arguments) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert error.splitlines()[-1].startswith("odc: ")

@@ -1,4 +1,4 @@
-"""`odc status`: a table that 80 columns hold, jobs told apart, and watching until Ctrl-C."""
+"""`odc status`: a table that 80 columns hold, jobs kept apart, and watching until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MINE = os.getpid()
 
 
 def root(name: str = "0-1", **changes: Any) -> dict[str, Any]:
-    told = {"root": name, "epoch": 12345, "state": "finishing", "microbatch": 12, "queue": None, "waits_for": 1}
-    told |= {"fetched_bytes": 98765 << 20, "pushed_bytes": 98765 << 20, "slots_in_use": 12, "slots": 64}
-    return told | {"waits_in_epoch": 12345} | changes
+    fields = {"root": name, "epoch": 12345, "state": "finishing", "microbatch": 12, "queue": None, "waits_for": 1}
+    fields |= {"fetched_bytes": 98765 << 20, "pushed_bytes": 98765 << 20, "slots_in_use": 12, "slots": 64}
+    return fields | {"waits_in_epoch": 12345} | changes
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_a_plan_is_short_for_an_arm(
         assert odc("train", *options, "--plan", plan) == 0
         assert unstarted.pop().arm == arm
     assert odc("train", *options) == 0
-    assert unstarted.pop().arm == PLANS["lb-mini"], "the default, as --help says"
+    assert unstarted.pop().arm == PLANS["lb-mini"], "the default, as in --help"
     capfd.readouterr()
     assert odc("train", *options, "--plan", "best") == 2
     assert "odc: plan must be one of lb-mini, " in capfd.readouterr().err

@@ -55,7 +55,7 @@ def test_only_the_dynamic_arm_has_a_queue_and_it_holds_the_largest_microbatches(
     assert JobConfig(model="m", data="d", arm="odc").settings().queue_bytes == 0
     job = JobConfig(model="m", data="d", arm="odc-dynamic", ranks=3, minibatch_size=7, max_tokens=50)
     documents = [Document("d", np.ones(50, np.int32), np.ones(50, np.bool_))] * 3
-    parcels = [PackedMicrobatch(pack(documents[:1]).tensors()) for _ in range(3)]
+    packed = [PackedMicrobatch(pack(documents[:1]).tensors()) for _ in range(3)]
     tiny = PackedMicrobatch(pack([Document("d", np.ones(1, np.int32), np.ones(1, np.bool_))] * 50).tensors())
-    most = max(parcels[0].nbytes, tiny.nbytes)
+    most = max(packed[0].nbytes, tiny.nbytes)
     assert 64 + 3 * (most + 24) <= job.settings().queue_bytes < 64 + 3 * (most + 2048)

@@ -1,4 +1,4 @@
-"""Where a job computes: what is refused before ranks start, and what a comparison on CUDA says of its arms."""
+"""Where a job computes: what is refused before ranks start, and which arms a comparison on CUDA may have."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def vowels(doc, results):
 
 
 def wrapped(model: Any, tokenizer: Any) -> Any:
-    """As a user wraps a model of their own: the picture's brightness is told in words."""
+    """As a user wraps a model of their own: the picture's brightness is given in words."""
     from lmms_eval.api.model import lmms
 
     class Tiny(lmms):

@@ -249,7 +249,7 @@ def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
 
 
 def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> str:
-    """What a planned Trainer says to a model of this kind and a collator that joins samples."""
+    """The error of a planned Trainer for a model of this kind and a collator that joins samples."""
     from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
     from odc.integrations.transformers import OdcTrainer
@@ -270,7 +270,7 @@ def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> s
 
 
 @pytest.mark.parametrize(
-    ("kind", "positions", "says"),
+    ("kind", "positions", "message"),
     [
         ("llama", True, "trained"),
         ("llama", False, "samples end to end in one row, where llama models"),
@@ -278,8 +278,8 @@ def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> s
         ("gpt_oss", True, "samples end to end in one row, where gpt_oss models with 'eager' attention"),
     ],
 )
-def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, says: str) -> None:
-    assert says in ranks(2).run(joined, tmp_path, kind, positions)[0]
+def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, message: str) -> None:
+    assert message in ranks(2).run(joined, tmp_path, kind, positions)[0]
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

@@ -105,9 +105,9 @@ def balanced(rank: int, world: int, folder: Path) -> tuple[Logged, Logged]:
     trainer = trainer_of("Trainer", folder, CAP)
     trainer.model.register_forward_pre_hook(see, with_kwargs=True)
     trainer.train()
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, seen)
-    like, batches = mixture().train(), [batch for each in told for batch in each]
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, seen)
+    like, batches = mixture().train(), [batch for each in everywhere for batch in each]
     tokens = sum(float(batch["attention_mask"].sum()) for batch in batches)
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     total = torch.zeros(())
@@ -194,7 +194,7 @@ def own_loss(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "net", "collate", "says"),
+    ("kind", "options", "net", "collate", "message"),
     [
         ("Mean", {}, model, padded, "with compute_loss of Mean: set loss_is_scaled_for_ga = True in its class"),
         ("SaysSum", {}, model, padded, "Qwen2ForCausalLM under SaysSum: it is .* for twice num_items_in_batch"),
@@ -216,8 +216,8 @@ def own_loss(
         ("OdcTrainer", {}, model, unlabelled, "max_tokens to batches without labels"),
     ],
 )
-def test_a_loss_that_cannot_be_added_up_is_refused(ranks, tmp_path, kind, options, net, collate, says) -> None:
-    with pytest.raises(RanksFailed, match=says):
+def test_a_loss_that_cannot_be_added_up_is_refused(ranks, tmp_path, kind, options, net, collate, message) -> None:
+    with pytest.raises(RanksFailed, match=message):
         ranks(2).run(own_loss, kind, tmp_path, {"max_tokens": CAP, **options}, net, collate, timeout=500)
 
 

@@ -102,9 +102,9 @@ def is_datasets_folder(path: Path) -> bool:
 def _hint(path: Path, folder: TextFolder | None) -> str:
     if folder is None:
         return ""
-    looked = f": no non-empty file ends in {', '.join(folder.extensions)}"
+    searched = f": no non-empty file ends in {', '.join(folder.extensions)}"
     lines = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _JSONL)
-    return looked + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
+    return searched + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
 
 
 def _listed(folder: TextFolder) -> list[Path]:

@@ -51,7 +51,7 @@ class TextStep(StepRecord):
     """One optimizer step. The planner's cost model predicts bubbles, of the plan and of the best possible plan.
 
     `counts` are microbatches and pieces of split samples by rank; in all, `dummies` of them are dummies and `pieces`
-    are pieces. `retried` says why the minibatch had to run again.
+    are pieces. `retried` is why the minibatch had to run again.
     """
 
     lr: float

@@ -114,7 +114,7 @@ def reference_gradients(config: MultimodalConfig) -> dict[str, torch.Tensor]:
     }
 
 
-# Nobody has audio in the last, and ranks have nothing at all where there are fewer examples.
+# No rank has audio in the last, and ranks have nothing at all where there are fewer examples.
 MIXES = [
     (2, ["i", "", "ai", "", "a", "aa"]),
     (2, ["ii", "iai", "i", "", "", ""]),

@@ -106,20 +106,22 @@ def test_two_nodes_of_two_ranks_train_like_four_ranks(ranks: Pools, tmp_path: Pa
         assert [step.norm for step in results[0].steps] == pytest.approx([s.norm for s in reference], rel=2e-5), arm
 
 
-def nap(seed: str, longest_s: float) -> Callable[..., None]:
+def pause(seed: str, longest_s: float) -> Callable[..., None]:
     draw = random.Random(seed)
     return lambda *_: time.sleep(draw.random() * longest_s)
 
 
-def under_naps(rank: int, world: int, config: JobConfig, seeds: list[int], nap_s: float) -> list[Any]:
-    """(losses, norms, digest of the parameters and counts) of the same job, each time with other naps.
+def under_pauses(rank: int, world: int, config: JobConfig, seeds: list[int], pause_s: float) -> list[Any]:
+    """(losses, norms, digest of the parameters and counts) of the same job, each time with other pauses.
 
-    They last up to `nap_s`, and ten times that on one rank.
+    They last up to `pause_s`, and ten times that on one rank.
     """
     found = []
     for seed in seeds:
         job = rank_job(config)
-        job.trainer.model.register_forward_pre_hook(nap(f"{seed} {rank}", nap_s * (10 if rank == seed % world else 1)))
+        job.trainer.model.register_forward_pre_hook(
+            pause(f"{seed} {rank}", pause_s * (10 if rank == seed % world else 1))
+        )
         steps = job.run().steps
         digest = hashlib.sha256()
         for parameter in job.trainer.model.parameters():
@@ -131,19 +133,19 @@ def under_naps(rank: int, world: int, config: JobConfig, seeds: list[int], nap_s
     return found
 
 
-def test_a_queue_gives_the_same_bits_whoever_computes_what(ranks: Pools, tmp_path: Path) -> None:
+def test_a_queue_gives_the_same_bits_on_any_rank(ranks: Pools, tmp_path: Path) -> None:
     """Dropout too belongs to a microbatch, not to a rank."""
     model = tmp_path / "dropout.json"
     model.write_text(json.dumps(CONFIG | {"attention_dropout": 0.2}))
     config = tiny_job(tmp_path, arm="odc-dynamic", model=str(model), reproducible=True, minibatch_size=12)
-    for nap_s in (0.003, 0.03, 0.3):  # the slower the machine, the longer a nap must be to matter
-        first, second = ranks(2).run(under_naps, config, [0, 1, 2], nap_s)
+    for pause_s in (0.003, 0.03, 0.3):  # the slower the machine, the longer a pause must be to matter
+        first, second = ranks(2).run(under_pauses, config, [0, 1, 2], pause_s)
         assert first == second, "ranks disagree"
         assert len({str(found[:3]) for found in first}) == 1, first
         assert all(sum(counts) == sum(first[0][3][step]) for found in first for step, counts in enumerate(found[3]))
         if len({str(found[3]) for found in first}) > 1:
             return
-    pytest.fail("the naps changed nothing: this shows nothing")
+    pytest.fail("the pauses changed nothing: this shows nothing")
 
 
 def slowed(rank: int, world: int, config: JobConfig) -> tuple[list[list[int]], float]:
