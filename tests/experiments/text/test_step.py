@@ -16,10 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from support.ranks import RanksFailed
-from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
+from support.tiny_job import CONFIG, complete, rank_job, run_job, tiny_job
 
 from odc.arms import ARM_NAMES, ARMS, ArmName
 from odc.errors import ConfigError, DataError, NonFiniteLossError
@@ -40,20 +38,6 @@ def prepare(config: JobConfig) -> None:
 
 def run(config: JobConfig) -> list[JobResult[TextStep]]:
     return run_workload(TextWorkload(config))
-
-
-def run_job(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
-    return run_here(config)
-
-
-def trained_parameters(rank: int, world: int, config: JobConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the job and its whole parameters at the end."""
-    job = rank_job(config)
-    result = job.run()
-    parameters = {name: p.full_tensor().detach().clone() for name, p in job.trainer.model.named_parameters()}
-    dist.barrier()
-    shutdown()
-    return [step.loss for step in result.steps], parameters
 
 
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -160,9 +144,7 @@ def slowed(rank: int, world: int, config: JobConfig) -> tuple[list[list[int]], f
         used.append(computed_s)
 
     with mock.patch.object(TextTrainer, "_slow_down", measured):
-        steps = job.run().steps
-    dist.barrier()
-    shutdown()
+        steps = complete(job).steps
     return [step.counts for step in steps], sum(slept) / sum(used)
 
 
@@ -181,7 +163,7 @@ def run_with_little_room(rank: int, world: int, config: JobConfig) -> JobResult[
     try:
         if rank == 0:
             mine._spans = deque(maxlen=5)
-        return run_here(config)
+        return run_job(rank, world, config)
     finally:
         mine._spans = whole
 
@@ -190,24 +172,6 @@ def test_a_step_that_the_recorder_cannot_hold_has_no_bubble(ranks: Pools, tmp_pa
     for result in ranks(2).run(run_with_little_room, tiny_job(tmp_path)):
         assert [step.bubble for step in result.steps] == [None] * 3
         assert "step 3: loss" in result.summary()
-
-
-@pytest.mark.parametrize("arm", ["fsdp2", "odc"])
-def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, arm: str) -> None:
-    base = tiny_job(tmp_path, arm=arm, steps=4, warmup=1, reproducible=arm == "odc", save_every=2, output="set below")
-    straight, expected = ranks(2).run(trained_parameters, base.with_(output=str(tmp_path / "straight")))[0]
-    first = tmp_path / "straight" / "checkpoints" / "step-00000002"
-    again = base.with_(output=str(tmp_path / "again"), resume=str(first))
-    resumed, got = ranks(2).run(trained_parameters, again)[0]
-    assert resumed == straight[2:]
-    assert expected.keys() == got.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, got[name]), name
-    lines = (tmp_path / "straight" / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == straight
-    if arm == "odc":  # after which the ranks are started anew
-        with pytest.raises(RanksFailed, match=r"the checkpoint was made with seed=0, this job has seed=1"):
-            ranks(2).run(run_job, again.with_(seed=1))
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(ranks: Pools, tmp_path: Path) -> None:

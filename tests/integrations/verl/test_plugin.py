@@ -45,6 +45,12 @@ except Exception as error:
 """
 
 
+def test_the_doctor_names_the_engines() -> None:
+    done = run("-c", DOCTOR)
+    assert done.stdout.startswith("OK verl 0.9"), done.stderr
+    assert "strategy odc for language_model and value_model" in done.stdout
+
+
 def test_the_doctor_names_what_failed() -> None:
     program = """
 import sys
