@@ -137,7 +137,7 @@ def _comparison(
     where = f" on {hosts} hosts" if hosts > 1 else ""
     show(f"{len(arms)} arms, {config.ranks} ranks{where}, {config.steps} steps; figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
-    from odc.experiments.text.workload import TextWorkload
+    from odc.experiments.text.step import TextWorkload
 
     return CompareConfig(TextWorkload(config), arms, repeats, skip)
 

@@ -34,7 +34,7 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         _warn_of_what_is_lost(config)
     from odc.experiments.job import run, run_rank
-    from odc.experiments.text.workload import TextWorkload
+    from odc.experiments.text.step import TextWorkload
 
     carry_out_job(run, run_rank, TextWorkload(config))
 

@@ -113,8 +113,7 @@ def _compare(
     show(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.multimodal.config import MultimodalConfig
-    from odc.experiments.multimodal.figures import table
-    from odc.experiments.multimodal.workload import MultimodalWorkload
+    from odc.experiments.multimodal.workload import MultimodalWorkload, table
 
     job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
     config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen_arms(arms))

@@ -16,7 +16,7 @@ from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
 from odc.experiments.preflight import check_arm, preflight
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 from odc.memory import atomics, plain_x86_64
 from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
 

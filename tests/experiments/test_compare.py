@@ -28,8 +28,7 @@ from odc.experiments.config import DEFAULT_ARMS
 from odc.experiments.report import report, write_report
 from odc.experiments.results import ArmRun, JobResult, SkippedStep
 from odc.experiments.table import table, tables
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.trace import (
     COLLECTIVE,
     COMPUTE,

@@ -16,7 +16,7 @@ from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
 from odc.experiments.device import backend, settle, take_device
 from odc.experiments.preflight import preflight
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -13,8 +13,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.job import RankJob
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.fsdp import shutdown
 
 CONFIG = {

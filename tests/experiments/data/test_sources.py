@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from odc.errors import DataError
-from odc.experiments.data.rows import PromptCompletion
-from odc.experiments.data.sources import RawDocument, TextFolder, read_source, source_named, stdlib_source
+from odc.experiments.data.sources import (
+    PromptCompletion,
+    RawDocument,
+    TextFolder,
+    read_source,
+    source_named,
+    stdlib_source,
+)
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 

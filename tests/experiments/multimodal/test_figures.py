@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odc.experiments.multimodal.figures import phase_times
+from odc.experiments.multimodal.workload import phase_times
 from odc.trace import FETCH, MICROBATCH, WAIT, WINDOW, Span
 
 MS = 1_000_000

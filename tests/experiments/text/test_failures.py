@@ -18,8 +18,7 @@ from support.tiny_job import tiny_job
 from odc.experiments import job
 from odc.experiments.config import JobConfig
 from odc.experiments.launch import JobFailedError, launch
-from odc.experiments.text import workload
-from odc.experiments.text.step import TextTrainer
+from odc.experiments.text import step as steps
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -35,14 +34,14 @@ def dies(*unused: Any) -> None:
 def breaking(config: JobConfig, fail: Callable[..., None]) -> None:
     """The job, but rank 1 calls `fail` before its first forward of step 2."""
 
-    class Breaking(TextTrainer):
+    class Breaking(steps.TextTrainer):
         def run(self, step: int, *args: Any) -> Any:
             if step == 1 and dist.get_rank() == 1:
                 self.model.register_forward_pre_hook(fail)
             return super().run(step, *args)
 
-    with mock.patch.object(workload, "TextTrainer", Breaking):
-        job.run_rank(workload.TextWorkload(config))
+    with mock.patch.object(steps, "TextTrainer", Breaking):
+        job.run_rank(steps.TextWorkload(config))
 
 
 @pytest.mark.parametrize(

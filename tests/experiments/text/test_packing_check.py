@@ -18,12 +18,12 @@ from odc.experiments import job
 from odc.experiments.config import GrpoConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
-from odc.experiments.grpo.workload import GrpoWorkload
+from odc.experiments.grpo.step import GrpoWorkload
 from odc.experiments.launch import JobFailedError
 from odc.experiments.text.loss import use_document_loss
 from odc.experiments.text.model import build_model
 from odc.experiments.text.packing_check import check_documents, packing_error
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 

@@ -17,8 +17,7 @@ from support.tiny_job import CONFIG, complete, rank_job, run_job, tiny_job
 from odc.errors import DataError, UnsupportedError
 from odc.experiments.config import JobConfig
 from odc.experiments.results import JobResult
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.split import SamplePiece
 from odc.trace import MICROBATCH, WAIT, load_spans, piece_of
 

@@ -24,8 +24,7 @@ from odc.errors import ConfigError, DataError, NonFiniteLossError
 from odc.experiments.config import JobConfig
 from odc.experiments.job import run as run_workload
 from odc.experiments.results import JobResult, SkippedStep
-from odc.experiments.text.step import TextStep, TextTrainer
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextTrainer, TextWorkload
 from odc.fsdp import shutdown
 from odc.trace import recorder
 
