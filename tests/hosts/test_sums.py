@@ -16,8 +16,6 @@ from odc.protocol import Word
 from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
-ALL = [True, True, True]
-
 
 def notify(spread: Spread) -> None:
     """Do what the daemons do when they are notified."""
