@@ -125,34 +125,6 @@ def test_compare_writes_one_table_and_what_it_names(
     assert all(figures["arms"][arm]["loss"]["largest_difference"] < 1e-4 for arm in figures["arms"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (
-            ["train", "--arm", "zero1"],
-            "odc-equal, odc, odc-split, odc-dynamic, odc-hybrid, not 'zero1'",
-            2,
-        ),
-        (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),
-        (["train", "--data", "/does/not/exist"], "odc: data: there is no file or folder /does/not/exist", 2),
-        (["train", "--steps", "many"], "Invalid value for ", 2),
-        (["compare", "--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2-localsort, ", 2),
-        (["compare", "--skip", "2"], "odc: skip must leave a step to measure: it is 2, steps is 2", 2),
-    ],
-)
-def test_bad_input_is_one_line(
-    job: list[str], arguments: list[str], message: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    command, *options = arguments
-    output = ["--output", str(tmp_path / "out")] if command == "compare" else []
-    with pytest.raises(SystemExit) as ended:
-        main([command, *job, *output, *options])
-    assert ended.value.code == code
-    said = capfd.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-
-
 def test_traceback_shows_where_it_came_from(job: list[str], capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["--traceback", "train", *job, "--arm", "zero1"])

@@ -7,18 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.command import odc
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
 
-from odc.cli import main
 from odc.cli.torchrun import given_by_torchrun
 from odc.trace import load_spans, rank_file
-
-
-def odc(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture

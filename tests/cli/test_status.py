@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
+from support.command import odc
 
-from odc.cli import main, status
+from odc.cli import status
 from odc.runtime.daemon import RankStatus
 
 pytest.importorskip("rich", reason="needs the cli extra")
+
+call = partial(odc, "status")
 
 QUEUE = {"total": 20, "offered": 9, "claimed": 2, "handed_out": 17}
 MINE = os.getpid()
@@ -31,12 +35,6 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[RankStatus]:
     monkeypatch.setattr(sys.modules[RankStatus.__module__], "ask_all", lambda: found)
     monkeypatch.setenv("COLUMNS", "80")
     return found
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["status", *arguments])
-    return int(ended.value.code or 0)
 
 
 def test_eighty_columns_hold_it(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:

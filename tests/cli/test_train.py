@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss, write_rows
 
 from odc.arms import PLANS
-from odc.cli import main
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
-
-
-def odc(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def steps_of(output: Path) -> list[dict[str, Any]]:

@@ -99,37 +99,6 @@ def test_one_arm_is_a_job_that_can_be_resumed(tmp_path: Path, capfd: pytest.Capt
     assert [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()] == [1, 2]
 
 
-REFUSED = [
-    (["--arm", "odc/best"], "arm must be one of fsdp2/none,"),
-    (["--arm", "odc/full", "--repeats", "2"], "arm trains one job; --arms, --repeats"),
-    (["--resume", "runs/before"], "a comparison neither resumes"),
-    (["--arm", "odc/full", "--resume", "runs/before"], "resume: no checkpoint in runs/before"),
-    (["--arms", "odc/best"], "odc/full, not 'odc/best'"),
-    (["--arms", "odc/full,odc/full"], "arms must be different"),
-    (["--per-node", "3"], "per_node must divide"),
-    (["--model", "mm-none"], "no shipped multimodal config"),
-    (["--data", "none.jsonl"], "there is no file none.jsonl"),
-    (["--skip", "10"], "skip must leave a step"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_cannot_run_is_refused_first(
-    tmp_path: Path, change: list[str], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = tiny_job(tmp_path).job
-    options = ["--model", job.model, "--data", job.data, "--output", str(tmp_path / "out"), *change]
-    with pytest.raises(SystemExit) as ended:
-        main(["train-mm", *options])
-    assert ended.value.code == 2 and message in capfd.readouterr().err
-
-
-def test_data_or_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train-mm"])
-    assert "--demo" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"arm": "odc-equal"}, {"slow": "1:2"}, {"export": "x"}])
 def test_what_a_multimodal_job_cannot_do(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert len(CompareConfig(MultimodalWorkload(tiny_job(tmp_path, output=str(tmp_path)))).arms) == 12
