@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import odc
 from support.tiny_multimodal import tiny_job
 
-from odc.cli import main
 from odc.errors import ConfigError
 from odc.experiments.compare import CompareConfig
 from odc.experiments.multimodal.workload import MultimodalWorkload
@@ -40,10 +40,9 @@ def test_one_table_of_all_that_was_asked_for(
     monkeypatch.setattr(sys, "argv", ["odc", "train-mm", *options])
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    with pytest.raises(SystemExit) as ended:
-        main(["train-mm", *options])
+    code = odc("train-mm", *options)
     table, progress = capfd.readouterr()
-    assert ended.value.code == 0, progress
+    assert code == 0, progress
     assert "Traceback" not in progress and "Warning" not in progress
     rows = [line.split() for line in table.splitlines() if line.startswith(("fsdp2/", "odc/"))]
     assert [row[0] for row in rows] == wanted and {len(row) for row in rows} == {14}
@@ -90,10 +89,8 @@ def test_one_arm_is_a_job_that_can_be_resumed(tmp_path: Path, capfd: pytest.Capt
     options = ["--arm", "odc/full", "--model", job.model, "--data", job.data, "--minibatch-size", "6"]
     options += ["--output", str(output)]
     for steps, more in (("1", ["--save-every", "1"]), ("2", ["--resume", str(output)])):
-        with pytest.raises(SystemExit) as ended:
-            main(["train-mm", *options, "--steps", steps, *more])
-        said = capfd.readouterr()
-        assert ended.value.code == 0, said.err
+        code, said = odc("train-mm", *options, "--steps", steps, *more), capfd.readouterr()
+        assert code == 0, said.err
         assert said.err.startswith(f"odc train-mm: odc/full, 2 ranks, {steps} steps\n")
         assert f"step {steps}: loss " in said.out and f"checkpoints/step-0000000{steps}" in said.out
     assert [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()] == [1, 2]
