@@ -1,6 +1,6 @@
 """The open minibatch of a sharded model: how a rank gives it up because of a piece, and learns that others did.
 
-docs/protocol.md, "Pieces of split samples", says why no rank hangs.
+docs/protocol.md, "Pieces of split samples", explains why no rank hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PieceMinibatch:
         self._machine, self._protocol = root.minibatch, root.member.protocol
         self.epoch = root.minibatch.epoch
         self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
-        root.layout.attach_all()  # every rank comes to this minibatch; afterwards looking at a board never waits
+        root.layout.attach_all()  # every rank comes to this minibatch; afterwards reading a board never waits
 
     @property
     def open(self) -> bool:
@@ -78,15 +78,11 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
 
 @contextlib.contextmanager
 def ending_no_minibatch(model: nn.Module) -> Iterator[None]:
-    """Inside, a backward through the model ends no minibatch, whatever it is marked as. It must leave no gradients."""
-    before = [(root.minibatch, root.minibatch.explicit) for root in map(root_of, _tops(model))]
-    try:
-        for machine, _ in before:
-            machine.explicit = True
+    """Inside, a backward through the model ends no minibatch, whatever its mark. It must produce no gradients."""
+    with contextlib.ExitStack() as roots:
+        for top in _tops(model):
+            roots.enter_context(root_of(top).minibatch.ended_by_caller())
         yield
-    finally:
-        for machine, explicit in before:
-            machine.explicit = explicit
 
 
 def _tops(model: nn.Module) -> list[OdcModule]:

@@ -14,6 +14,7 @@ import torch
 from support.compare import assert_same
 from support.models import Case, adamw, make, next_token_loss, own_parameters, shard, tokens
 from support.models import train as run_all
+from support.on_ranks import on_ranks
 from support.programs import Compared, Make, Programs, Result, new, step
 from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,7 +92,8 @@ def test_a_gradient_that_has_no_accumulator_is_an_error_that_says_what_to_do(ran
         assert explicit or "aborted" not in message, message
 
 
-def evaluate_unfrozen(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_unfrozen_model_may_be_evaluated(rank: int, world: int) -> None:
     """Without a gradient there is nothing to lose, and nothing to refuse."""
     model = shard(fully_shard, make(ADAPTERS), ADAPTERS, init_device_mesh("cpu", (world,)))
     with torch.no_grad():
@@ -99,10 +101,6 @@ def evaluate_unfrozen(rank: int, world: int) -> None:
         model.requires_grad_(True)
         after = model(tokens(rank, 0, 0))
     assert torch.equal(before, after), "another output"
-
-
-def test_an_unfrozen_model_may_be_evaluated(ranks: Pools) -> None:
-    ranks(2).run(evaluate_unfrozen)
 
 
 @PROGRAMS.add
@@ -149,16 +147,13 @@ def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
 # other accumulators --------------------------------------------------------------------------------------------------
 
 
-def same_with(rank: int, world: int, settings: Settings) -> None:
-    case = Case(counts=((1, 1),), frozen="base", low_precision=True)
-    mine = run_all(fully_shard, case, rank, world, settings=settings)
-    assert_same(mine, run_all(torch_fully_shard, case, rank, world))
-
-
 @pytest.mark.parametrize(
     "settings",
     [Settings(accumulate="direct"), Settings(staging_block_bytes=4096)],
     ids=["direct", "small blocks"],
 )
-def test_adapters_with_other_accumulators(ranks: Pools, settings: Settings) -> None:
-    ranks(2).run(same_with, settings)
+@on_ranks(2)
+def test_adapters_with_other_accumulators(rank: int, world: int, settings: Settings) -> None:
+    case = Case(counts=((1, 1),), frozen="base", low_precision=True)
+    mine = run_all(fully_shard, case, rank, world, settings=settings)
+    assert_same(mine, run_all(torch_fully_shard, case, rank, world))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.compare import differences
 from support.exact import Exact, SignStep, await_sums_in_backward, batch, train
+from support.on_ranks import on_hosts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -94,7 +95,8 @@ def test_hybrid_sharding_equals_fsdp2(
     host_ranks(hosts, per_host).run(same_hybrid, replicas, optimizer_sharding)
 
 
-def two_roots(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_several_roots(rank: int, world: int) -> None:
     """Two models in one minibatch, with different counts, one of which is abandoned by a rank once."""
     results = []
     for shard in (fully_shard, torch_fully_shard):
@@ -137,10 +139,6 @@ def abandoned(rank: int, world: int) -> str:
     for one, other in zip(model.layers.parameters(), reference.layers.parameters(), strict=True):
         assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), "what was abandoned has been summed"
     return caught.value.reason
-
-
-def test_several_roots(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(two_roots)
 
 
 def test_a_minibatch_is_abandoned_on_every_host(host_ranks: HostPools) -> None:
@@ -245,7 +243,8 @@ def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None
         assert "are on different hosts" in arena
 
 
-def crossing_in_backward(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_sums_cross_while_backward_goes_on(rank: int, world: int) -> None:
     """The first layer's backward waits until the last layer's sums have come: they cross while backward goes on."""
     model = Exact()
     for layer in model.layers:
@@ -263,11 +262,8 @@ def crossing_in_backward(rank: int, world: int) -> None:
     assert waited == [1, 2, 3]
 
 
-def test_sums_cross_while_backward_goes_on(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(crossing_in_backward)
-
-
-def rounded(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_rounded_sums_equal_plain_torch(rank: int, world: int) -> None:
     """Gradients with bf16 sums are those of plain torch where each sum of another host's ranks is rounded once."""
     model, whole = Exact(), [Exact() for _ in range(world)]
     settings = Settings(timeout_s=60.0, sums_dtype="bfloat16")
@@ -294,7 +290,3 @@ def rounded(rank: int, world: int) -> None:
     told = torch.tensor(changed)
     dist.all_reduce(told)
     assert int(told) > 0, "or nothing was rounded"
-
-
-def test_rounded_sums_equal_plain_torch(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(rounded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from support.exact import Exact, batch
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
+from support.on_ranks import on_hosts
 
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
@@ -25,8 +25,6 @@ from odc.runtime.linking import HostConnections
 from odc.runtime.member import Member
 from odc.runtime.shutdown import HeapRelease
 
-HostPools = Callable[[int, int], Any]
-
 
 def evaluated(rank: int, timeout_s: float = 600.0) -> Any:
     """A model that was trained, and evaluated at last: whoever reads its shards then says nothing when it has."""
@@ -39,7 +37,9 @@ def evaluated(rank: int, timeout_s: float = 600.0) -> Any:
     return model
 
 
-def dropped_at_different_times(rank: int, world: int, early: int) -> None:
+@pytest.mark.parametrize("early", [0, 3])
+@on_hosts(2, 2)
+def test_a_model_that_one_rank_drops_long_before_the_others_holds_up_nobody(rank: int, world: int, early: int) -> None:
     """As the garbage collector drops models: on one rank long before the others."""
     model = evaluated(rank)
     root = root_of(model)
@@ -58,12 +58,8 @@ def dropped_at_different_times(rank: int, world: int, early: int) -> None:
     root.shut_down()()
 
 
-@pytest.mark.parametrize("early", [0, 3])
-def test_a_model_that_one_rank_drops_long_before_the_others_holds_up_nobody(host_ranks: HostPools, early: int) -> None:
-    host_ranks(2, 2).run(dropped_at_different_times, early)
-
-
-def leaves_once_it_is_heard(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_a_link_stays_until_all_that_was_said_is_heard(rank: int, world: int) -> None:
     """What is on its way to a host that is busy may be lost when the connection is closed."""
     model = evaluated(rank)
     root = root_of(model)
@@ -79,10 +75,6 @@ def leaves_once_it_is_heard(rank: int, world: int) -> None:
     assert meeting.needed_by() == [partner]
     unacknowledged.clear()
     wait()
-
-
-def test_a_link_stays_until_all_that_was_said_is_heard(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(leaves_once_it_is_heard)
 
 
 STEPS: dict[str, tuple[type, str]] = {

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.compare import differences, own_chunk
 from support.exact import Exact, batch, train
+from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -107,7 +108,8 @@ def test_crossed_replicas_over_hosts(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(same_as_over_a_rising_mesh, [[1, 0], [2, 3]])
 
 
-def two_orders_at_once(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_two_roots_on_the_same_ranks_in_other_orders(rank: int, world: int) -> None:
     """Two roots on meshes of the same ranks are two heaps, and a reader gets the weights of either."""
     models: list[Any] = [
         fully_shard(Exact(), mesh=mesh_over(order), settings=SETTINGS) for order in ([0, 1, 2], [2, 1, 0])
@@ -134,14 +136,12 @@ def two_orders_at_once(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_two_roots_on_the_same_ranks_in_other_orders(ranks: Pools) -> None:
-    ranks(3).run(two_orders_at_once)
-
-
 # groups that torch did not sort --------------------------------------------------------------------------------------
 
 
-def unsorted_group(rank: int, world: int) -> None:
+@keeps_order
+@on_ranks(3)
+def test_a_group_that_keeps_its_order(rank: int, world: int) -> None:
     group: Any = dist.new_group([2, 0, 1], sort_ranks=False)
     same_as_fsdp2(rank, world, DeviceMesh.from_group(group, "cpu"), "none")
 
@@ -155,11 +155,6 @@ def unsorted_replicas(rank: int, world: int) -> str:
     with pytest.raises(UnsupportedError) as caught:
         model(batch(rank, 0, 0))
     return str(caught.value)
-
-
-@keeps_order
-def test_a_group_that_keeps_its_order(ranks: Pools) -> None:
-    ranks(3).run(unsorted_group)
 
 
 @keeps_order

@@ -49,16 +49,6 @@ def test_a_gradient_without_an_accumulator_is_refused_before_any_of_its_unit_is_
             assert rank.grads() == [[0.5] * 4, None, [1.0] * 3]
 
 
-def test_a_divide_factor_of_the_user_replaces_the_number_of_ranks(two: list[Rank]) -> None:
-    for rank in two:
-        rank.machine.begin()
-        rank.groups[0].gradient_divide_factor = 8.0
-    two[0].push(0, 16.0)
-    two[0].push(1, 16.0)
-    finish(two)
-    assert two[1].grads() == [[2.0] * 4, [2.0] * 2, [8.0] * 3]
-
-
 def test_nothing_of_one_minibatch_is_left_in_the_next(two: list[Rank]) -> None:
     for unit in (0, 1, 0):
         for rank in two:
@@ -79,20 +69,6 @@ def test_a_rank_without_microbatches_opens_the_minibatch_when_it_finishes(two: l
         two[1].machine.collect()
         assert two[1].grads() == [[2.0] * 4, [2.0] * 2, None]
         assert two[1].machine.epoch == epoch
-
-
-def test_replicas_are_summed_too() -> None:
-    with HeapGroup(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as group:
-        ranks = [Rank(group, 0), Rank(group, 1)]
-        for rank in ranks:
-            rank.machine.begin()
-        for rank in ranks:
-            rank.push(0, 1.0 + 2 * rank.me)
-            rank.machine.done()
-        complete(group)
-        for rank in ranks:
-            rank.machine.collect()
-            assert rank.grads() == [[2.0] * 4, [2.0] * 2, None]
 
 
 def waits_for(group: HeapGroup, member: int, peer: int, until: Future[None]) -> bool:
@@ -218,12 +194,6 @@ def test_each_minibatch_needs_all_its_groups_again(two: list[Rank]) -> None:
             rank.machine.finalized(rank.groups[1])  # type: ignore[arg-type]
         for rank in two:
             rank.machine.collect()
-
-
-def test_collect_without_done_is_refused(two: list[Rank]) -> None:
-    two[0].machine.begin()
-    with pytest.raises(OdcError, match=r"rank 10: collect\(\) without done\(\) in epoch 1"):
-        two[0].machine.collect()
 
 
 def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) -> None:

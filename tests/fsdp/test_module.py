@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import boundaries
+from odc.fsdp.minibatch import OpenEpoch
 from odc.fsdp.module import OdcModule, add_methods, minibatch
 
 
@@ -52,6 +53,11 @@ def call(name: str) -> Any:
 def test_what_is_refused_says_what_and_why(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name} has no meaning under on-demand communication: ."):
         call(name)
+
+
+def test_gradient_sync_of_one_module_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="^set_requires_gradient_sync.recurse=False. has no meaning"):
+        OdcModule.set_requires_gradient_sync(None, False, recurse=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(n for n in REDEFINED if "No-op" in (getattr(OdcModule, n).__doc__ or "")))
@@ -119,7 +125,7 @@ class Machine:
     told: list[str]
     fails_in: str = ""
     explicit: bool = False
-    given_up: str | None = None
+    current: OpenEpoch = field(default_factory=OpenEpoch)
 
     def recover(self) -> None:
         """No backward of these tests fails."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
+from support.on_ranks import on_ranks
 from support.ranks import RankPool, RanksFailed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -150,7 +151,14 @@ def test_ranks_weigh_as_much_as_they_count(ranks: Callable[[int], RankPool]) -> 
     assert ranks(2).run(weights, [2, 8]) == pytest.approx([0.2, 0.8])
 
 
-def sharded(rank: int, world: int, minibatch: Minibatch, normalization: Normalization, transport: str) -> None:
+@pytest.mark.parametrize("normalization", ["global", "per_microbatch"])
+@pytest.mark.parametrize(("transport", "minibatch"), [
+    ("odc", [[(9, 1), (0, 3), (4, 0)], [(2, 2)]]),
+    ("odc", [[], [(8, 0), (1, 1)]]),
+    ("fsdp2", [[(9, 1), (0, 3)], [(2, 2), (5, 0)]]),
+])  # fmt: skip
+@on_ranks(2)
+def test_over_shards(rank: int, world: int, minibatch: Minibatch, normalization: Normalization, transport: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from odc import fully_shard as on_demand
@@ -170,18 +178,6 @@ def sharded(rank: int, world: int, minibatch: Minibatch, normalization: Normaliz
     assert (flat(model) - expected).norm() < 1e-6 * expected.norm(), (flat(model), expected)
     if transport == "odc":
         shutdown()
-
-
-@pytest.mark.parametrize("normalization", ["global", "per_microbatch"])
-@pytest.mark.parametrize(("transport", "minibatch"), [
-    ("odc", [[(9, 1), (0, 3), (4, 0)], [(2, 2)]]),
-    ("odc", [[], [(8, 0), (1, 1)]]),
-    ("fsdp2", [[(9, 1), (0, 3)], [(2, 2), (5, 0)]]),
-])  # fmt: skip
-def test_over_shards(
-    ranks: Callable[[int], RankPool], transport: str, minibatch: Minibatch, normalization: Normalization
-) -> None:
-    ranks(2).run(sharded, minibatch, normalization, transport)
 
 
 def promises(rank: int, world: int, promised: list[int], trained: list[int]) -> None:

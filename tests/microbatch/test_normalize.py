@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
+from support.on_ranks import on_ranks
 from support.ranks import RankPool, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -213,7 +214,16 @@ def test_what_is_refused() -> None:
 # ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, normalization: Normalization) -> None:
+@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
+@pytest.mark.parametrize(("transport", "counts"), [
+    ("odc", [[40, 12, 1], [5]]),
+    ("odc", [[], [7, 0, 20]]),
+    ("fsdp2", [[40, 1], [5, 0]]),
+])  # fmt: skip
+@on_ranks(2)
+def test_over_sharded_ranks(
+    rank: int, world: int, counts: list[list[int]], transport: str, normalization: Normalization
+) -> None:
     """Gradients of unequal microbatches on all ranks, sharded, against one process in double precision."""
     from torch.distributed.fsdp import fully_shard
 
@@ -252,29 +262,14 @@ def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, 
         shutdown()
 
 
-@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
-@pytest.mark.parametrize(("transport", "counts"), [
-    ("odc", [[40, 12, 1], [5]]),
-    ("odc", [[], [7, 0, 20]]),
-    ("fsdp2", [[40, 1], [5, 0]]),
-])  # fmt: skip
-def test_over_sharded_ranks(
-    ranks: Callable[[int], RankPool], transport: str, counts: list[list[int]], normalization: Normalization
-) -> None:
-    ranks(2).run(sharded_run, counts, transport, normalization)
-
-
-def all_empty(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_all_ranks_skip_together(rank: int, world: int) -> None:
     model, normalizer = build(), LossNormalizer(4, metrics={"loss": "labels"})
     if rank == 0:
         normalizer.scaled(loss_sum(model, *microbatch(0, 5, 0)), 0).backward()
     totals = normalizer.finish(model.parameters())
     assert totals.skip, totals
     assert all(p.grad is None for p in model.parameters()), "gradients stay"
-
-
-def test_all_ranks_skip_together(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(all_empty)
 
 
 def unequal(rank: int, world: int, proxies: list[int]) -> None:

@@ -28,6 +28,7 @@ from support.models import (
     tokens,
     train,
 )
+from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -94,7 +95,9 @@ def subgroups(rank: int, world: int) -> int:
     return len(run.losses)
 
 
-def two_roots(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["after_evaluation", "together"])
+@on_ranks(4)
+def test_two_roots_in_one_backward_in_opposite_orders(rank: int, world: int, how: str) -> None:
     """Two models in one backward, which odd ranks run, and so finish, in the other order.
 
     What lets ranks do that is that both epochs are open before: by `odc.minibatch`, or by an evaluation of each.
@@ -192,11 +195,6 @@ def test_hybrid_accumulators_are_within_rounding_of_the_oracle(ranks: Pools, rep
 
 def test_two_jobs_on_halves_of_the_ranks(ranks: Pools) -> None:
     assert ranks(4).run(subgroups) == [2, 2, 5, 5]
-
-
-@pytest.mark.parametrize("how", ["after_evaluation", "together"])
-def test_two_roots_in_one_backward_in_opposite_orders(ranks: Pools, how: str) -> None:
-    ranks(4).run(two_roots, how)
 
 
 @pytest.mark.parametrize("ranks_of_mesh", [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], ids=["rising", "falling"])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import differences
 from support.models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
+from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,7 +162,8 @@ def some_parameters_ignored(shard_with: Make, rank: int, world: int) -> Result:
     return {name: p.grad.to_local() for name, p in model.named_parameters() if p is not ignored}
 
 
-def close_in_fp16(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp16_parameters(rank: int, world: int) -> None:
     """Ours adds in fp32 and rounds once; FSDP2 adds in fp16, divided before and after to stay in range."""
     mine, reference = (_in_dtype(each, rank, world, torch.float16) for each in (fully_shard, torch_fully_shard))
     wrong = differences(mine, reference, lambda b: 2.0**-9 * b.abs() + 2.0**-23)
@@ -216,10 +218,6 @@ def backward_of(model: Any, rank: int, number: int, skip: tuple[int, ...]) -> to
 @PROGRAMS.each()
 def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
     ranks(2).run(program)
-
-
-def test_fp16_parameters(ranks: Pools) -> None:
-    ranks(2).run(close_in_fp16)
 
 
 @pytest.mark.parametrize("after_forward", [False, True])

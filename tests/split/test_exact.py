@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.on_ranks import on_ranks
 from support.split_jobs import LONGEST, Minibatch, apart, model_of, step_of
 
 from odc.split import Splitter
@@ -73,7 +74,8 @@ def test_fp32(ranks: Any, kind: str, checkpoint: bool, keep: bool) -> None:
     print(*ranks(2).run(exact, uuid.uuid4().hex, kind, "float32", checkpoint, keep)[0], sep="\n")
 
 
-def as_near_in_bf16(rank: int, world: int, name: str) -> str:
+@on_ranks(2)
+def test_bf16_is_as_near_as_unsplit(rank: int, world: int, name: str) -> str:
     """Split is about as far from fp32 as unsplit is: the blocks are merged in fp32.
 
     Each distance is of random roundings, so their ratio changes by some tenths with the processor and the sample.
@@ -96,11 +98,8 @@ def as_near_in_bf16(rank: int, world: int, name: str) -> str:
     return f"bf16 against fp32: split {split:.4f}, unsplit {unsplit:.4f}"
 
 
-def test_bf16_is_as_near_as_unsplit(ranks: Any) -> None:
-    print(ranks(2).run(as_near_in_bf16, uuid.uuid4().hex)[0])
-
-
-def without_peers(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_what_is_wrong_shows(rank: int, world: int, name: str) -> None:
     """The comparison can fail: what a wrong split would do shows by far."""
     from odc.split import SamplePiece
 
@@ -127,7 +126,3 @@ def without_peers(rank: int, world: int, name: str) -> None:
     gradients, _ = apart(model, TWO[0], like, total)
     assert gradients > 1e-2, f"gradients of peers left out show as {gradients} only"
     splitter.close()
-
-
-def test_what_is_wrong_shows(ranks: Any) -> None:
-    ranks(2).run(without_peers, uuid.uuid4().hex)

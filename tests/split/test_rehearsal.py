@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import mixing_models as mixing
+from support.on_ranks import on_ranks
 from support.split_jobs import LONGEST, Minibatch, OwnModel, apart, losses_of, model_of, step_of
 from torch import nn
 
@@ -123,7 +123,8 @@ def sharded(param_dtype: torch.dtype | None = None, output_dtype: torch.dtype | 
     return model
 
 
-def in_mixed_precision(rank: int, world: int, name: str) -> str:
+@on_ranks(2)
+def test_a_bf16_policy_with_fp32_output(rank: int, world: int, name: str) -> str:
     """The output is fp32, but all that the model computes is in bf16: so is the limit, and the gradients agree."""
     model, whole = sharded(torch.bfloat16, torch.float32), model_of("llama", torch.float32)
     splitter = Splitter(model, LONGEST, timeout_s=120.0, name=name)
@@ -143,11 +144,8 @@ def in_mixed_precision(rank: int, world: int, name: str) -> str:
     return f"gradients {gradients:.1e}, loss {losses:.1e}"
 
 
-def test_a_bf16_policy_with_fp32_output(ranks: Any) -> None:
-    print(ranks(2).run(in_mixed_precision, uuid.uuid4().hex)[0])
-
-
-def checked_in_the_middle(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_the_check_adds_nothing_to_an_open_minibatch(rank: int, world: int, name: str) -> None:
     """The check runs inside the first minibatch with pieces, where gradients have been pushed already."""
     grads = []
     for prepared in (True, False):
@@ -163,7 +161,3 @@ def checked_in_the_middle(rank: int, world: int, name: str) -> None:
         splitter.close()
         dist.barrier()
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-6)
-
-
-def test_the_check_adds_nothing_to_an_open_minibatch(ranks: Any) -> None:
-    ranks(2).run(checked_in_the_middle, uuid.uuid4().hex)

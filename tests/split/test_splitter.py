@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.failing import assert_all_noticed
+from support.on_ranks import on_ranks
 from support.rank_worker import die
 from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, step_of, tokens_of
@@ -140,7 +141,8 @@ def test_opposite_orders_are_told_to_all_who_meet_them(ranks: Any) -> None:
 # refusals ---------------------------------------------------------------------------------------------------------
 
 
-def too_long(rank: int, world: int, name: str) -> None:
+@on_ranks(3)
+def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(rank: int, world: int, name: str) -> None:
     """Refused on all ranks, also on one without a piece, before any of them waits."""
     splitter = splitter_of(model_of("own"), name, longest=100, piece_tokens=50)
     says = r"sample 0 has 120 tokens in pieces of up to 60, but the arenas are for 100 .* longest=120, piece_tokens=60"
@@ -154,11 +156,8 @@ def too_long(rank: int, world: int, name: str) -> None:
     assert list(splitter.pieces(Minibatch([], [(5, 0)]).plan(world))) == []
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(ranks: Any) -> None:
-    ranks(3).run(too_long, uuid.uuid4().hex)
-
-
-def no_backward(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_a_piece_without_backward_is_named(rank: int, world: int, name: str) -> None:
     model = model_of("own")
     pieces = splitter_of(model, name).pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world))
     with torch.no_grad():
@@ -168,11 +167,8 @@ def no_backward(rank: int, world: int, name: str) -> None:
         next(pieces)
 
 
-def test_a_piece_without_backward_is_named(ranks: Any) -> None:
-    ranks(2).run(no_backward, uuid.uuid4().hex)
-
-
-def no_label(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_a_piece_without_a_label(rank: int, world: int, name: str) -> None:
     """Only the first token has a label: one piece has no loss, and gives and takes gradients of 0 all the same."""
     model = model_of("own", torch.float64)
     splitter, tokens = splitter_of(model, name), tokens_of(0, 40)
@@ -191,11 +187,8 @@ def no_label(rank: int, world: int, name: str) -> None:
     splitter.close()
 
 
-def test_a_piece_without_a_label(ranks: Any) -> None:
-    ranks(2).run(no_label, uuid.uuid4().hex)
-
-
-def frozen_below(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_frozen_layers(rank: int, world: int, name: str) -> None:
     """Nothing below the second layer is trained: backward does not come to the first, whose keys are given back."""
     model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
     for one in (model, like):
@@ -217,10 +210,6 @@ def frozen_below(rank: int, world: int, name: str) -> None:
     expected = torch.cat([p.grad.flatten() for p in like.parameters()])  # type: ignore[union-attr]
     assert float((grads - expected).norm() / expected.norm()) <= 1e-12
     splitter.close()
-
-
-def test_frozen_layers(ranks: Any) -> None:
-    ranks(2).run(frozen_below, uuid.uuid4().hex)
 
 
 def orders_differ(rank: int, world: int, name: str, splits: list[Any]) -> None:
