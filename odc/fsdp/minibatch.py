@@ -247,6 +247,26 @@ class Minibatch:
         if self._member.queue is not None:
             self._member.queue.give_up()
 
+    @property
+    def lost(self) -> bool:
+        """Whether this rank knows that the open minibatch will be abandoned."""
+        return self._protocol.gives_up(self._member.grid.me)
+
+    def absent(self, member: int | None, doing: str) -> bool:
+        """Whether a member, whose board is mapped, has ended its part of this minibatch or gives it up.
+
+        PeerLostError if the job was aborted; `doing` is for its message.
+        """
+        self._protocol.waiter.check(doing)
+        return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
+
+    def lose_with(self, member: int) -> bool:
+        """Give this minibatch up as `member` does; returns False if that member does not."""
+        if not self._protocol.gives_up(member):
+            return False
+        self._protocol.give_up()
+        return True
+
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without waiting for any rank; no-op when closed.
 

@@ -19,7 +19,7 @@ class PieceMinibatch:
     """One open minibatch of a root, which ends by `with model.minibatch()` or by `finalize_backward()`."""
 
     def __init__(self, root: Root) -> None:
-        self._machine, self._protocol = root.minibatch, root.member.protocol
+        self._machine, self._rank = root.minibatch, root.rank
         self.epoch = root.minibatch.epoch
         self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
         root.layout.attach_all()  # every rank comes to this minibatch; afterwards reading a board never waits
@@ -31,27 +31,23 @@ class PieceMinibatch:
     @property
     def lost(self) -> bool:
         """Whether this rank knows that the minibatch will be abandoned."""
-        return self._protocol.gives_up(self._protocol.grid.me)
+        return self._machine.lost
 
     def absent(self, rank: int) -> bool:
         """Whether a global rank takes no further part in pieces of this minibatch; PeerLostError if it was aborted."""
-        self._protocol.waiter.check("waiting for a piece of a split sample")
-        member = self._members.get(rank)
-        return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
+        return self._machine.absent(self._members.get(rank), "waiting for a piece of a split sample")
 
     def lose(self, rank: int, what: str) -> None:
         """This rank waits in vain for another one, which is absent: go on without, and let others do so too.
 
         Raises OdcError, naming the rank, if it abandons nothing.
         """
-        if not self._protocol.gives_up(self._members[rank]):
-            me = self._protocol.grid.rank
+        if not self._machine.lose_with(self._members[rank]):
             raise OdcError(
-                f"rank {me} (epoch {self.epoch}): rank {rank} ended the minibatch without {what}; every rank must take "
-                "all its pieces of a plan, or call model.abandon_minibatch(reason)",
+                f"rank {self._rank} (epoch {self.epoch}): rank {rank} ended the minibatch without {what}; every rank "
+                "must take all its pieces of a plan, or call model.abandon_minibatch(reason)",
                 culprit=rank,
             )
-        self._protocol.give_up()
 
     def abandon(self, reason: str) -> None:
         """Give the minibatch up, on all ranks; nothing where it has ended already. Outside of a backward."""

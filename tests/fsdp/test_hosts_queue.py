@@ -90,7 +90,7 @@ def test_sums_cross_in_a_backward_after_which_the_queue_has_no_other(rank: int, 
 
 @on_hosts(2, 2)
 def test_what_is_left_in_the_queue_may_follow(rank: int, world: int) -> None:
-    """As long as something is left nobody knows which backward is the last."""
+    """As long as something is left no rank knows which backward is the last."""
     settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
     model = Exact()
     fully_shard(model, settings=settings)
