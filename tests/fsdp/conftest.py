@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,6 +31,12 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
     monkeypatch.setattr(compat, "queue_after_backward", queued.append)
     return queued
+
+
+@pytest.fixture
+def name() -> str:
+    """Of keys in a job's store: unlike any other of the same ranks."""
+    return uuid.uuid4().hex
 
 
 @pytest.fixture

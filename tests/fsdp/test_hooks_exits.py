@@ -1,4 +1,4 @@
-"""How a rank ends: a clean end waits for slow peers, an error waits for nobody and reaches the peers as the reason."""
+"""How a rank ends: a clean end waits for slow peers, an error waits for no rank and reaches the peers as the reason."""
 
 from __future__ import annotations
 
@@ -83,17 +83,6 @@ def evaluate_fast_and_slow(rank: int, world: int, how: str) -> None:
 def test_a_fast_rank_stays_until_a_slow_one_has_attached(how: str, nothing_left: list[int]) -> None:
     with spawn_ranks(2, evaluate_fast_and_slow, how) as ranks:
         assert_ended_well(end(ranks, nothing_left))
-
-
-def test_many_ranks_that_only_evaluate_end_well(nothing_left: list[int]) -> None:
-    for _ in range(3):
-        with spawn_ranks(3, evaluate_only) as ranks:
-            assert_ended_well(end(ranks, nothing_left))
-
-
-def evaluate_only(rank: int, world: int) -> None:
-    model, _ = job(rank, world, settings=HOURS)
-    evaluate(model, rank)
 
 
 def evaluate_beside_a_dying_rank(rank: int, world: int) -> None:
