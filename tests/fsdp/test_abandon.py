@@ -65,7 +65,7 @@ class Planned:
 
 @contextlib.contextmanager
 def broken(model: Any, fault: Fault | None) -> Iterator[None]:
-    """Raise `Boom` where the fault says."""
+    """Raise `Boom` where the fault is."""
 
     def boom(*unused: Any) -> None:
         raise Boom("bad sample")

@@ -1,4 +1,4 @@
-"""A minibatch that a rank gives up, one call at a time: which rank learns what, and what is left for the next one."""
+"""A minibatch that a rank gives up, one call at a time: which rank learns what, and what remains for the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.machines import Rank, finish, states
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
 from odc.protocol import RootState, Word
 
-pytestmark = pytest.mark.usefixtures("heard")
+pytestmark = pytest.mark.usefixtures("queued")
 
 
 def begin(ranks: list[Rank]) -> None:
@@ -18,7 +18,7 @@ def begin(ranks: list[Rank]) -> None:
         rank.machine.explicit = True
 
 
-def meet(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
+def end_together(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
     for rank in ranks:
         rank.machine.done()
     errors = [rank.machine.collect() for rank in ranks]
@@ -28,7 +28,7 @@ def meet(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
 
 
 def assert_abandoned(ranks: list[Rank], culprit: int, reason: str) -> None:
-    for rank, error in zip((10, 13), meet(ranks), strict=True):
+    for rank, error in zip((10, 13), end_together(ranks), strict=True):
         assert error is not None and error.culprit == culprit and error.reason.startswith(reason)
         assert f"rank {rank} (epoch 1): the minibatch was abandoned by rank {culprit}: {reason}" in str(error)
     assert [rank.grads() for rank in ranks] == [[None] * 3] * 2
@@ -53,11 +53,11 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
             rank.push(0, 8.0)
             rank.push(1, 8.0)
         two[number % 2].machine.abandon("bad")
-        assert all(meet(two))
+        assert all(end_together(two))
         begin(two)
         two[0].push(1, 3.0)
         two[1].push(1, 1.0)
-        assert meet(two) == [None, None]
+        assert end_together(two) == [None, None]
         assert [rank.grads() for rank in two] == [[None, None, [2.0] * 3]] * 2
 
 
@@ -82,7 +82,7 @@ def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkey
     assert two[0].iteration.resets
     begin(two)
     two[1].push(0, 2.0)
-    meet(two)
+    end_together(two)
     assert two[0].grads() == [[1.0] * 4, [1.0] * 2, None]
 
 
@@ -107,7 +107,7 @@ def test_a_forward_that_ended_with_an_exception_costs_its_microbatch_only(two: l
     two[0].iteration.cut_short = "forward"
     two[0].machine.recover()
     assert two[0].iteration.resets == 1
-    assert meet(two) == [None, None]
+    assert end_together(two) == [None, None]
     assert two[1].grads()[0] == [3.0] * 4
 
 
@@ -175,5 +175,5 @@ def test_hooks_that_run_when_gradients_are_written_may_step_and_clip(
         stepped.append(True)
 
     monkeypatch.setattr(two[0].groups[0].odc_params[0], "add_gradient", hook)
-    assert meet(two) == [None, None]
+    assert end_together(two) == [None, None]
     assert stepped == [True]

@@ -72,7 +72,7 @@ def test_an_asynchronous_end_is_over_after_wait(rank: int, world: int) -> None:
     backward(model, rank, 0)
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, getattr(fsdp, "GradientReductionHandle", object))
-    assert all(grad is None for grad in own_gradients(model).values()), "nobody has waited"
+    assert all(grad is None for grad in own_gradients(model).values()), "no rank has waited"
     with pytest.raises(UnfinishedMinibatchError, match=r"optimizer.step\(\) before .* wait\(\)"):
         optimizer.step()
     with pytest.raises(UnfinishedMinibatchError, match=r"finalize_backward\(\) before wait\(\)"):

@@ -197,8 +197,8 @@ def test_changed_weights_are_refused_until_published(rank: int, world: int, chan
             one.reshard()
             change(one)
         if change is not _one_element or rank == 0:
-            said = rf"rank {rank} \(epoch 1\): layers.1.out.weight .*publish\(\)"
-            with pytest.raises(StaleParametersError, match=said):
+            stale = rf"rank {rank} \(epoch 1\): layers.1.out.weight .*publish\(\)"
+            with pytest.raises(StaleParametersError, match=stale):
                 model(x)
         model.publish()
         for one in (model, reference):

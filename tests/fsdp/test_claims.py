@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import differences
 from support.extent import examples
-from support.failing import WORLD, assert_all_noticed, end
+from support.failing import WORLD, assert_all_noticed
 from support.models import Case, build, next_token_loss, own_gradients, tokens
 from support.on_ranks import on_ranks
 from support.rank_worker import die, tell
-from support.ranks import RankPool, spawn_ranks
+from support.ranks import RankOutcome, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import OdcError, Settings, fully_shard
@@ -29,6 +29,7 @@ from odc.fsdp import default_store
 from odc.memory import atomics, plain_x86_64
 
 Pools = Callable[[int], RankPool]
+Ended = Callable[..., list[RankOutcome]]
 CASE = Case(counts=((0,),))
 ROOM = 16 << 10
 
@@ -194,9 +195,8 @@ def refusals_before_work(rank: int, world: int) -> None:
         plain.claim([])
 
 
-def test_no_queue_and_no_minibatch_are_refused(nothing_left: list[int]) -> None:
-    with spawn_ranks(1, refusals_before_work) as job:
-        (outcome,) = end(job, nothing_left)
+def test_no_queue_and_no_minibatch_are_refused(ended: Ended) -> None:
+    (outcome,) = ended(refusals_before_work, world=1)
     assert outcome.answered and outcome.error is None, outcome.describe()
 
 
@@ -233,10 +233,9 @@ def too_much(rank: int, world: int) -> None:
     ],
 )
 def test_what_breaks_the_rules_ends_the_job_on_every_rank(
-    program: Callable[[int, int], None], culprit: int, message: str, nothing_left: list[int]
+    program: Callable[[int, int], None], culprit: int, message: str, ended: Ended
 ) -> None:
-    with spawn_ranks(2, program) as job:
-        outcomes = end(job, nothing_left)
+    outcomes = ended(program)
     assert re.search(message, outcomes[culprit].message), outcomes[culprit].describe()
     other = outcomes[1 - culprit]
     assert other.error == "PeerLostError" and re.search(message, other.message), other.describe()
@@ -249,7 +248,7 @@ def test_without_libatomic_a_queue_is_refused_before_any_work() -> None:
 
 
 def mock_mesh() -> Any:
-    """As much of a mesh as is looked at before the settings."""
+    """As much of a mesh as is read before the settings."""
     return mock.Mock(ndim=1, device_type="cpu")
 
 
@@ -287,9 +286,8 @@ def train_until_the_end(rank: int, world: int, at: str, culprit: int) -> None:
     ("at", "culprit"),
     [("before it offers", 1), ("after it has offered", 0), ("with a claim", 0), ("between claims", 2)],
 )
-def test_killed_in_the_middle_of_the_queue(at: str, culprit: int, nothing_left: list[int]) -> None:
-    """Rank 0 is the queue's home: its memory outlives it for those who have mapped it."""
-    with spawn_ranks(WORLD, train_until_the_end, at, culprit) as job:
-        outcomes = end(job, nothing_left)
+def test_killed_in_the_middle_of_the_queue(at: str, culprit: int, ended: Ended) -> None:
+    """Rank 0 is the queue's home: its memory outlives it for the ranks that have mapped it."""
+    outcomes = ended(train_until_the_end, at, culprit, world=WORLD)
     assert outcomes[culprit].exit_code == -9, outcomes[culprit].describe()
     assert_all_noticed(outcomes, culprit, outcomes[culprit].told[-1][0])

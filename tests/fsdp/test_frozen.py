@@ -77,17 +77,17 @@ def unfrozen_late(rank: int, world: int, explicit: bool) -> list[str]:
 
     with pytest.raises((UnsupportedError, PeerLostError)) as caught:
         train()
-    left = [name for name, p in model.named_parameters() if p.grad is not None]
-    return [str(caught.value), *left]
+    kept = [name for name, p in model.named_parameters() if p.grad is not None]
+    return [str(caught.value), *kept]
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["unchanged loop", "minibatch"])
-def test_a_gradient_that_has_no_accumulator_is_an_error_that_says_what_to_do(ranks: Pools, explicit: bool) -> None:
-    for rank, (message, *left) in enumerate(ranks(2).run(unfrozen_late, explicit)):
+def test_a_gradient_that_has_no_accumulator_is_an_error_that_names_the_cure(ranks: Pools, explicit: bool) -> None:
+    for rank, (message, *kept) in enumerate(ranks(2).run(unfrozen_late, explicit)):
         assert "(epoch 2): layers.1.qkv.weight has a gradient, but was frozen when it was sharded" in message
         assert "leave it requires_grad=True until after fully_shard, then freeze it" in message
-        assert not left, "a part of the gradients was handed out"
-        # A block aborts the job: who has not come so far is told the other's reason.
+        assert not kept, "a part of the gradients was handed out"
+        # A block aborts the job: a rank that has not come so far gets the other's reason.
         assert message.startswith(f"rank {rank} (epoch 2)"), message
         assert explicit or "aborted" not in message, message
 

@@ -61,7 +61,7 @@ def woken_of(threads: list[threading.Thread]) -> list[str]:
 
 
 def idle(rank: int, world: int) -> tuple[list[str], bool]:
-    """Train, then do nothing: which of odc's threads there are, and whether other hosts have left any trace."""
+    """Train, then do nothing: which of odc's threads there are, and whether anything shows of other hosts."""
     gc.collect()  # of roots of other tests, which are still being shut down
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     for module in (*model, model):

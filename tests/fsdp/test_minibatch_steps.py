@@ -8,7 +8,7 @@ from support.machines import Rank, finish, states
 from odc.errors import OdcError, UnfinishedMinibatchError
 from odc.protocol import Outcome, RootState, Word
 
-pytestmark = pytest.mark.usefixtures("heard")
+pytestmark = pytest.mark.usefixtures("queued")
 
 
 @pytest.fixture

@@ -191,11 +191,11 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], str]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @on_ranks(2)
 def test_layouts_that_differ_between_ranks(rank: int, world: int, name: str) -> None:
-    make_model, said = LAYOUTS[name]
+    make_model, difference = LAYOUTS[name]
     model = make_model(rank)
     with pytest.raises(LayoutMismatchError) as caught:
         run_once(model)
-    for word in ("rank 0", "rank 1", said):
+    for word in ("rank 0", "rank 1", difference):
         assert word in str(caught.value), caught.value
 
 

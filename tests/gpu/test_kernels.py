@@ -1,7 +1,6 @@
 """The kernels, compiled, on CUDA heaps of other processes: what the interpreted tests hold, and what those cannot show.
 
-Most functions here are those of tests/kernels, run with the device as torch's default: one text says what a kernel must
-do, whoever runs it. Added are sizes at which vectors, many programs and 64-bit offsets matter, and launches by several
+Most functions here are those of tests/kernels, run with the device as torch's default. Added are sizes at which vectors, many programs and 64-bit offsets matter, and launches by several
 threads. What one process can show on a device is in tests/kernels/test_gpu.py.
 """
 
@@ -162,7 +161,7 @@ def test_beyond_32_bits(ranks) -> None:
 
 
 def launches_from_threads(rank: int, world: int) -> None:
-    """Threads launch kernels at once, each in a stream of its own, the first launches of all: nobody compiles twice."""
+    """Threads launch kernels at once, each in a stream of its own, first of all: no kernel is compiled twice."""
     from odc.kernels import get, publish
 
     device = torch.device("cuda", torch.cuda.current_device())

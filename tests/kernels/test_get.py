@@ -52,4 +52,4 @@ def test_bad_calls_are_refused(rank: int, world: int) -> None:
         get(out, table, 0, dtype=torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="cannot be converted on the way"):
         get(out.bfloat16(), table, 0, dtype=F32, symmetric=Symmetric(0, torch.zeros(2, dtype=torch.int32)))
-    get(out[:0], table, 0)  # nothing to do: no address is looked at
+    get(out[:0], table, 0)  # nothing to do: no address is read

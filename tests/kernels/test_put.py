@@ -1,4 +1,4 @@
-"""put and signal, interpreted: slots of other processes' heaps are whole once their word says so."""
+"""put and signal, interpreted: slots of other processes' heaps are whole once their word is there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `fully_shard` and its modules can be told: each program runs under FSDP2 and under odc, equal to the bit.
+"""Options of `fully_shard` and its modules: each program runs under FSDP2 and under odc, equal to the bit.
 
-Where the sums must differ in rounding (fp16, more than two ranks, an unsharded reference) the test says so.
+Where the sums must differ in rounding (fp16, more than two ranks, an unsharded reference) the test notes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check on first use: what it refuses that one look at outputs does not show, and what it leaves as it was."""
+"""The check on first use: what it refuses that outputs alone do not show, and what it keeps as it was."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "reason"),
     [
         (mixing.BatchNorm, OUTPUTS),
         (mixing.ExpertChoice, OUTPUTS),
@@ -37,8 +37,8 @@ def made(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module
         (mixing.AuxLoss, GRADIENTS),
     ],
 )
-def test_models_that_mix_over_the_batch_are_refused(kind: type[nn.Module], says: str, dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=says):
+def test_models_that_mix_over_the_batch_are_refused(kind: type[nn.Module], reason: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
         rehearse(made(kind, dtype), 2, {})
 
 
