@@ -39,8 +39,8 @@ def three_steps(
     """Overlapping gangs, then 3, 2 and 1 whole samples on rank 1 and none on the others.
 
     Gradients are compared with those of the same weights, and the weights with three steps taken apart. Both are
-    computed in fp64: in fp32 their own rounding, where a key's gradient cancels, would be as large as the differences that are
-    sought, and different on every kind of processor.
+    computed in fp64: in fp32 their own rounding, where a key's gradient cancels, would be as large as
+    the differences that are sought, and different on every kind of processor.
     """
     model: Any = model_of(kind, getattr(torch, dtype), checkpoint=checkpoint)
     here, plain = model_of(kind, torch.float64), model_of(kind, torch.float64)
