@@ -1,8 +1,8 @@
 """The kernels, compiled, on CUDA heaps of other processes: what the interpreted tests hold, and what those cannot show.
 
 Most functions here are those of tests/kernels, run with the device as torch's default. Added are sizes at which
-vectors, many programs and 64-bit offsets matter, and launches by several threads. What one process can show on a device is in
-tests/kernels/test_gpu.py.
+vectors, many programs and 64-bit offsets matter, and launches by several threads. What one process can show on a device
+is in tests/kernels/test_gpu.py.
 """
 
 from __future__ import annotations
