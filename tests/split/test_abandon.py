@@ -140,13 +140,12 @@ REASONS = {
 
 @pytest.mark.parametrize(("keep", "checkpoint"), [(True, False), pytest.param(False, True, marks=pytest.mark.thorough)])
 def test_a_piece_that_fails_costs_the_minibatch_on_all_ranks(ranks: Any, keep: bool, checkpoint: bool) -> None:
-    """Every fault in its turn, and a good minibatch after each."""
-    faults = [fault for how in CAUGHT for fault in (Fault(1, 1, how), None)]
+    """Every fault in its turn, and a good minibatch after every second one."""
+    faults = [fault for how in CAUGHT for fault in (Fault(1, 1, how), *([None] if CAUGHT.index(how) % 2 else []))]
     job = Job([GANGS] * len(faults), faults, keep, checkpoint)
     for lost in ranks(WORLD).run(as_without_them, uuid.uuid4().hex, job):
-        assert not any(lost[1::2])
-        for how, why in zip(CAUGHT, lost[::2], strict=True):
-            assert why.startswith(REASONS.get(how, NOT_RUN)), (how, why)
+        for fault, why in zip(faults, lost, strict=True):
+            assert why.startswith(REASONS.get(fault.how, NOT_RUN)) if fault else not why, (fault, why)
 
 
 @pytest.mark.parametrize("then", [(), (None,)], ids=["closes", "goes on"])
