@@ -61,6 +61,11 @@ class Minibatch:
         """Number of the open or last minibatch, from 1."""
         return self._protocol.epoch
 
+    @property
+    def ends_by_backward(self) -> bool:
+        """Whether a backward that is marked as the last ends the minibatch."""
+        return not (self.explicit or self.manual)
+
     @contextlib.contextmanager
     def ended_by_caller(self) -> Iterator[None]:
         """Inside, no backward ends a minibatch, whatever it is marked as."""
@@ -103,8 +108,8 @@ class Minibatch:
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.current.pushed = True
-        # In manual mode every backward counts as marked. Inside `minibatch()` none does, unless the loop marks it, or
-        # the queue from which its microbatch comes has no other.
+        # In manual mode torch's mark means nothing. Inside `minibatch()` a backward is the last if the loop marks it, or
+        # if the queue from which its microbatch comes has no other.
         marked = not self.manual and (self._iteration.is_last_backward() or self._claimed_last())
         self._sender.send(unit, gradients, last=self.last.pushed(unit.index, marked))
 
@@ -117,7 +122,7 @@ class Minibatch:
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
         """
-        if self.explicit or self.manual:
+        if not self.ends_by_backward:
             return
         self.current.finalized.add(id(group))
         if len(self.current.finalized) < len(self._groups):
@@ -132,7 +137,7 @@ class Minibatch:
 
         torch calls no final callback after such a backward, unless other units take part in it as well.
         """
-        if self.explicit or self.manual or not self._iteration.is_last_backward():
+        if not (self.ends_by_backward and self._iteration.is_last_backward()):
             return
 
         def end() -> None:
@@ -213,7 +218,7 @@ class Minibatch:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if not self.explicit and not self.manual:
+        if self.ends_by_backward:
             self._close()
             self.collect()
 
