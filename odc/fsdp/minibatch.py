@@ -108,8 +108,8 @@ class Minibatch:
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
         self.current.pushed = True
-        # In manual mode torch's mark means nothing. Inside `minibatch()` a backward is the last if the loop marks it, or
-        # if the queue from which its microbatch comes has no other.
+        # In manual mode torch's mark means nothing. Inside `minibatch()` a backward is the last if the loop marks it or
+        # the queue from which its microbatch comes has no other.
         marked = not self.manual and (self._iteration.is_last_backward() or self._claimed_last())
         self._sender.send(unit, gradients, last=self.last.pushed(unit.index, marked))
 
