@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.compare import differences
 from support.exact import Exact, SignStep, await_sums_in_backward, batch, train
+from support.host_ranks import HostPools
 from support.on_ranks import on_hosts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,8 +25,6 @@ from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
 from odc.runtime import Arena
 from odc.runtime.daemon import ask_all
-
-HostPools = Callable[[int, int], Any]
 
 
 def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings, marks: str = "none") -> int:

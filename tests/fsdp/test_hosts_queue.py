@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.exact import HIDDEN, Exact, await_sums_in_backward, batch
+from support.host_ranks import HostPools
 from support.on_ranks import on_hosts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -19,8 +18,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
 from odc.runtime import queue
-
-HostPools = Callable[[int, int], Any]
 
 
 def claimed(rank: int, world: int, counts: tuple[tuple[int, ...], ...], hybrid: bool) -> list[list[int]]:
