@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.device import own_device
-from support.exact import HIDDEN, Exact, SignStep, await_sums_in_backward, batch
+from support.exact import HIDDEN, Exact, SignStep, await_sums_in_backward, batch, changed_by_rounding
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -197,29 +197,11 @@ def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
         with model.minibatch():
             model.set_is_last_backward(True)
             (model(batch(rank, step, 0).to(device)) * 57.0).sum().backward()
-        changed += compare(model, rank, world, step, rounded=sums_dtype == "bfloat16")
+        changed += changed_by_rounding(model, rank, world, [(step, 0)], rounded=sums_dtype == "bfloat16")
         model.zero_grad()
     assert waited == [1, 2]
     for root in live_roots():
         root.shut_down()
-    return changed
-
-
-def compare(model: Exact, rank: int, world: int, step: int, *, rounded: bool) -> int:
-    """Gradients against the ranks' own by plain torch; returns how many numbers rounding has changed."""
-    whole = [Exact() for _ in range(world)]
-    for other, one in enumerate(whole):
-        (one(batch(other, step, 0)) * 57.0).sum().backward()
-    changed, half, here = 0, world // 2, rank * 2 // world
-    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
-        by_rank = [one.grad.chunk(world)[rank] for one in theirs]
-        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
-        exact = sum(sums) / world
-        if rounded:
-            sums[1 - here] = sums[1 - here].bfloat16().float()
-        expected = (sums[0] + sums[1]) / world
-        assert torch.equal(mine.grad.to_local().cpu(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
-        changed += int((expected != exact).sum())
     return changed
 
 

@@ -96,6 +96,30 @@ def _whole_and_own(name: str, value: Any) -> dict[str, torch.Tensor | None]:
     return {name: value.full_tensor(), f"{name}, own shard": value.to_local().clone()}
 
 
+def changed_by_rounding(
+    model: Exact, rank: int, world: int, batches: Sequence[tuple[int, int]], *, rounded: bool = True
+) -> int:
+    """Compare gradients over two hosts, of outputs times 57 of these batches, with those of plain torch.
+
+    If `rounded`, the sum of the other host's ranks is rounded to bf16 once. Returns how many numbers that has changed.
+    """
+    whole = [Exact() for _ in range(world)]
+    for other, one in enumerate(whole):
+        for step, i in batches:
+            (one(batch(other, step, i)) * 57.0).sum().backward()
+    changed, half, here = 0, world // 2, rank * 2 // world
+    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
+        by_rank = [param.grad.chunk(world)[rank] for param in theirs]
+        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
+        exact = sum(sums) / world
+        if rounded:
+            sums[1 - here] = sums[1 - here].bfloat16().float()
+        expected = (sums[0] + sums[1]) / world
+        assert torch.equal(mine.grad.to_local().cpu(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
+        changed += int((expected != exact).sum())
+    return changed
+
+
 def await_sums_in_backward(model: Any) -> list[int]:
     """Have the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
     while backward goes on where it is known to be the last. Returns the epochs in which they have.
