@@ -141,7 +141,8 @@ def test_reproducible_gives_the_bits_of_static_ranks_whichever_computed_what(
     ranks: Pools, counts: tuple[tuple[int, ...], ...], chosen: dict[str, Any], pauses_s: tuple[float, ...]
 ) -> None:
     for pause_s in pauses_s:
-        found = ranks(len(counts[0])).run(same_bits_under_pauses, counts, [1, 2, 3, 4], pause_s, chosen)
+        seeds = [1, 2, 3, 4] if len(pauses_s) > 1 else [1, 2]
+        found = ranks(len(counts[0])).run(same_bits_under_pauses, counts, seeds, pause_s, chosen)
         for by_rank in zip(*found, strict=True):  # of one seed
             assert_each_once(by_rank, counts)
         if len(pauses_s) == 1 or len({str(numbers) for numbers in found[0]}) > 1:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.device import own_device
-from support.exact import HIDDEN, Exact, SignStep, await_sums_in_backward, batch, changed_by_rounding
+from support.exact import Exact, SignStep, await_sums_in_backward, batch, changed_by_rounding, claimed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -145,37 +144,19 @@ def test_nodes_on_one_host_with_other_settings(ranks: Callable[[int], Any], sett
     ranks(4).run(same, COUNTS[4][:2], SETTINGS[settings], (2, 2), "world", timeout=240)
 
 
-def claimed(rank: int, world: int, counts: Counts) -> list[list[int]]:
-    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
+def claimed_on_devices(rank: int, world: int, counts: Counts) -> list[list[int]]:
     os.environ.update(HERE)
-    device = own_device(int(os.environ.get("LOCAL_RANK", rank)))
-    settings, numbers = Settings(timeout_s=120.0, queue_bytes=1 << 16), list[list[int]]()
-    ours, theirs = Exact().to(device), Exact()
-    for model, kind in ((ours, "cuda"), (theirs, "cpu")):
-        shard = partial(fully_shard, settings=settings) if model is ours else torch_fully_shard
-        for module in (*model.layers, model):
-            shard(module, mesh=init_device_mesh(kind, (world,)))
-    for step, row in enumerate(counts):
-        with ours.minibatch():
-            claims = ours.claim([{"x": batch(rank, step, i)} for i in range(row[rank])])
-            numbers.append([])
-            for microbatch in claims:
-                numbers[-1].append(claims.number)
-                ours(microbatch["x"].to(device)).sum().backward()
-        loaded = [batch(rank, step, i) for i in range(row[rank])]
-        (theirs(torch.cat(loaded or [torch.zeros(1, HIDDEN)])).sum() * float(bool(loaded))).backward()
-        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
-            assert torch.equal(one.grad.to_local().cpu(), other.grad.to_local()), f"rank {rank} in step {step}"
-        ours.zero_grad()
-        theirs.zero_grad()
+    own_device(int(os.environ.get("LOCAL_RANK", rank)))
+    mesh, theirs_on = (init_device_mesh(kind, (world,)) for kind in ("cuda", "cpu"))
+    found = claimed(rank, counts, mesh, theirs_on, Settings(timeout_s=120.0, queue_bytes=1 << 16))
     for root in live_roots():
         root.shut_down()
-    return numbers
+    return found
 
 
 def test_a_queue_over_hosts_gives_each_microbatch_once(pools: HostPools) -> None:
     counts = ((1, 3, 0, 2), (0, 0, 3, 0))
-    found = pools(2, 2).run(claimed, counts, timeout=240)
+    found = pools(2, 2).run(claimed_on_devices, counts, timeout=240)
     for step, row in enumerate(counts):
         assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
 

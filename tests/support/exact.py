@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 HIDDEN, LAYERS = 24, 3
@@ -94,6 +95,35 @@ def _whole_and_own(name: str, value: Any) -> dict[str, torch.Tensor | None]:
     if value is None:
         return {name: None}
     return {name: value.full_tensor(), f"{name}, own shard": value.to_local().clone()}
+
+
+def claimed(
+    rank: int, counts: Sequence[Sequence[int]], mesh: DeviceMesh, theirs_on: DeviceMesh, settings: Any
+) -> list[list[int]]:
+    """Gradients of what all ranks claim from a queue, beside FSDP2's on the CPU of what each has loaded.
+
+    Returns the places that this rank claimed, by step.
+    """
+    from odc import fully_shard
+
+    ours, theirs, numbers = Exact().to(mesh.device_type), Exact(), list[list[int]]()
+    for one, other in zip((*ours.layers, ours), (*theirs.layers, theirs), strict=True):
+        fully_shard(one, mesh=mesh, settings=settings)
+        torch_fully_shard(other, mesh=theirs_on)
+    for step, loads in enumerate(counts):
+        mine = [batch(rank, step, i) for i in range(loads[rank])]
+        with ours.minibatch():
+            claims = ours.claim([{"x": one} for one in mine], [float(10 * i + rank) for i in range(len(mine))])
+            numbers.append([])
+            for microbatch in claims:
+                numbers[-1].append(claims.number)
+                ours(microbatch["x"].to(mesh.device_type)).sum().backward()
+        (theirs(torch.cat(mine or [torch.zeros(1, HIDDEN)])).sum() * float(bool(mine))).backward()
+        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local().cpu(), other.grad.to_local()), f"rank {rank} in step {step}"
+        ours.zero_grad()
+        theirs.zero_grad()
+    return numbers
 
 
 def changed_by_rounding(
