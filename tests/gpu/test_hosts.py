@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.compare import differences
 from support.device import own_device
-from support.exact import Exact, SignStep, await_sums_in_backward, batch, changed_by_rounding, claimed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from support.exact import Exact, await_sums_in_backward, batch, changed_by_rounding, claimed, train
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
@@ -28,60 +29,27 @@ HERE = {
 }
 
 
-def train(
-    shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts, marks: bool = False, **options: Any
-) -> list[torch.Tensor]:
-    """This rank's shards of gradients and parameters after every step, and what an evaluation gives between them.
-
-    With `marks` backwards are marked as a rank's last, of rank 0 in the second minibatch wrongly all.
-    """
-    device = torch.device(mesh.device_type)
-    model, mine = Exact().to(device), shard is fully_shard
-    for layer in model.layers:
-        shard(layer, mesh=mesh, **options)
-    shard(model, mesh=mesh, **options)
-    optimizer, found = SignStep(model.parameters()), list[torch.Tensor]()
-    for step, row in enumerate(counts):
-        if mine:
-            with model.minibatch():
-                for i in range(row[rank]):
-                    model.set_is_last_backward(marks and (i == row[rank] - 1 or (rank, step) == (0, 1)))
-                    model(batch(rank, step, i).to(device)).sum().backward()
-        else:
-            most = max(row)
-            for i in range(most):
-                model.set_requires_gradient_sync(i == most - 1)
-                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
-        used = [*model.layers.parameters()]
-        found += [p.grad.to_local().cpu() for p in used]
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found.append(model(batch(rank, step, 99).to(device)).cpu())
-        found += [p.to_local().detach().cpu().clone() for p in used]
-    return found
-
-
 def same(
     rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], sharding: str = "mesh"
 ) -> int:
-    """Over hosts backwards are marked where shards span them. With `sharding` "world" FSDP2's mesh is 1-D."""
+    """Backwards are marked where shards span hosts, of two ranks wrongly. With `sharding` "world" FSDP2's mesh is 1-D."""
     os.environ.update(HERE)
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    marks = len(shape) == 1
-    ours = train(fully_shard, rank, mesh, counts, marks, settings=settings, optimizer_sharding=sharding)
+    marks = "none" if len(shape) > 1 else "all" if world == 2 else "last"
+    ours = train(
+        fully_shard, rank, counts, marks, device="cuda", gathered=False,
+        mesh=mesh, settings=settings, optimizer_sharding=sharding,
+    )  # fmt: skip
     for root in live_roots():
         root.shut_down()
     flat = shape if sharding == "mesh" else (world,)
     reference = init_device_mesh("cpu", flat, mesh_dim_names=("replicas", "shards")[-len(flat) :])
-    theirs = train(torch_fully_shard, rank, reference, counts)
-    assert len(ours) == len(theirs)
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
-    return sum(int(one.count_nonzero()) for one in ours)
+    wrong = differences(ours, train(torch_fully_shard, rank, counts, gathered=False, mesh=reference), None)
+    assert not wrong, "\n".join(wrong)
+    return sum(int(one.count_nonzero()) for one in ours.values() if one is not None)
 
 
 COUNTS = {

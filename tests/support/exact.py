@@ -53,15 +53,23 @@ def batch(rank: int, step: int, i: int) -> torch.Tensor:
 
 
 def train(
-    shard: Callable[..., Any], rank: int, counts: Sequence[Sequence[int]], marks: str = "none", **options: Any
+    shard: Callable[..., Any],
+    rank: int,
+    counts: Sequence[Sequence[int]],
+    marks: str = "none",
+    *,
+    device: str = "cpu",
+    gathered: bool = True,
+    **options: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """Outputs of an evaluation after every step; gradients and parameters, whole and the rank's own shards of them.
+    """Outputs of an evaluation after every step; gradients and parameters, the rank's own shards of them and, if
+    `gathered`, whole (which gloo cannot on a device).
 
     `counts`: microbatches by step and rank, which FSDP2 pads. `marks`: which backwards are marked as the rank's last,
     "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all"; "each" ends the minibatch, as in an
     unchanged loop.
     """
-    model, mine = Exact(), shard is not torch_fully_shard
+    model, mine = Exact().to(device), shard is not torch_fully_shard
     for layer in model.layers:
         shard(layer, **options)
     sharded = shard(model, **options)
@@ -73,28 +81,29 @@ def train(
                 for i in range(row[rank]):
                     last = i == row[rank] - 1 and (rank, step) != (0, 1)
                     sharded.set_is_last_backward(marks == "all" or (marks == "last" and last))
-                    model(batch(rank, step, i)).sum().backward()
+                    model(batch(rank, step, i).to(device)).sum().backward()
         else:
             most = max(row)
             for i in range(most):
                 if marks != "each":
                     sharded.set_requires_gradient_sync(i == most - 1)
-                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
+                (model(batch(rank, step, i).to(device)).sum() * float(i < row[rank])).backward()
         for name, p in model.named_parameters():
-            found |= _whole_and_own(f"step {step} gradient of {name}", p.grad)
+            found |= _whole_and_own(f"step {step} gradient of {name}", p.grad, gathered)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            found[f"step {step} output"] = model(batch(rank, step, 99))
+            found[f"step {step} output"] = model(batch(rank, step, 99).to(device)).cpu()
     for name, value in model.state_dict().items():
-        found |= _whole_and_own(name, value)
+        found |= _whole_and_own(name, value, gathered)
     return found
 
 
-def _whole_and_own(name: str, value: Any) -> dict[str, torch.Tensor | None]:
+def _whole_and_own(name: str, value: Any, gathered: bool) -> dict[str, torch.Tensor | None]:
     if value is None:
         return {name: None}
-    return {name: value.full_tensor(), f"{name}, own shard": value.to_local().clone()}
+    own = {f"{name}, own shard": value.to_local().detach().cpu().clone()}
+    return {name: value.full_tensor(), **own} if gathered else own
 
 
 def claimed(
