@@ -32,7 +32,7 @@ HERE = {
 def same(
     rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], sharding: str = "mesh"
 ) -> int:
-    """Backwards are marked where shards span hosts, two ranks' wrongly. With `sharding` "world" FSDP2 has a 1-D mesh."""
+    """Backwards are marked where shards span hosts, of two ranks all. With `sharding` "world" FSDP2 has a 1-D mesh."""
     os.environ.update(HERE)
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
