@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.leaks import assert_nothing_left, shared_files
 from support.machines import LAYOUT, Rank
 from support.members import HeapGroup
 
 from odc.fsdp import _torch_compat as compat
 from odc.settings import Settings
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[list[int]]:
-    """Put pids of ranks in; at the end of the test nothing of theirs may be left."""
-    files, pids = shared_files(), list[int]()
-    yield pids
-    assert pids, "the test has named no ranks"
-    assert_nothing_left(pids, files)
 
 
 @pytest.fixture

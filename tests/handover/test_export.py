@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from support.handover_jobs import publish_without_pause, read_a_trained_model, s
 from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
 from support.rank_worker import tell
 from support.ranks import RankPool, RankProcesses, spawn_ranks
+from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
@@ -120,8 +120,7 @@ def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> I
     """Two ranks that publish without pause, and their weight handle."""
     arguments = str(tmp_path / "stop"), width, Settings(**settings), last
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
-        while not running.outcomes[0].told and running.outcomes[0].exit_code is None:
-            running.receive(0.05)
+        running.until_told(1, [0])
         yield running, running.outcomes[0].told[0]
 
 
@@ -163,10 +162,8 @@ def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Si
             os.kill(loop.pids[0], how)
             if how is signal.SIGKILL:
                 loop.wait()
-            before, deadline = watch.version, time.monotonic() + 300
-            while watch.version < before + 50:
-                assert time.monotonic() < deadline, f"version {watch.version} after {before}"
-                time.sleep(0.01)
+            before = watch.version
+            until(lambda: watch.version >= before + 50, "50 more versions", 300.0)
         end(running, tmp_path)
 
 

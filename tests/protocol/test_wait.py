@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from support.members import F32, HeapGroup
 
 from odc import deadlines
-from odc.deadlines import Backoff, Deadline, last_in_chain
+from odc.deadlines import Backoff, last_in_chain
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
 from odc.protocol import Waiter, Word
 from odc.settings import Settings
-from odc.trace import WAIT, recorder
 
 EPOCH = 7
 REASON = "rank 16 fell over"
@@ -244,28 +242,7 @@ def test_the_board_says_for_whom_and_since_which_epoch(group: HeapGroup, waiter:
     assert own.load(Word.WAITING) == 0, "also after an error"
 
 
-def test_a_wait_is_recorded_with_its_peer_and_lane(group: HeapGroup, waiter: Waiter) -> None:
-    recorder().clear()
-    go = threading.Event()
-    threading.Timer(0.02, go.set).start()
-    waiter.until(go.is_set, 2, "something", lane="push")
-    (span,) = recorder().spans()
-    assert (span.category, span.peer, span.lane) == (WAIT, 16, "push")
-
-
 # what every wait is made of ------------------------------------------------------------------------------------------
-
-
-def test_a_deadline_starts_anew_with_progress(clock: Clock) -> None:
-    deadline = Deadline(10.0, progress=7)
-    clock.sleep(9.0)
-    assert not deadline.passed(7)
-    assert deadline.remaining() == 1.0
-    clock.sleep(1.0)
-    assert deadline.passed(7)
-    assert not deadline.passed(8), "it has moved"
-    clock.sleep(9.9)
-    assert not deadline.passed(8)
 
 
 def test_pauses_grow_up_to_the_longest_and_begin_again(clock: Clock) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.daemons import within
 from support.sides import LAYOUT, RANKS, Side
+from support.waiting import until
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
 from odc.net import store as job_store
@@ -124,7 +124,7 @@ def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> Non
     side(1).announce()
     left(fast)
     fast.daemon.close()
-    assert within(5.0, lambda: not is_open(fast))
+    until(lambda: not is_open(fast))
     late = side(1, identity="8.abc").announce()
     late.daemon.close()
     left(late)()

@@ -1,10 +1,8 @@
-"""What tests of the daemon share: waiting for it, and seeing what it did."""
+"""What tests of the daemon share: waiting for its loop, and what it did."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 
 from odc.net.requests import ask
 from odc.protocol import Word
@@ -12,16 +10,6 @@ from odc.runtime import Daemon
 from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 8, F32)]]
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Whether `holds()` becomes true in time."""
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def settle(server: Daemon) -> None:

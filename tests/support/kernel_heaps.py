@@ -86,14 +86,6 @@ def skew(draw: random.Random) -> None:
         time.sleep(draw.random() / 50)
 
 
-def wait_until(reached: Callable[[], bool], what: str) -> None:
-    """Poll until `reached`; fails the test after a minute, naming `what` was waited for."""
-    deadline = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline, f"waited 60 s for {what}"
-        time.sleep(1e-4)
-
-
 def failures_of_threads(count: int, work: Callable[[int], None], timeout_s: float) -> list[str]:
     """What went wrong in `count` threads, each of which runs `work` on its number."""
     wrong: list[str] = []

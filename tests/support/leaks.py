@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
+
+from support.waiting import until
 
 
 def shared_files() -> set[str]:
@@ -69,16 +70,10 @@ def assert_nothing_left(sessions: Collection[int], files_before: set[str], withi
     Args:
         within_s: DataLoader workers look for their parent every 5 s.
     """
-    deadline = time.monotonic() + within_s
-    while (alive := processes_of(sessions)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive, f"processes live on: {alive}"
+    until(lambda: not processes_of(sessions), lambda: f"the end of {processes_of(sessions)}", within_s)
     marks = ["odc", *map(str, sessions)]
     left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
     assert not left, f"left in /dev/shm: {left}"
     # A mapping lives as long as the last tensor on it; heaps of earlier tests may still wait for the cycle collector.
-    gc.collect()
-    while (held := memfds_of(os.getpid())) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a thread that was told to end may hold one
-        gc.collect()
-    assert not held, f"memfds held by pytest itself: {held}"
+    # A thread that is about to end may hold one too.
+    until(lambda: gc.collect() >= 0 and not memfds_of(os.getpid()), lambda: f"the end of {memfds_of(os.getpid())}")
