@@ -62,7 +62,9 @@ def memfd_inodes() -> set[str]:
     return found
 
 
-def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 60.0) -> None:
+def assert_nothing_left(
+    sessions: Collection[int], files_before: set[str], memfds_before: Collection[str] = (), within_s: float = 60.0
+) -> None:
     """No process of these ranks lives, and no file in /dev/shm is new that bears odc's name or one of their pids.
 
     A memfd lives in processes alone: with these gone it could only be open in pytest itself, which is looked at too.
@@ -74,6 +76,11 @@ def assert_nothing_left(sessions: Collection[int], files_before: set[str], withi
     marks = ["odc", *map(str, sessions)]
     left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
     assert not left, f"left in /dev/shm: {left}"
+
     # A mapping lives as long as the last tensor on it; heaps of earlier tests may still wait for the cycle collector.
     # A thread that is about to end may hold one too.
-    until(lambda: gc.collect() >= 0 and not memfds_of(os.getpid()), lambda: f"the end of {memfds_of(os.getpid())}")
+    def held() -> list[str]:
+        gc.collect()
+        return [name for name in memfds_of(os.getpid()) if name not in memfds_before]
+
+    until(lambda: not held(), lambda: f"the end of memfds of pytest itself: {held()}")
