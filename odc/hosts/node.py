@@ -38,11 +38,15 @@ class RemoteHeaps:
     """Reads from the heaps of members of other nodes: of those on this host, which are mapped, by a copy.
 
     Those on other hosts expose the heap of a root under its `identity` to the `engine`, None where there is one host.
+
+    Attributes:
+        worker: its thread reads ahead, shards and sums of gradients.
     """
 
     def __init__(self, identity: str, engine: Engine | None, protocol: MemberProtocol) -> None:
         self._identity, self._engine, self._protocol = identity, engine, protocol
         self._landing = threading.Lock()
+        self.worker = Worker("odc-ahead")
 
     def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
         """Fill `into` with what lies from byte `offset` on in the member's `region`.
@@ -128,7 +132,7 @@ class NodeCache:
         self._filled: dict[int, int] = {}  # by unit: the newest epoch whose shards this rank has seen in the cache
         self._looking = threading.Lock()
         self._settled, self._closed = 0, False  # the newest epoch of which nothing more is read ahead
-        self._worker = Worker("odc-ahead")
+        self._newest: Job[None] | None = None  # of this cache, on the worker
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
@@ -153,7 +157,8 @@ class NodeCache:
             if epoch != self._epoch:
                 before, self._epoch, self._used = self._used, epoch, []
                 if before:
-                    self._worker.submit(Job(functools.partial(self._read_ahead, before, epoch)))
+                    self._newest = Job(functools.partial(self._read_ahead, before, epoch))
+                    self._heaps.worker.submit(self._newest)
             if unit not in self._used:
                 self._used.append(unit)
 
@@ -180,13 +185,14 @@ class NodeCache:
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""
         self._settled = self._protocol.epoch
-        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, pause)
+        if self._newest is not None:
+            pause = functools.partial(self._newest.over, WORD_SLEEP_S)
+            self._protocol.await_reads(self._owners[0], "shards ahead", self._newest.over, pause)
 
     def close(self) -> None:
-        """End the thread. Does not wait."""
+        """End the worker once it has read what it reads. Does not wait."""
         self._closed = True
-        self._worker.close()
+        self._heaps.worker.close()
 
     def _claim(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> bool:
         """Whether this rank has to read the shard: it is the first of its node to ask for it in this epoch."""

@@ -22,7 +22,7 @@ from odc.deadlines import WORD_SLEEP_S
 from odc.hosts.node import RemoteHeaps, runs
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.words import Word
-from odc.worker import Job, Worker
+from odc.worker import Job
 
 
 class HostSums:
@@ -98,7 +98,7 @@ class SumsReader:
         self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
         self._waiting: list[tuple[int, int]] = []  # partners and units to be read
         self._over, self._closed = 0, False
-        self._worker = Worker("odc-sums")
+        self._newest: Job[None] | None = None  # of this reader, on the heaps' worker
 
     def told(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
         """SUMMED of a partner has come. On the daemon's thread; does not wait.
@@ -111,7 +111,8 @@ class SumsReader:
             for unit, count in counts.items():
                 self._announced[partner, unit] = epoch, count
                 self._waiting.append((partner, unit))
-            self._worker.submit(Job(self._read_waiting))
+            self._newest = Job(self._read_waiting)
+            self._heaps.worker.submit(self._newest)
 
     def collect(self, used: Sequence[bool]) -> None:
         """Return when all sums of the units that are `used` have arrived. When all ranks are DONE; main thread."""
@@ -130,8 +131,9 @@ class SumsReader:
         """Return when no thread reads what was announced in this epoch, and none will. On the main thread."""
         with self._changing:
             self._over = self._protocol.epoch
-        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, pause)
+        if self._newest is not None:
+            pause, partner = functools.partial(self._newest.over, WORD_SLEEP_S), next(iter(self._partners))
+            self._protocol.await_reads(partner, "the sums of gradients", self._newest.over, pause)
 
     def _read_waiting(self) -> None:
         """On the worker's thread."""
@@ -159,9 +161,9 @@ class SumsReader:
                 self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
 
     def close(self) -> None:
-        """End the thread. Does not wait."""
+        """End the worker once it has read what it reads. Does not wait."""
         self._closed = True
-        self._worker.close()
+        self._heaps.worker.close()
 
 
 def _holds(announced: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:

@@ -111,8 +111,8 @@ class Spread:
         for cache, reader in zip(self.caches, self.readers, strict=True):
             cache.close()
             reader.close()
-            for worker in (cache._worker, reader._worker):
-                worker.close(60.0)  # its thread holds the heaps
+        for heaps in self.heaps:
+            heaps.worker.close(60.0)  # its thread holds the heaps
         self.group.close()
 
 
