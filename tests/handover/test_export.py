@@ -1,10 +1,11 @@
-"""Whole jobs: what a reader outside of them gets, and what becomes of either when the other ends."""
+"""Whole jobs: what a reader outside of them gets, and what happens to either when the other ends."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def read_without_pause(rank: int, world: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSTOP])
-def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_dead_or_stopped_reader_holds_up_no_rank(tmp_path: Path, how: signal.Signals) -> None:
     with job(tmp_path) as (running, text), Reader(text) as watch:
         with spawn_ranks(1, read_without_pause, text) as loop:
             loop.until_told(1)
@@ -172,21 +173,17 @@ def read_for_ever(source: Reader) -> None:
         source.read()
 
 
-def test_a_killed_trainer(tmp_path: Path) -> None:
-    with job(tmp_path) as (running, text), Reader(text, tries=10**9, timeout_s=3600.0) as source:
-        source.read()
-        running.kill(1)
-        with pytest.raises(PeerLostError, match="rank 1 died") as caught:
-            read_for_ever(source)
-        assert caught.value.culprit == 1
-
-
-def test_a_trainer_killed_while_a_reader_waits_for_it(tmp_path: Path) -> None:
-    with job(tmp_path) as (running, text), Reader(text, tries=10**9, timeout_s=3600.0) as source:
-        running.kill(0)
-        with pytest.raises(PeerLostError) as caught:
-            source.read(at_least=10**9)
-        assert caught.value.culprit == 0
+def test_a_killed_trainer_is_named_while_it_is_read_from_and_while_it_is_waited_for(tmp_path: Path) -> None:
+    with job(tmp_path) as (running, text):
+        sources = [Reader(text, tries=10**9, timeout_s=3600.0) for _ in range(2)]
+        with sources[0], sources[1], ThreadPoolExecutor(2) as threads:
+            sources[0].read()
+            going = [threads.submit(read_for_ever, sources[0]), threads.submit(sources[1].read, at_least=10**9)]
+            running.kill(1)
+            for one in going:
+                error = one.exception(600.0)
+                assert isinstance(error, PeerLostError) and error.culprit == 1, error
+                assert "rank 1 died" in str(error)
 
 
 def test_a_job_that_ends(tmp_path: Path) -> None:
