@@ -89,7 +89,7 @@ def train_through(rank: int, world: int, cut: str, pause: int) -> list[float]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pause", [0, 4])
-def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tmp_path: Path, pause: int) -> None:
+def test_a_job_trains_on_after_a_cut_that_is_shorter_than_lost_after_s(tmp_path: Path, pause: int) -> None:
     """Before the first minibatch there is no link, and ranks watch each other."""
     need_hosts()
     found = []

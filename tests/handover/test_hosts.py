@@ -70,7 +70,7 @@ def read_what_is_not_admitted(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_who_is_not_admitted_is_told_why(host_ranks: HostPools) -> None:
+def test_a_reader_that_is_not_admitted_learns_why(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(read_what_is_not_admitted)
 
 

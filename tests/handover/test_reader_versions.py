@@ -117,7 +117,9 @@ def test_with_a_second_buffer_fewer_copies_are_overtaken(interleave: Callable[[J
     assert overtaken[0] > overtaken[1]
 
 
-def test_a_reader_too_slow_is_told_after_so_many_tries(job: Job, interleave: Callable[[Job, list[int]], None]) -> None:
+def test_a_reader_that_is_too_slow_gives_up_after_so_many_tries(
+    job: Job, interleave: Callable[[Job, list[int]], None]
+) -> None:
     interleave(job, [40])
     with Reader(job.handle, tries=3) as source:
         with pytest.raises(StaleVersionError, match=r"3 copies .* group .*second_buffer=True"):
@@ -125,7 +127,7 @@ def test_a_reader_too_slow_is_told_after_so_many_tries(job: Job, interleave: Cal
         assert source.overtaken == 3
 
 
-def test_publish_says_what_it_is_about_to_overwrite(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_announces_what_it_is_about_to_overwrite(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     board = job.group.layouts[0].peer(0).board
     seen = list[tuple[int, int]]()
     copy = torch._foreach_copy_

@@ -69,7 +69,7 @@ def group_for(units: list[list[Param]], shards: int, **options: object) -> HeapG
 
 
 class Patient(MemberProtocol):
-    """Waits for nobody to begin an epoch, and for credit by having the owner's blocks added here and now."""
+    """Waits for no rank to begin an epoch; waits for credit by adding the owner's blocks at once."""
 
     def __init__(self, group: HeapGroup, member: int, *, drains: bool = True) -> None:
         super().__init__(group.layouts[member])

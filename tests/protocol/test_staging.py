@@ -85,8 +85,8 @@ def test_a_slot_is_filled_in_parts_before_it_is_seen(group: HeapGroup) -> None:
     assert box.credit() == SLOTS
 
 
-def test_what_was_told_is_no_news(group: HeapGroup) -> None:
-    """On the CPU a post tells by itself, so whoever asks afterwards need not wake the owner again."""
+def test_what_was_announced_is_no_news(group: HeapGroup) -> None:
+    """On the CPU a post announces by itself, so the owner need not be woken again afterwards."""
     box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
     put(box, torch.tensor([1.0]))
     box.post(group.units[0], 0, 1, F32)

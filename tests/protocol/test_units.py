@@ -50,7 +50,7 @@ def test_what_is_frozen_changes_nothing_that_is_published(
     assert trained <= unit.pushed_bytes <= trained + 16 * len(params)
 
 
-def test_the_fingerprint_tells_everything_apart_that_ranks_must_agree_on() -> None:
+def test_fingerprints_differ_in_everything_that_ranks_must_agree_on() -> None:
     base = [("w", 8, F32), ("b", 2, F32)]
     variants = [
         UnitSpec.build(0, "u", base, F32),

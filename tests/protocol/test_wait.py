@@ -198,7 +198,7 @@ def test_an_aborted_job_does_nothing_more_even_if_it_could(group: HeapGroup, wai
         waiter.check("fetching")
 
 
-def test_an_abort_without_a_reason_says_so(group: HeapGroup, waiter: Waiter) -> None:
+def test_an_abort_may_have_no_reason(group: HeapGroup, waiter: Waiter) -> None:
     group.layouts[0].peer(0).board.store(Word.ABORT, 1)
     with pytest.raises(PeerLostError, match="aborted by rank 0: no reason given"):
         waiter.check("computing")
@@ -230,7 +230,7 @@ def test_a_peer_that_did_its_part_and_left_is_no_error(group: HeapGroup, waiter:
     assert clock.now < 1010.0
 
 
-def test_the_board_says_for_whom_and_since_which_epoch(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+def test_the_board_shows_the_awaited_rank_and_since_which_epoch(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
     own, seen = group.layouts[0].peer(0).board, list[tuple[int, int]]()
     clock.script.append(lambda now: seen.append((own.load(Word.WAITING), own.load(Word.WAITING_EPOCH))))
     looks = itertools.count()

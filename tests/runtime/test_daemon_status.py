@@ -190,7 +190,7 @@ def test_the_table_shows_ranks_without_a_root_or_an_answer() -> None:
     assert silent[:4] == ["1", "42", "-", "no answer"], "the error stands below the table"
 
 
-def test_without_a_job_status_says_so(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_job_status_prints_that(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     status()
     assert capsys.readouterr().out.strip() == "no odc job of this user runs on this host"
     status(as_json=True)

@@ -87,7 +87,7 @@ def test_a_job_that_was_aborted_waits_for_nobody_and_leaves_the_reason(side: Mak
         slow.layout.peer(0).attach()
 
 
-def test_what_a_rank_leaves_is_told_to_a_peer_that_waits_in_vain(side: Make) -> None:
+def test_a_peer_that_waits_in_vain_learns_the_last_error_of_the_rank(side: Make) -> None:
     one, other = side(0).announce(), side(1).announce()
     other.layout.peer(0).attach()
     one.leave("KeyError: 'page'")

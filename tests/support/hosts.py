@@ -117,7 +117,7 @@ class Host(Namespaces):
         return self.start(command, where, text=True, env=merged, **{**streams, **options})
 
     def within(self, function: Callable[[], Made]) -> Made:
-        """Call a function on a thread in the host's network; sockets that it makes stay there, whoever uses them."""
+        """Call a function on a thread in the host's network; sockets that it makes stay there, on any thread."""
         with ThreadPoolExecutor(1, initializer=enter_namespaces, initargs=(self.pid, NETWORK)) as thread:
             return thread.submit(function).result()
 

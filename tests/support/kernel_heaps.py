@@ -81,7 +81,7 @@ def _group() -> Callable[..., AbstractContextManager[SymmetricHeap]]:
 
 
 def skew(draw: random.Random) -> None:
-    """Now and then a nap, so that ranks do not run in step."""
+    """Sleep now and then, so that ranks do not run in step."""
     if draw.random() < 0.3:
         time.sleep(draw.random() / 50)
 
