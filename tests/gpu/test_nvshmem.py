@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device import own_device
-from support.groups import shm_group
+from support.heaps import shm_group
 from support.ranks import spawn_ranks
 from support.waiting import until
 

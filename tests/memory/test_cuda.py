@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.conformance import DEADLINE_S, sealed
-from support.memory_files import without_a_device
+from support.heaps import without_a_device
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric

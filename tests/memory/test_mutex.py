@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.groups import shm_group
+from support.heaps import shm_group
 from support.rank_worker import die, tell
 from support.ranks import spawn_ranks
 

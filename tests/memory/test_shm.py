@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.groups import address, shm_group
+from support.heaps import address, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from support.rank_worker import tell
 from support.ranks import spawn_ranks

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import pytest
 import torch.distributed as dist
-from support.daemons import descriptors
 from support.listeners import served
 from support.members import BF16, F32, Layout, units_of
-from support.sides import LAYOUT, RANKS, Side
+from support.sides import LAYOUT, RANKS, Side, descriptors
 from support.waiting import until
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError

@@ -5,8 +5,8 @@ import subprocess
 import threading
 
 import pytest
-from support.daemons import LAYOUT, aborts, descriptors, settle
 from support.members import HeapGroup
+from support.sides import ONE_UNIT, aborts, descriptors, settle
 from support.waiting import until
 
 from odc.memory import ProcessHandle
@@ -38,7 +38,7 @@ def test_what_was_posted_before_a_root_is_served_is_added_then(group: HeapGroup,
 
 
 def test_serves_several_roots(server: Daemon) -> None:
-    with HeapGroup(LAYOUT, 2, by_hand=True) as first, HeapGroup(LAYOUT, 2, by_hand=True) as second:
+    with HeapGroup(ONE_UNIT, 2, by_hand=True) as first, HeapGroup(ONE_UNIT, 2, by_hand=True) as second:
         for number, group in enumerate((first, second)):
             group.services[0].identity = f"root{number}"
             group.publish_all()
@@ -120,7 +120,7 @@ def test_a_peer_that_left_may_end(group: HeapGroup, server: Daemon, victim: subp
 
 
 def test_one_death_aborts_every_root_that_watched_it(server: Daemon, victim: subprocess.Popen[bytes]) -> None:
-    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+    with HeapGroup(ONE_UNIT, 3) as first, HeapGroup(ONE_UNIT, 3) as second:
         for number, group in enumerate((first, second)):
             group.attach()
             group.services[0].identity = f"root{number}"
@@ -223,7 +223,7 @@ def test_a_failing_service_aborts_all_roots_and_names_the_rank(server: Daemon) -
         def drain(self) -> bool:
             raise ZeroDivisionError("out of luck")
 
-    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+    with HeapGroup(ONE_UNIT, 3) as first, HeapGroup(ONE_UNIT, 3) as second:
         for number, group in enumerate((first, second)):
             group.attach()
             group.services[0].identity = f"root{number}"

@@ -8,9 +8,9 @@
 * Waits: `waiting.until` for a condition of this process, `RankProcesses.until` for one of what ranks send.
 * Members of one process: `members.HeapGroup` has heaps, endpoints and services of a group, driven by hand; on it stand
   `spread` (two hosts and an engine that copies), `linked` (links between them), `machines` (the state machine of
-  `odc.fsdp`) and `handover_jobs` (jobs to read weights from). `sides` has two roots with daemons up to the point where
-  they are announced, `daemons` what their tests share. `deferred` makes a device that works late.
-* Implementations by contract: `conformance` and `groups`, `memory_files` for heaps; `engines`; `listeners`; `atomics`.
+  `odc.fsdp`) and `handover_jobs` (jobs to read weights from). `sides` has roots with daemons up to the point where they
+  are announced. `deferred` makes a device that works late.
+* Implementations by contract: `conformance` and `heaps`; `engines`; `listeners`; `atomics`.
 * Faults: `faults` describes one and has the program that it befalls, `failing` judges how the other ranks end.
 * The protocol: `explorer` searches, `protocol_model` and `lanes_model` are searched, `protocol_pages` writes the pages.
 * Models and training: `models`, `programs` and `compare` (equality with FSDP2), `exact` (without rounding),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from odc.memory import SymmetricHeap, Words
-from support.groups import shm_group
+from support.heaps import shm_group
 
 WORDS = 64
 
