@@ -72,7 +72,11 @@ def assert_nothing_left(
     Args:
         within_s: DataLoader workers look for their parent every 5 s.
     """
-    until(lambda: not processes_of(sessions), lambda: f"the end of {processes_of(sessions)}", within_s)
+    until(
+        lambda: not processes_of(sessions),
+        lambda: f"the end of ranks: processes live on: {processes_of(sessions)}",
+        within_s,
+    )
     marks = ["odc", *map(str, sessions)]
     left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
     assert not left, f"left in /dev/shm: {left}"
