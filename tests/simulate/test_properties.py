@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
 
-from odc.balance import Plan, SplitSample, lb_mini, lower_bound, quadratic
-from odc.simulate import ARMS, Cluster, Model, Step, Unit, even_model, simulate, simulate_plan
+from odc.balance import Plan, SplitSample, compiled, lb_mini, lower_bound, quadratic
+from odc.simulate import ARMS, Cluster, Model, Step, Unit, even_model, event_loops, simulate, simulate_plan
 from odc.simulate.workload import Gang
 
 TRANSPORTS = ("collectives", "resident", "on demand", "dynamic")
@@ -76,6 +76,24 @@ def gangs_of(draw: st.DrawFn, ranks: int) -> Gang:
 
 
 _few = settings(max_examples=up_to(50), deadline=None)
+
+
+@pytest.mark.thorough
+@settings(max_examples=up_to(50), deadline=None)
+@given(data=st.data())
+def test_the_same_to_the_bit_compiled_and_interpreted(data: st.DataObject) -> None:
+    pytest.importorskip("numba", reason="needs the fast extra")
+    step = data.draw(steps())
+    cluster, queues = step.cluster, data.draw(st.sampled_from(["none", "cache", "owner"]))
+    if step.transport in ("on demand", "dynamic") and queues != "none":
+        skew = float(cluster.ranks) if queues == "owner" else 1.0
+        step = replace(step, cluster=replace(cluster, node_cache=queues == "cache", owner_skew=skew))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "WORTH", 0)
+        assert compiled.loops_of(event_loops, 0)[1]
+        fast = simulate(step)
+        patch.setattr(compiled, "_numba", lambda: None)
+        assert fast == simulate(step)
 
 
 def on_ranks(step: Step) -> list[float]:

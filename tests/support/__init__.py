@@ -1,6 +1,7 @@
 """What tests share: ranks, hosts, waits, members of one process, models. What one file needs stands in that file.
 
 * Ranks are processes: `ranks.RankPool` (the fixture `ranks`) runs one function after another on lasting ranks,
+  `on_ranks` decorates a test that does only that,
   `ranks.spawn_ranks` starts ranks that may be killed; `rank_worker` is what functions use inside. `leaks` finds what
   failed ranks have left behind (the fixture `nothing_left`).
 * Hosts are network namespaces: `hosts.Hosts` makes them and limits or cuts their network; `host_ranks` has the same two
