@@ -21,7 +21,7 @@ from odc.ranks import processes
 from odc.ranks.processes import PATIENCE_S, Environment, RankOutcome, RanksFailed, fork_server, task
 from support import rank_worker
 
-__all__ = ["INTERPRETED", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
+__all__ = ["INTERPRETED", "Pools", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
 
 _GRACE_S = 10.0  # for the other ranks' words once one has failed
 INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
@@ -180,6 +180,9 @@ class RankPool:
             return ranks.wait()
         finally:
             ranks.close()
+
+
+Pools = Callable[[int], RankPool]  # the fixture `ranks`
 
 
 @contextlib.contextmanager
