@@ -74,7 +74,6 @@ class HeapLayout:
         rounded: the dtype in which sums cross the network, if it is not the accumulators'.
         wire_at: as `sums_at`, of the sums as they cross.
         stages: whether pushes to other ranks of the shard group go through staging slots.
-        pushed_board: this rank's board, over hosts only.
     """
 
     def __init__(
@@ -121,8 +120,6 @@ class HeapLayout:
         return LocalPeer(self.heap, member, self.buffers, parameters)
 
     def _initialize_node(self) -> None:
-        if self.grid.remote:
-            self.pushed_board = self.mine.push_board()
         if self.grid.nodes.shards_span_hosts:
             region = self.grid.me, "node/mutexes"
             address, nbytes = self.heap.address(*region), 8 * len(self.heap.words(*region))

@@ -11,9 +11,9 @@ from support.protocol_pages import BLOCKS, replaced
 
 from odc.memory import ShmHeap
 from odc.protocol import Word
+from odc.protocol.arena_protocol import ArenaWords
 from odc.protocol.table import RULES
 from odc.protocol.words import ClaimWord, EntryWord
-from odc.runtime.arena_protocol import ArenaWords
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, torch.float32)]]

@@ -16,8 +16,8 @@ from odc.hosts.links import Links
 from odc.memory import Attachment, ShmHeap, Words
 from odc.net.messages import EntryWords
 from odc.protocol import HeapLayout, RankGrid, Word
+from odc.protocol.arena_protocol import ArenaWords
 from odc.runtime import Endpoint
-from odc.runtime.arena_protocol import ArenaWords
 from odc.settings import Settings
 
 CHANNELS, HOSTS = 2, (0, 0, 1, 1)  # members 0 and 2 are partners, and 1 and 3
@@ -35,14 +35,15 @@ class Arenas:
             for name, nbytes in ArenaWords.requests(CHANNELS, grid):
                 heap.allocate(name, nbytes, words=True)
             self.layouts.append(HeapLayout(heap, grid, (), Settings(timeout_s=60.0, accumulate="direct"), "test"))
-        self.members = [Endpoint(layout, lambda member: None) for layout in self.layouts]
         self.aborts: list[tuple[str, int]] = []
         self.links = [
             Links(layout, lambda reason, culprit: self.aborts.append((reason, culprit))) for layout in self.layouts
         ]
-        self.words = [
-            ArenaWords(m.protocol, CHANNELS, links) for m, links in zip(self.members, self.links, strict=True)
+        self.members = [
+            Endpoint(layout, lambda member: None, links=links)
+            for layout, links in zip(self.layouts, self.links, strict=True)
         ]
+        self.words = [ArenaWords(member.protocol) for member in self.members]
         self._reads, self._filenos, self._mark = dict[int, Callable[[], bool]](), dict[int, int](), 0
 
     def _connect(self, member: int) -> Attachment:

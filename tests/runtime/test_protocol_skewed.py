@@ -15,6 +15,7 @@ from support.ranks import RankPool
 from odc.memory import ShmHeap
 from odc.protocol import Gradient, HeapLayout, Outcome, RankGrid, UnitSpec, Word
 from odc.runtime import Daemon, Endpoint, Rendezvous, Service
+from odc.runtime.connect import RootEvents
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 
 WIDE = [[("w", 3000, F32), ("b", 7, BF16)], [("v", 5, F32)]]
@@ -115,13 +116,14 @@ def live_in_a_process(rank: int, world: int, accumulate: Accumulate) -> int:
     settings = Settings(accumulate=accumulate, timeout_s=60.0, staging_block_bytes=4096)
     units = [UnitSpec.build(i, f"u{i}", params, F32) for i, params in enumerate(WIDE)]
     grid = RankGrid(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), f"skewed-{accumulate}", grid, 60.0)
+    events = RootEvents(
+        lambda doing: endpoint.protocol.waiter.check(doing), lambda member, pid: server.watch(service, member, pid)
+    )
+    meet = Rendezvous(default_store(), f"skewed-{accumulate}", grid, 60.0, events)
     layout = HeapLayout(ShmHeap("skewed", grid.ranks, rank, meet.connect, 60.0), grid, units, settings, "test")
     endpoint = Endpoint(layout, meet.notify)
-    meet.check = endpoint.protocol.waiter.check
     service, server = Service(f"skewed-{accumulate}", layout), Daemon(rank)
     server.serve(service)
-    meet.on_attach = lambda member, pid: server.watch(service, member, pid)
     meet.announce(server.address, service.token, layout.heap.digest, units)
     try:
         return minibatches(endpoint, 15, seed=3, nap=sometimes)

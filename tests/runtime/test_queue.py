@@ -19,8 +19,9 @@ from support.ranks import RankPool
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.memory import ShmHeap
 from odc.protocol import HeapLayout, Outcome, RankGrid, UnitSpec, Word
-from odc.runtime import Claimed, Daemon, Endpoint, Queue, Rendezvous, Service
-from odc.runtime.queue import progress
+from odc.protocol.queue import Claimed, Queue, progress
+from odc.runtime import Daemon, Endpoint, Rendezvous, Service
+from odc.runtime.connect import RootEvents
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, F32)]]
@@ -111,13 +112,14 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
     chosen = Settings(timeout_s=60.0, queue_bytes=ROOM)
     units = [UnitSpec.build(0, "u", LAYOUT[0], F32)]
     grid = RankGrid(tuple(range(world)), world, rank)
-    meet = Rendezvous(default_store(), "queue", grid, 60.0)
+    events = RootEvents(
+        lambda doing: endpoint.protocol.waiter.check(doing), lambda member, pid: server.watch(service, member, pid)
+    )
+    meet = Rendezvous(default_store(), "queue", grid, 60.0, events)
     layout = HeapLayout(ShmHeap("queue", grid.ranks, rank, meet.connect, 60.0), grid, units, chosen, "test")
     endpoint = Endpoint(layout, meet.notify)
-    meet.check = endpoint.protocol.waiter.check
     service, server = Service("queue", layout), Daemon(rank)
     server.serve(service)
-    meet.on_attach = lambda member, pid: server.watch(service, member, pid)
     meet.announce(server.address, service.token, layout.heap.digest, units)
     draw, found = random.Random(rank), list[list[int]]()
     try:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from odc.errors import PeerLostError
-from odc.hosts.node import NodeCache, RemoteHeaps
-from odc.hosts.sums import HostSums, SumsReader
+from odc.hosts.cache import NodeCache
+from odc.hosts.heaps import RemoteHeaps
+from odc.hosts.sums import EarlySums, HostSums
 from odc.protocol import Gradient, Word
-from odc.protocol.protocol import NoOtherHosts
-from odc.runtime.fetch import PublishedShards
+from odc.protocol.fetch import PublishedShards
 from odc.settings import Accumulate, Settings
 from support.members import F32, HeapGroup
 
@@ -53,18 +53,20 @@ class Spread:
         self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.group.attach_local()
         self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
-        self.sums, self.readers = list[HostSums](), list[SumsReader]()
+        self.sums, self.readers = list[HostSums](), list[EarlySums]()
         self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
         for me, member in enumerate(self.group.members):
             engine = Copies(self.group, me, only_into_own)
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             self.caches.append(NodeCache(member.protocol, heaps))
-            member.shards = PublishedShards(member.protocol, self.caches[-1])
-            member.protocol.links = _Told(self, me)
+            member.shards = PublishedShards(member.protocol, self.caches[-1].fill)
             self.engines.append(engine)
             self.heaps.append(heaps)
-            self.sums.append(HostSums(member.protocol))
-            self.readers.append(SumsReader(member.protocol, heaps))
+            self.readers.append(EarlySums(member.protocol, heaps, functools.partial(self._tell, me)))
+            self.sums.append(self.readers[-1].sums)
+
+    def _tell(self, member: int, epoch: int, counts: dict[int, int]) -> None:
+        self.told.append((member, epoch, dict(counts)))
 
     def publish(self, value: float = 0.0) -> None:
         for member in range(4):
@@ -115,11 +117,3 @@ class Spread:
             for worker in (cache._worker, reader._worker):
                 worker.close(60.0)  # its thread holds the heaps
         self.group.close()
-
-
-class _Told(NoOtherHosts):
-    def __init__(self, spread: Spread, member: int) -> None:
-        self._spread, self._member = spread, member
-
-    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        self._spread.told.append((self._member, epoch, dict(counts)))

@@ -49,7 +49,7 @@ def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int)
 
 
 def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Regions of every heap that hold further words of one member on each other host: bytes by the region's name."""
+    """Regions of every heap that mirror these ones, of so many bytes, of one member on each other host."""
     rows = grid.host_count - 1
     return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
 
@@ -104,7 +104,7 @@ class RemotePeer(PeerBoard):
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
 
     def mirrored(self, name: str) -> Words:
-        """Words of the member's region `name` (see `arena_requests`)."""
+        """The mirror of the member's region `name` (see `arena_requests`)."""
         count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
         return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
 
