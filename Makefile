@@ -6,7 +6,7 @@
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
 #   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv)
-#   TESTS="tests/fsdp ..."   what test-torch runs (the CPU tests of fsdp, runtime, memory and experiments)
+#   TESTS="tests/fsdp ..."   what test-torch runs (the CPU tests of fsdp, runtime, protocol, hosts, memory and experiments)
 #   SUITE=pytorch/test/...   for test-fsdp2: test/distributed/_composable/fsdp of a pytorch source tree of that version
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
 #   JOBS=2                   processes that test and test-all run tests in; 0 runs them in pytest itself (for --pdb)
@@ -18,7 +18,7 @@ ARGS ?=
 JOBS ?= 2
 RESULTS ?= runs/bench
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
-TESTS ?= tests/fsdp tests/runtime tests/memory tests/experiments
+TESTS ?= tests/fsdp tests/runtime tests/protocol tests/hosts tests/memory tests/experiments
 SUITE ?=
 
 VENV := .venv
@@ -67,7 +67,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    tests/experiments/data/test_sources.py::test_datasets_folder \
 	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
-	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/runtime/test_engines.py tests/doctor/test_network.py \
+	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_network.py \
 	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
@@ -78,7 +78,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
-test-torch: .venv-torch-$(TORCH)/.ready  ## run TESTS (of fsdp, runtime, memory and experiments) with another torch: TORCH=2.15.0
+test-torch: .venv-torch-$(TORCH)/.ready  ## run TESTS (of fsdp, runtime, protocol, hosts, memory and experiments) with another torch: TORCH=2.15.0
 	$(ON_CPU) .venv-torch-$(TORCH)/bin/python -m pytest $(SPREAD) $(TESTS) $(ARGS)
 
 test-fsdp2: .venv-torch-$(TORCH)/.ready  ## run torch's own FSDP2 tests over odc: SUITE=path/to/pytorch/test/distributed/_composable/fsdp

@@ -102,7 +102,7 @@ def slow_but_alive(rank: int, world: int) -> None:
     tell(time.monotonic())
 
 
-@pytest.mark.thorough  # tests/runtime/test_wait.py shows it by a clock of its own
+@pytest.mark.thorough  # tests/protocol/test_wait.py shows it by a clock of its own
 def test_a_slow_rank_is_waited_for(nothing_left: list[int]) -> None:
     with spawn_ranks(WORLD, slow_but_alive) as job:
         outcomes = end(job, nothing_left)
