@@ -86,21 +86,14 @@ class Worker:
         self._starting = threading.Lock()  # taken once
         arguments = (self._jobs, self._room)  # not the worker, or it would never end
         self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
-        self._newest: Callable[[], Job[Any] | None] = lambda: None
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job[Any]) -> None:
         if self._room is not None:
             self._room.acquire()
-        self._newest = weakref.ref(job)  # the queue and the thread keep it until it is over
         self._jobs.put(job)
         if self._starting.acquire(blocking=False):
             self._thread.start()
-
-    def idle(self, within_s: float = 0.0) -> bool:
-        """Whether the newest job is over, waited for so long."""
-        newest = self._newest()
-        return newest is None or newest.over(within_s)
 
     def close(self, within_s: float = 0.0) -> None:
         """End the thread once it has run what was submitted, and wait so long for that; 0 never waits."""

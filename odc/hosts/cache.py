@@ -33,8 +33,8 @@ class NodeCache:
     reads.
     """
 
-    def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
-        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader, worker: Worker) -> None:
+        self._protocol, self._layout, self._heaps, self._worker = protocol, protocol.layout, heaps, worker
         grid = protocol.grid.nodes
         owners = [member for member in grid.shard_group if grid.is_remote(member)]
         # This rank's own partners first, so that the ranks of a node read from different owners; of these that on the
@@ -45,7 +45,7 @@ class NodeCache:
         self._filled: dict[int, int] = {}  # by unit: the newest epoch whose shards this rank has seen in the cache
         self._looking = threading.Lock()
         self._settled, self._closed = 0, False  # the newest epoch of which nothing more is read ahead
-        self._worker = Worker("odc-ahead")
+        self._newest: Job[None] | None = None  # of this cache, on the worker
 
     def fill(self, unit: UnitSpec, lane: str = "main") -> None:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
@@ -70,7 +70,8 @@ class NodeCache:
             if epoch != self._epoch:
                 before, self._epoch, self._used = self._used, epoch, []
                 if before:
-                    self._worker.submit(Job(functools.partial(self._read_ahead, before, epoch)))
+                    self._newest = Job(functools.partial(self._read_ahead, before, epoch))
+                    self._worker.submit(self._newest)
             if unit not in self._used:
                 self._used.append(unit)
 
@@ -97,11 +98,12 @@ class NodeCache:
     def settle(self) -> None:
         """Read no further ahead; return when nothing is being read. Before DONE."""
         self._settled = self._protocol.epoch
-        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(self._owners[0], "shards ahead", self._worker.idle, pause)
+        if self._newest is not None:
+            pause = functools.partial(self._newest.over, WORD_SLEEP_S)
+            self._protocol.await_reads(self._owners[0], "shards ahead", self._newest.over, pause)
 
     def close(self) -> None:
-        """End the thread. Does not wait."""
+        """End the worker once it has read what it reads. Does not wait."""
         self._closed = True
         self._worker.close()
 

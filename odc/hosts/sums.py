@@ -157,15 +157,15 @@ class EarlySums(NodeSums):
         sums: those in this rank's heap.
     """
 
-    def __init__(self, protocol: MemberProtocol, heaps: HeapReader, send: Send | None) -> None:
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader, worker: Worker, send: Send | None) -> None:
         super().__init__(protocol, heaps)
-        self.sums = HostSums(protocol, send)
+        self._worker, self.sums = worker, HostSums(protocol, send)
         self._changing = threading.Lock()
         self._announced: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
         self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
         self._waiting: list[tuple[int, int]] = []  # partners and units to be read
         self._over, self._closed = 0, False
-        self._worker = Worker("odc-sums")
+        self._newest: Job[None] | None = None  # of this reader, on the worker
 
     def note_summed(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
         """SUMMED of a partner has come. On the daemon's thread; does not wait.
@@ -178,7 +178,8 @@ class EarlySums(NodeSums):
             for unit, count in counts.items():
                 self._announced[partner, unit] = epoch, count
                 self._waiting.append((partner, unit))
-            self._worker.submit(Job(self._read_waiting))
+            self._newest = Job(self._read_waiting)
+            self._worker.submit(self._newest)
 
     def _read_waiting(self) -> None:
         """On the worker's thread."""
@@ -212,8 +213,9 @@ class EarlySums(NodeSums):
         """Return when no thread reads what was announced in this epoch, and none will."""
         with self._changing:
             self._over = self._protocol.epoch
-        pause = functools.partial(self._worker.idle, WORD_SLEEP_S)
-        self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._worker.idle, pause)
+        if self._newest is not None:
+            pause, partner = functools.partial(self._newest.over, WORD_SLEEP_S), next(iter(self._partners))
+            self._protocol.await_reads(partner, "the sums of gradients", self._newest.over, pause)
 
     def close(self) -> None:
         self._closed = True

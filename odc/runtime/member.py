@@ -35,6 +35,7 @@ from odc.runtime.linking import HostConnections
 from odc.runtime.service import Service
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
+from odc.worker import Worker
 
 
 class Endpoint:
@@ -64,16 +65,17 @@ class Endpoint:
         self.heaps: HeapReader = MappedHeaps(protocol)
         if engine is not None:
             self.heaps = RemoteHeaps(layout.heap.identity, engine, protocol)
-        self._cache = NodeCache(protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
-        self.reduction = self._reduction(links)
+        ahead = Worker("odc-ahead")  # its thread reads shards, and sums of gradients, before they are needed
+        self._cache = NodeCache(protocol, self.heaps, ahead) if self.grid.nodes.shards_span_hosts else None
+        self.reduction = self._reduction(ahead, links)
         self.shards = PublishedShards(protocol, None if self._cache is None else self._cache.fill)
         on_device = layout.heap.lanes.asynchronous
         self.pusher: Pusher = (DevicePusher if on_device else Pusher)(protocol, notify)
         self.queue = Queue(protocol, self.heaps) if layout.settings.queue_bytes else None
 
-    def _reduction(self, links: Links | None) -> Reduction:
+    def _reduction(self, ahead: Worker, links: Links | None) -> Reduction:
         if self.layout.spans_hosts:
-            return EarlySums(self.protocol, self.heaps, None if links is None else links.send_summed)
+            return EarlySums(self.protocol, self.heaps, ahead, None if links is None else links.send_summed)
         if self.grid.nodes.shards_span_hosts:
             return NodeSums(self.protocol, self.heaps)
         return Replicas(self.protocol, self.heaps) if len(self.grid.replica_group) > 1 else Alone(self.protocol)

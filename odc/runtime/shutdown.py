@@ -24,7 +24,7 @@ from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
 from odc.runtime.linking import HostConnections
 from odc.runtime.service import Service
-from odc.worker import Job, Worker
+from odc.worker import Job, in_background
 
 _log = logging.getLogger(__name__)
 
@@ -116,16 +116,19 @@ class HeapRelease:
 
 
 class ReleaseQueue:
-    """All heap releases of one daemon, served by a thread. `add` may be called by a finalizer."""
+    """All heap releases of one daemon, served by a thread that ends with the last one. `add` may be called by a
+    finalizer.
+    """
 
     def __init__(self) -> None:
         self._added: list[HeapRelease] = []  # copied by slicing, which a finalizer that appends does not disturb
         self._stopping = False
-        self._worker = Worker("odc-releases")
+        self._serving = threading.Lock()  # held by the thread
 
     def add(self, release: HeapRelease) -> None:
         self._added.append(release)
-        self._worker.submit(Job(self._release))
+        if self._serving.acquire(blocking=False):
+            in_background("odc-releases", self._release)
         if self._stopping:
             release.end()  # the thread may have ended before
 
@@ -143,9 +146,17 @@ class ReleaseQueue:
     def stop(self) -> None:
         """Close the remaining heaps, even if a peer still needs one."""
         self._stopping = True
-        self._worker.close(RELEASE_JOIN_S)
+        self._serving.acquire(timeout=RELEASE_JOIN_S)
 
     def _release(self) -> None:
+        more = True
+        while more:
+            self._serve()
+            self._serving.release()
+            # One may have been added that found the lock held.
+            more = bool(self._added) and not self._stopping and self._serving.acquire(blocking=False)
+
+    def _serve(self) -> None:
         """Check all releases until none is left. Each as often: peers may shut down in another order."""
         backoff, known = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S), 0
         while self._added and not self._stopping:

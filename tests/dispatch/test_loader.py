@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from odc.dispatch.loader import PlannedLoader
-from odc.worker import Worker
+from odc.worker import Job, Worker
 
 BATCHES = 20
 
@@ -51,6 +51,7 @@ def test_no_more_batches_are_drawn_ahead_than_asked_for(ahead: int) -> None:
         iterator = iter(loader)
         for taken in (1, 2):
             assert next(iterator)[0] == taken - 1
-            assert workers[0].idle(60.0)
+            workers[0].submit(last := Job(lambda: None))
+            assert last.over(60.0)
             assert planner.planned == drawn == list(range(taken + ahead + 1))
     assert [batch for batch, _ in iterator] == list(range(2, BATCHES))

@@ -208,7 +208,7 @@ def test_progress_is_told_now_and_then_only(linked: Linked, monkeypatch: pytest.
 def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a connection whose other end has had no room for two seconds: there must be some."""
     monkeypatch.setattr(module, "LINK_REFRESH_S", 0.0)
-    link = linked.join().links[0]._links[2]
+    board, link = linked.join().group.layouts[0].mine.board, linked.links[0]._links[2]
     for _ in range(5000):
         linked.links[0].refresh()
     assert not link.room(0), "far more was to be said than there is room for"
@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypa
     linked.receive(2, lambda: seen(linked, 2, 0, Word.DONE) == 5)
     board.store(Word.READ, 5)
     linked.receive(2, lambda: seen(linked, 2, 0, Word.READ) == 5)
-    board.refresh()
+    linked.links[0].refresh()
     assert not linked.aborts[0] and not linked.aborts[2]
 
 

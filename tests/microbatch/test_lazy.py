@@ -47,7 +47,9 @@ class Watched:
 
 def await_rest(lazy: LazyMicrobatches[Any]) -> None:
     """Return when the thread has nothing more to do."""
-    assert lazy._worker is not None and lazy._worker.idle(60.0)
+    assert lazy._worker is not None
+    lazy._worker.submit(last := Job(lambda: None))
+    assert last.over(60.0)
 
 
 @pytest.mark.parametrize("background", [True, False])

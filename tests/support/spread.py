@@ -15,6 +15,7 @@ from odc.hosts.sums import EarlySums, HostSums
 from odc.protocol import Gradient, Word
 from odc.protocol.fetch import PublishedShards
 from odc.settings import Accumulate, Settings
+from odc.worker import Worker
 from support.members import F32, HeapGroup
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
@@ -53,16 +54,17 @@ class Spread:
         self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.group.attach_local()
         self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
-        self.sums, self.readers = list[HostSums](), list[EarlySums]()
+        self.workers, self.sums, self.readers = list[Worker](), list[HostSums](), list[EarlySums]()
         self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
         for me, member in enumerate(self.group.members):
             engine = Copies(self.group, me, only_into_own)
+            self.workers.append(Worker("odc-ahead"))
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
-            self.caches.append(NodeCache(member.protocol, heaps))
+            self.caches.append(NodeCache(member.protocol, heaps, self.workers[-1]))
             member.shards = PublishedShards(member.protocol, self.caches[-1].fill)
             self.engines.append(engine)
             self.heaps.append(heaps)
-            self.readers.append(EarlySums(member.protocol, heaps, functools.partial(self._tell, me)))
+            self.readers.append(EarlySums(member.protocol, heaps, self.workers[-1], functools.partial(self._tell, me)))
             self.sums.append(self.readers[-1].sums)
 
     def _tell(self, member: int, epoch: int, counts: dict[int, int]) -> None:
@@ -114,6 +116,6 @@ class Spread:
         for cache, reader in zip(self.caches, self.readers, strict=True):
             cache.close()
             reader.close()
-            for worker in (cache._worker, reader._worker):
-                worker.close(60.0)  # its thread holds the heaps
+        for worker in self.workers:
+            worker.close(60.0)  # its thread holds the heaps
         self.group.close()
