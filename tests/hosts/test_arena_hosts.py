@@ -14,7 +14,6 @@ import torch
 from odc.errors import PeerLostError
 from odc.hosts.links import Links
 from odc.memory import Attachment, ShmHeap, Words
-from odc.net.messages import EntryWords
 from odc.protocol import HeapLayout, RankGrid, Word
 from odc.protocol.arena_protocol import ArenaWords
 from odc.runtime import Endpoint
@@ -148,14 +147,14 @@ def test_an_entry_goes_to_the_hosts_of_its_readers_only(arenas: Arenas) -> None:
     arenas.join().pass_on()
     arenas.words[0].show(0, 1, 0, 10, 3, [1])
     arenas.pass_on()
-    assert arenas.layouts[3].remote(0).mirrored("entries").load(0) == 0
+    assert arenas.layouts[3].remote(0).mirrored("arena/table").load(0) == 0
     assert arenas.words[1].await_entry(0, 1, 0, "to put") == (1, 0, 10, 3)
 
 
 @pytest.mark.parametrize(("first", "count"), [(4 * CHANNELS, 1), (-1, 1), (4 * CHANNELS - 1, 2)])
 def test_words_beyond_an_arena_are_nonsense(arenas: Arenas, first: int, count: int) -> None:
     arenas.join().pass_on()
-    arenas.links[0].send_to_host(1, EntryWords(first, (1,) * count))
+    arenas.links[0].send_words(1, "arena/table", first, (1,) * count)
     arenas.pass_on(lambda: arenas.aborts)
     assert len(arenas.aborts) == 1 and "speaks nonsense" in arenas.aborts[0][0]
 
@@ -177,4 +176,4 @@ def test_a_death_is_seen_by_ranks_that_the_one_with_the_link_does_not_know(arena
 def test_regions_are_there_over_hosts_only() -> None:
     one, two = RankGrid((0, 1), 2, 0), RankGrid((0, 1), 2, 0, (0, 1))
     assert [name for name, _ in ArenaWords.requests(3, one)] == ["arena/table", "arena/copied"]
-    assert dict(ArenaWords.requests(3, two))["mirror/entries"] == torch.empty(3, 4, dtype=torch.int64).nbytes
+    assert dict(ArenaWords.requests(3, two))["mirror/arena/table"] == torch.empty(3, 4, dtype=torch.int64).nbytes
