@@ -28,7 +28,7 @@ import torch
 from odc.deadlines import WORD_SLEEP_S
 from odc.protocol.heap_reader import HeapReader
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.reduction import Alone
+from odc.protocol.reduction import Reduction
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 from odc.worker import Job, Worker
@@ -102,7 +102,7 @@ def pushes_of(protocol: MemberProtocol, host: int) -> list[int]:
     return counts
 
 
-class NodeSums(Alone):
+class NodeSums(Reduction):
     """Sums of nodes that the owners read when all are complete."""
 
     def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:

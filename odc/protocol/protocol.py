@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -59,14 +58,13 @@ class MemberProtocol:
         self.sink = sink or NoOtherHosts()
         if self.grid.remote:
             layout.mine.push_board(self.sink)
-        checks = ProtocolChecks(layout) if layout.settings.check_protocol else None
+        checks = ProtocolChecks(self.grid, layout.peer) if layout.settings.check_protocol else None
         self.board = checks.board() if checks else layout.mine.board
-        self._lasts = checks.lasts if checks else lambda: layout.mine.lasts
+        self._checks = checks
         note = functools.partial(_note_wait, self.board)
         self.waiter = Waiter(layout, functools.partial(abort, layout), note, self.sink.refresh, checks)
         self.epoch = 0  # this rank's newest
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
-        self._counting = threading.Lock()
         self._stepped = self._stepped_before = False  # since the epoch was published, and between it and the last
 
     def touch(self, doing: str) -> None:
@@ -195,7 +193,9 @@ class MemberProtocol:
 
         Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
         """
-        lasts, epoch = self._lasts(), self.epoch
+        lasts, epoch = self.layout.mine.lasts, self.epoch
+        if self._checks is not None:
+            lasts = self._checks.lasts(lasts)
         for unit, count in counts.items():
             lasts.store(2 * unit, count)
             lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
@@ -342,8 +342,7 @@ class MemberProtocol:
 
     def count(self, word: Word, nbytes: int) -> None:
         """FETCHED or PUSHED."""
-        with self._counting:
-            self.board.store(word, self.board.load(word) + nbytes)
+        self.board.count(word, nbytes)
 
     def abort(self, reason: str, culprit: int) -> None:
         abort(self.layout, reason, culprit)

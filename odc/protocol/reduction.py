@@ -27,17 +27,20 @@ class Reduction(ABC):
     `used` holds for each unit whether any rank pushed to it.
     """
 
-    @abstractmethod
+    def __init__(self, protocol: MemberProtocol) -> None:
+        self._protocol, self._layout = protocol, protocol.layout
+
     def complete(self, used: Sequence[bool]) -> None:
         """COMPLETE: what this rank holds of others' gradients holds every push."""
+        self._protocol.complete()
 
     @abstractmethod
     def gather(self, used: Sequence[bool]) -> None:
         """Bring here what others hold of this rank's gradients; waits until they have completed it."""
 
-    @abstractmethod
     def skip(self) -> None:
         """Gather nothing in this epoch."""
+        return
 
     @abstractmethod
     def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
@@ -45,34 +48,22 @@ class Reduction(ABC):
         add, which is the same on every rank.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """End its threads. Does not wait; on any thread."""
+        return
 
 
 class Alone(Reduction):
     """Every shard has one owner, to which all its gradients are pushed."""
 
-    def __init__(self, protocol: MemberProtocol) -> None:
-        self._protocol, self._layout = protocol, protocol.layout
-
-    def complete(self, used: Sequence[bool]) -> None:
-        self._protocol.complete()
-
     def gather(self, used: Sequence[bool]) -> None:
-        return
-
-    def skip(self) -> None:
         return
 
     def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
         return [self._layout.mine.accumulator(unit)]
 
-    def close(self) -> None:
-        return
 
-
-class Replicas(Alone):
+class Replicas(Reduction):
     """Hybrid sharding: every replica's owner of a shard has accumulated a part of its gradient."""
 
     def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
@@ -108,7 +99,7 @@ class Replicas(Alone):
                 self._read(self._group[place], unit, share, layout.mine.accumulator(unit)[share])
 
     def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
-        return self._accumulated(unit) if self._layout.shares == 1 else super().parts(unit)
+        return self._accumulated(unit) if self._layout.shares == 1 else [self._layout.mine.accumulator(unit)]
 
     def _share(self, unit: UnitSpec, place: int) -> slice:
         """Elements of a unit's accumulator that the replica at `place` adds up; perhaps none."""

@@ -7,12 +7,6 @@ from typing import Protocol
 
 import torch
 
-from odc.memory import Words
-from odc.protocol.words import Word
-
-# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after WORD_SLEEP_S.
-_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
-
 
 class WordSink(Protocol):
     """The way to other hosts. Each method is called after this rank has stored what it sends, and on any thread."""
@@ -33,36 +27,8 @@ class WordSink(Protocol):
         """Words of an arena, to one host: those from `first` on of this rank's `region`."""
 
 
-class NoOtherHosts:
+class NoOtherHosts(WordSink):
     """The sink of a rank whose peers are all on its host."""
 
     def up(self, partner: int) -> bool:
         return True
-
-    def stored(self, index: int, value: int) -> None:
-        return
-
-    def refresh(self) -> None:
-        return
-
-    def send_counts(self, counts: torch.Tensor) -> None:
-        return
-
-    def send_words(self, host: int, region: str, first: int, values: Sequence[int]) -> None:
-        return
-
-
-class PushedWords(Words):
-    """This rank's board in a job over several hosts: what is stored goes into `sink`, and wakes waiting threads."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, address: int, count: int, keepalive: object, sink: WordSink) -> None:
-        super().__init__(address, count, keepalive)
-        self._sink = sink
-
-    def store(self, i: int, value: int) -> None:
-        super().store(i, value)
-        if i in _AWAITED:
-            self.wake(i)
-        self._sink.stored(int(i), value)

@@ -18,13 +18,13 @@ from odc.hosts.sums import EarlySums, NodeSums
 from odc.memory import ShmHeap, SymmetricHeap
 from odc.net.engines import Engine
 from odc.net.host_link import HostLink
-from odc.protocol.device import DevicePusher
+from odc.protocol.device import DeviceRoute
 from odc.protocol.fetch import PublishedShards
 from odc.protocol.grid import RankGrid
 from odc.protocol.heap_reader import HeapReader, MappedHeaps
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import HOME, MemberProtocol, abort
-from odc.protocol.push import Pusher
+from odc.protocol.push import HostRoute, Pusher
 from odc.protocol.queue import Queue
 from odc.protocol.reduction import Alone, Reduction, Replicas
 from odc.protocol.units import UnitSpec
@@ -69,8 +69,8 @@ class Endpoint:
         self._cache = NodeCache(protocol, self.heaps, ahead) if self.grid.nodes.shards_span_hosts else None
         self.reduction = self._reduction(ahead, links)
         self.shards = PublishedShards(protocol, None if self._cache is None else self._cache.fill)
-        on_device = layout.heap.lanes.asynchronous
-        self.pusher: Pusher = (DevicePusher if on_device else Pusher)(protocol, notify)
+        host = HostRoute(protocol, notify)
+        self.pusher = Pusher(protocol, notify, DeviceRoute(protocol, host) if layout.heap.lanes.asynchronous else host)
         self.queue = Queue(protocol, self.heaps) if layout.settings.queue_bytes else None
 
     def _reduction(self, ahead: Worker, links: Links | None) -> Reduction:

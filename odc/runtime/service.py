@@ -18,8 +18,8 @@ from odc.protocol.accumulate import Adder
 from odc.protocol.device import DeviceDrain
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import abort
-from odc.protocol.push import Inbox
 from odc.protocol.queue import progress
+from odc.protocol.ring import Inbox
 from odc.protocol.words import RootState, Word
 from odc.trace import PUSH, recorder
 

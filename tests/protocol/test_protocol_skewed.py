@@ -96,7 +96,7 @@ def test_skewed_minibatches_on_threads(accumulate: Accumulate) -> None:
                 group.members[member].protocol.abort(f"{error}", group.ranks[member])
 
         for endpoint in group.members:
-            endpoint.pusher._notify = lambda member: daemons[member].notify()
+            endpoint.pusher.route._notify = lambda member: daemons[member].notify()  # type: ignore[attr-defined]
         threads = [threading.Thread(target=live, args=(member,)) for member in range(3)]
         for thread in threads:
             thread.start()

@@ -7,8 +7,28 @@ import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.protocol.peers.board import PeerBoard
-from odc.protocol.sink import PushedWords, WordSink
+from odc.protocol.sink import WordSink
 from odc.protocol.units import UnitSpec
+from odc.protocol.words import Word
+
+# Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after WORD_SLEEP_S.
+_AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
+
+
+class PushedWords(Words):
+    """This rank's board in a job over several hosts: what is stored goes into `sink`, and wakes waiting threads."""
+
+    __slots__ = ("_sink",)
+
+    def __init__(self, address: int, count: int, keepalive: object, sink: WordSink) -> None:
+        super().__init__(address, count, keepalive)
+        self._sink = sink
+
+    def store(self, i: int, value: int) -> None:
+        super().store(i, value)
+        if i in _AWAITED:
+            self.wake(i)
+        self._sink.stored(int(i), value)
 
 
 class LocalPeer(PeerBoard):
