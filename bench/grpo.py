@@ -75,7 +75,7 @@ def main() -> None:
     )
     given = script.given
     same = ("model", "prompts", "group", "response_tokens", "max_tokens", "steps", "seed")
-    config = GrpoConfig(lengths="drawn", objective="odc", lr=1e-4, **{name: getattr(given, name) for name in same})
+    config = GrpoConfig(lengths="drawn", lr=1e-4, **{name: getattr(given, name) for name in same})
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for repeat in range(given.repeats):
         for name, changes in ARMS.items():

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from odc.cli.bench import bench
-from odc.cli.compare import compare
-from odc.cli.compare_grpo import compare_grpo
+from odc.cli.compare import compare, compare_grpo
 from odc.cli.doctor import doctor
-from odc.cli.options import Command, Commands
+from odc.cli.options import Command
 from odc.cli.plan import plan
 from odc.cli.simulate import simulate
 from odc.cli.status import status
@@ -23,7 +22,6 @@ from odc.provenance import VERSION
 
 app = typer.Typer(
     name="odc",
-    cls=Commands,
     help="Train models sharded over ranks, with parameters fetched on demand instead of gathered by collectives.",
     no_args_is_help=True,
     add_completion=False,

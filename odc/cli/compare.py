@@ -1,4 +1,4 @@
-"""`odc compare`: the arms, one after the other, on identical data."""
+"""`odc compare` and `odc compare-grpo`: arms, one after the other, on identical data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typer import Option
 
 from odc.arms import ARM_NAMES
 from odc.cli.options import options_from
-from odc.cli.torchrun import given_by_torchrun, under_torchrun
+from odc.cli.torchrun import given_by_torchrun, refuse_torchrun, under_torchrun
 from odc.errors import ConfigError
-from odc.experiments.config import DEFAULT_ARMS, JobConfig
+from odc.experiments.config import DEFAULT_ARMS, GrpoConfig, JobConfig
 
 if TYPE_CHECKING:
     from odc.experiments.compare import CompareConfig
@@ -41,11 +41,10 @@ Output = Annotated[
 ]
 Figures = Annotated[str | None, Option(help="Where the figures go.", show_default="OUTPUT/COMMAND.json")]
 Skip = Annotated[int, Option(help="First steps of every run that are not counted.")]
-Report = Annotated[bool, Option("--report", help="Write OUTPUT/report.html as well: tables, pictures and settings.")]
 
 
 @options_from(
-    "odc.experiments.config:JobConfig",
+    JobConfig,
     without=("arm", "save_every", "resume", "export", "merge", "valid", "valid_every"),
     optional=("model", "data"),
 )
@@ -59,7 +58,6 @@ def compare(
     skip: Skip = 1,
     output: Output = None,
     json: Figures = None,
-    report: Report = False,
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces.
 
@@ -71,7 +69,7 @@ def compare(
     for name in ("model", "data"):
         if name not in job:
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
-    folder = Path(output or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(output or new_folder("compare"))
     path = Path(json or folder / "compare.json")
     if under_torchrun():
         job |= given_by_torchrun(job)
@@ -80,11 +78,49 @@ def compare(
         config = in_folder(folder, say)
         from odc.experiments.table import tables
 
-        carry_out(config, path, say, tables, report)
+        carry_out(config, path, say, tables)
     elif os.environ["LOCAL_RANK"] == "0":  # it starts the ranks of its host; the others have nothing to do
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        record(_compare_over_hosts)(in_folder, folder, path, say, report)
+        record(_compare_over_hosts)(in_folder, folder, path, say)
+
+
+@options_from(GrpoConfig, without=("arm", "balance", "output", "folder", "save_every", "resume"))
+def compare_grpo(
+    given: dict[str, Any],
+    arms: Annotated[
+        str | None,
+        Option(
+            help="With commas: fsdp2, fsdp2-resident, odc-equal, odc; ARM/verl takes verl's equal counts.",
+            show_default="these four",
+        ),
+    ] = None,
+    repeats: Repeats = 1,
+    skip: Skip = 1,
+    output: Output = None,
+    json: Figures = None,
+) -> None:
+    """Run arms of a GRPO job one after the other; print one table, write figures, picture and traces."""
+    refuse_torchrun("odc compare-grpo")
+    folder, say = Path(output or new_folder("compare-grpo")), progress("compare-grpo")
+    say(f"figures and pictures go to {folder}")
+    from odc.experiments.compare import CompareConfig
+    from odc.experiments.grpo import GrpoWorkload
+    from odc.experiments.table import tables
+
+    workload = GrpoWorkload(GrpoConfig(**given, folder=str(folder)))
+    config = CompareConfig(workload, repeats=repeats, skip=skip, **chosen_arms(arms))
+    carry_out(config, Path(json or folder / "compare-grpo.json"), say, tables)
+
+
+def new_folder(command: str) -> str:
+    """Where a comparison goes that was given no folder."""
+    return f"runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def chosen_arms(arms: str | None) -> dict[str, Any]:
+    """What `CompareConfig` is given for `--arms`; nothing for its default."""
+    return {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
 
 
 def _comparison(
@@ -107,7 +143,7 @@ def _comparison(
 
 
 def _compare_over_hosts(
-    in_folder: Callable[..., CompareConfig], folder: Path, path: Path, say: Callable[[str], None], report: bool
+    in_folder: Callable[..., CompareConfig], folder: Path, path: Path, say: Callable[[str], None]
 ) -> None:
     from odc.experiments.compare import run_arms
     from odc.experiments.hosts import HostTeam
@@ -115,7 +151,7 @@ def _compare_over_hosts(
 
     with HostTeam.of_torchrun() as team:
         if team.leads:
-            carry_out(in_folder(folder, say, team.count), path, say, tables, report, team)
+            carry_out(in_folder(folder, say, team.count), path, say, tables, team)
             return
         with TemporaryDirectory() as spans:  # which host 0 is sent; nothing else is written here
             run_arms(in_folder(Path(spans)), lambda text: None, team)
@@ -126,25 +162,17 @@ def carry_out(
     path: Path,
     say: Callable[[str], None],
     tables: Callable[[dict[str, Any], int], list[Any]],
-    report: bool = False,
     team: HostTeam | None = None,
 ) -> None:
-    """Runs a comparison, writes its figures to `path`, its pictures and its report, and prints its tables.
+    """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables.
 
     With a `team` it does so on the host that leads.
     """
     from rich.console import Console
 
-    from odc.experiments.html import PAGE_WIDTH, write_html
-    from odc.experiments.preflight import require
     from odc.experiments.report import compare
 
-    if report:
-        require("matplotlib", "plot", "an HTML report")
     figures, written = compare(config, path, ["odc", *sys.argv[1:]], say, team)
-    if report:
-        written["report"] = config.output / "report.html"
-        write_html(written["report"], figures, tables(figures, PAGE_WIDTH), written.get("timeline"))
     console = Console()
     for table in tables(figures, console.width):
         console.print(table)

@@ -13,15 +13,15 @@ from typer import Argument, Option
 from odc.cli.files import require_writable, writing
 from odc.cli.options import options_from
 from odc.errors import ConfigError
+from odc.simulate.scenario import Scenario, scenario_from_yaml
 
 if TYPE_CHECKING:
-    from odc.simulate.scenario import Scenario
     from odc.simulate.study import Study
 
 _OUTPUT: dict[str, Any] = {"rich_help_panel": "Output"}
 
 
-@options_from("odc.simulate.scenario:Scenario")
+@options_from(Scenario)
 def simulate(
     given: dict[str, Any],
     file: Annotated[str | None, Argument(help="YAML file with any of the options below, by name.")] = None,
@@ -54,7 +54,6 @@ def simulate(
     from rich.console import Console
 
     from odc.simulate.report import study_table
-    from odc.simulate.scenario import Scenario, scenario_from_yaml
     from odc.simulate.study import AXES, study, sweep, usual_values
 
     scenario = Scenario(**((scenario_from_yaml(file) if file else {}) | given))

@@ -13,10 +13,10 @@ from odc.arms import PLANS
 from odc.cli.options import options_from
 from odc.cli.torchrun import given_by_torchrun, under_torchrun
 from odc.errors import ConfigError
-from odc.experiments.config import JobConfig
+from odc.experiments.config import GrpoConfig, JobConfig
 
 
-@options_from("odc.experiments.config:JobConfig")
+@options_from(JobConfig)
 def train(
     given: dict[str, Any],
     plan: Annotated[
@@ -39,13 +39,13 @@ def train(
     carry_out_job(run, run_rank, TextWorkload(config))
 
 
-@options_from("odc.experiments.grpo.config:GrpoConfig")
+@options_from(GrpoConfig)
 def grpo(given: dict[str, Any]) -> None:
     """Train a causal language model by GRPO; rollouts run in a process of their own and read the ranks' weights.
 
     Starts its own ranks on this machine. Under torchrun it runs as one rank. For a task of your own see docs/rl.md.
     """
-    from odc.experiments.grpo import GrpoConfig, run, run_rank
+    from odc.experiments.grpo import run, run_rank
 
     carry_out_job(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
 

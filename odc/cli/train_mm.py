@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from odc.cli.compare import Figures, Repeats, Skip, carry_out, progress
+from odc.cli.compare import Figures, Repeats, Skip, carry_out, chosen_arms, new_folder, progress
 from odc.cli.options import options_from
 from odc.cli.torchrun import refuse_torchrun, under_torchrun
 from odc.cli.train import carry_out_job
 from odc.errors import ConfigError
+from odc.experiments.config import JobConfig
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
@@ -34,7 +34,7 @@ _NOT_YET = ("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_d
 
 
 @options_from(
-    "odc.experiments.config:JobConfig",
+    JobConfig,
     without=("arm", "export", *_TEXT_ONLY, *_NOT_YET),
     optional=("data",),
     helps={
@@ -75,7 +75,7 @@ def train_mm(
         require(package, "multimodal", "train-mm")
     _refuse_unknown([arm] if arm is not None else arms.split(",") if arms is not None else [])
     fields = {"model": model, **(_DEMO if demo else {}), **given}
-    folder = Path(output or f"runs/train-mm-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(output or new_folder("train-mm"))
     if "data" not in fields:
         fields["data"] = _made_up(demo, folder, fields.get("seed", 0))
     if arm is None:
@@ -112,19 +112,16 @@ def _compare(
     say = progress("train-mm")
     say(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
-    from odc.experiments.config import JobConfig
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.figures import table
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
     job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
-    chosen = {} if arms is None else {"arms": tuple(arm.strip() for arm in arms.split(","))}
-    config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen)
+    config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen_arms(arms))
     carry_out(config, figures, say, lambda found, _: [table(found)])
 
 
 def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
-    from odc.experiments.config import JobConfig
     from odc.experiments.job import run, run_rank
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.workload import MultimodalWorkload

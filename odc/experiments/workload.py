@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from odc.arms import ArmName
+from odc.experiments.config import GrpoConfig, JobConfig
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, JobResult, SkippedStep, StepRecord
 from odc.trace import Breakdown, Span
@@ -15,27 +15,6 @@ from odc.trace import Breakdown, Span
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
-
-
-class FrameConfig(Protocol):
-    """The options of a job that the frame reads; `JobConfig` describes them."""
-
-    @property
-    def arm(self) -> ArmName: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def save_every(self) -> int: ...
-    @property
-    def resume(self) -> str | None: ...
-    @property
-    def spans(self) -> str | None: ...
 
 
 class Trainer(ABC):
@@ -95,7 +74,10 @@ C = TypeVar("C")
 
 
 class Workload(ABC, Generic[C]):
-    """One job; pickles. `job` is what the frame reads of `config`; `folder` is for checkpoints or a comparison."""
+    """One job; pickles. `folder` is for checkpoints or a comparison.
+
+    `job` is `config`, or the part of it that the frame reads.
+    """
 
     schema: ClassVar[str]  # of the figures of a comparison
     arms: ClassVar[tuple[str, ...]]  # that a comparison may name
@@ -105,7 +87,7 @@ class Workload(ABC, Generic[C]):
     windows = 1  # minibatches, so marked windows, of one step
     drawn_windows = 2  # in a row, in the picture of a comparison
 
-    def __init__(self, config: C, job: FrameConfig, title: str, folder: str | None) -> None:
+    def __init__(self, config: C, job: JobConfig | GrpoConfig, title: str, folder: str | None) -> None:
         self.config, self.job, self.title = config, job, title
         self.folder = Path(folder) if folder is not None else None
         self.log = self.folder / "steps.jsonl" if self.folder is not None else None  # gets a line of JSON a step

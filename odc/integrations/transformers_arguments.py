@@ -1,7 +1,6 @@
-"""What a Trainer's arguments and an Accelerator's settings mean under odc: applied, irrelevant or refused.
+"""What of a Trainer's arguments and an Accelerator's settings is refused under odc; all else the Trainer applies.
 
-A field of `transformers.TrainingArguments` that the tables do not name, because the installed transformers is newer, is
-refused as soon as it differs from its default.
+A field of a newer transformers is refused if its name has a word of `SHARDING` and it is set.
 """
 
 from __future__ import annotations
@@ -15,28 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc.errors import ConfigError
 from odc.settings import Settings
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-#: Fields that are not refused, by the word they begin with: the Trainer or `OdcTrainer` applies them, or they change
-#: neither numerics nor sharding. DistributedDataParallel, of `ddp`, is not used.
-FAMILIES = _names("activation adam batch dataloader ddp do eval gradient hub log logging lr save torch trackio warmup")
-
-#: The others that are not refused.
-TAKEN = _names(
-    """
-    accelerator_config average_tokens_across_devices bf16 data_seed debug disable_tqdm full_determinism
-    greater_is_better ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
-    label_smoothing_factor learning_rate length_column_name load_best_model_at_end local_rank max_grad_norm max_steps
-    metric_for_best_model neftune_noise_alpha num_train_epochs optim optim_args output_dir per_device_eval_batch_size
-    per_device_train_batch_size prediction_loss_only project push_to_hub remove_unused_columns report_to
-    restore_callback_states_from_checkpoint resume_from_checkpoint run_name seed skip_memory_metrics tf32
-    train_sampling_strategy use_cache use_cpu weight_decay
-    """
-)
 
 #: Fields that are refused when set, and what to use instead.
 REFUSED = {
@@ -64,6 +41,9 @@ REFUSED_OF_TRL = {
     "use_vllm": "vLLM would be sent shards; generate with the model itself, or see docs/rl.md",
 }
 
+#: Words in the names of fields that shard a model or choose a precision, which odc does.
+SHARDING = frozenset({"deepspeed", "fp16", "fp8", "fsdp", "megatron", "offload", "parallel", "parallelism", "shard"})
+
 #: Values of `optim` that update every element by itself, so that each rank can update its shard.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
@@ -75,16 +55,11 @@ def refuse_arguments(args: Any) -> None:
     """
     from transformers import TrainingArguments
 
-    for field in dataclasses.fields(TrainingArguments):
-        value = getattr(args, field.name)
-        if field.name in REFUSED:
-            if value:
-                _refuse(f"{field.name}={value!r}", REFUSED[field.name])
-        elif not _is_taken(field.name) and value != _default(field):
-            _refuse(f"{field.name}={value!r}", "odc does not know this argument; leave it at its default")
-    for name, instead in REFUSED_OF_TRL.items():
-        if getattr(args, name, False):
-            _refuse(f"{name}={getattr(args, name)!r}", instead)
+    fields = [field.name for field in dataclasses.fields(TrainingArguments)]
+    newer = {name: "odc does not know this argument; leave it out" for name in fields if SHARDING & {*name.split("_")}}
+    for name, instead in (newer | REFUSED | REFUSED_OF_TRL).items():
+        if value := getattr(args, name, None):
+            _refuse(f"{name}={value!r}", instead)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
         _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")
@@ -148,14 +123,6 @@ class AcceleratorOptions:
         """Compile a block in place, if the Accelerator would. Call it before the block is sharded."""
         if self.compiled is not None:
             block.compile(**self.compiled)
-
-
-def _is_taken(name: str) -> bool:
-    return name in TAKEN or name.partition("_")[0] in FAMILIES
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _refuse(what: str, instead: str) -> None:

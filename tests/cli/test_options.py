@@ -13,9 +13,8 @@ pytest.importorskip("transformers", reason="needs the train extra")
 from typer.testing import CliRunner  # noqa: E402
 
 from odc.cli.app import app  # noqa: E402
-from odc.cli.options import Commands, options_from  # noqa: E402
-from odc.experiments.config import JobConfig  # noqa: E402
-from odc.experiments.grpo import GrpoConfig  # noqa: E402
+from odc.cli.options import options_from  # noqa: E402
+from odc.experiments.config import GrpoConfig, JobConfig  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ told: list[Any] = []
 
 
 def run(*arguments: str) -> str:
-    commands = typer.Typer(cls=Commands, add_completion=False)
+    commands = typer.Typer(add_completion=False)
 
     @commands.command()
-    @options_from(f"{__name__}:Told", without=("left_out",))
+    @options_from(Told, without=("left_out",))
     def say(given: dict[str, Any], lag: int = 7, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
         """Say it."""
         told.append((given, lag, loud))

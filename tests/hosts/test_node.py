@@ -1,31 +1,24 @@
-"""Twin of odc/hosts/cache.py: members of two hosts in one process, with an engine that copies between their heaps."""
+"""The cache and the sums of a node: members of two hosts in one process, and an engine that copies."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.deferred import late_heaps
+from support.linked import HOSTS
 from support.members import F32, HeapGroup
-from support.spread import HOSTS, LAYOUT, Spread
+from support.spread import LAYOUT, Spread
 
 from odc.errors import PeerLostError
 from odc.hosts.sums import NodeSums
 from odc.memory import MUTEX_BYTES, RobustMutex
-from odc.protocol import Gradient, HeapLayout, Word, wait
+from odc.protocol import Word, wait
 from odc.protocol import layout as layouts
 from odc.settings import Accumulate, Settings
-
-
-@pytest.fixture
-def spread() -> Iterator[Spread]:
-    made = Spread()
-    yield made
-    made.close()
 
 
 def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
@@ -41,19 +34,7 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
     assert spread.fetch(1, 0) == [50.0, 51.0, 52.0, 53.0], "the cache is of the last epoch"
 
 
-def test_a_unit_is_looked_for_once_an_epoch(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
-    spread.publish(5.0)
-    asked: list[int] = []
-    share = HeapLayout.share
-    monkeypatch.setattr(HeapLayout, "share", lambda self, member: asked.append(member) or share(self, member))
-    for _ in range(3):
-        assert spread.fetch(0, 0) == [5.0, 6.0, 7.0, 8.0]
-    assert sorted(asked) == [2, 3]
-    spread.publish(50.0)
-    assert spread.fetch(0, 0) == [50.0, 51.0, 52.0, 53.0]
-
-
-def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
+def test_the_second_rank_waits_for_the_one_that_reads(spread: Spread) -> None:
     spread.publish()
     peer, unit = spread.group.layouts[0].share(2), spread.group.units[0]
     peer.claims(unit).store(1, 1)
@@ -64,7 +45,7 @@ def test_who_comes_second_waits_for_who_reads(spread: Spread) -> None:
     assert [rank for rank, _ in spread.engines[0].reads] == [19], "it has read what was not claimed"
 
 
-def test_who_waits_for_a_rank_that_has_left_meanwhile_reads_itself(spread: Spread) -> None:
+def test_a_rank_that_waits_for_one_that_has_left_meanwhile_reads_itself(spread: Spread) -> None:
     """A rank whose evaluation needs less than the last epoch leaves while its thread reads the rest."""
     spread.publish(5.0)
     for unit in (0, 1):
@@ -98,29 +79,29 @@ def test_a_failed_read_is_explained_by_the_link(spread: Spread) -> None:
     board = spread.group.layouts[0].mine.board
     read = spread.engines[0].read
 
-    def told_meanwhile(*arguments: Any, **options: Any) -> None:
+    def aborted_meanwhile(*arguments: Any, **options: Any) -> None:
         board.store(Word.ABORT, 1 + 16)
         read(*arguments, **options)
 
-    spread.engines[0].read = told_meanwhile  # type: ignore[method-assign]
+    spread.engines[0].read = aborted_meanwhile  # type: ignore[method-assign]
     with pytest.raises(PeerLostError, match="aborted by rank 16: rank 16 died in epoch 1"):
         spread.fetch(0, 0)
 
 
 def test_a_rank_that_died_with_a_lock_is_named(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the one that finds the lock so, before its daemon has told it who died."""
+    """Not the one that finds the lock so, before its daemon knows which rank died."""
     mine = spread.group.layouts[0].mine
 
     def held(*unused: Any) -> None:
         raise PeerLostError("a process died while it held it")
 
-    def told_meanwhile(*unused: Any) -> None:
+    def aborted_meanwhile(*unused: Any) -> None:
         mine.set_reason("rank 13 died in epoch 1")
         mine.board.store(Word.ABORT, 1 + 13)
 
     spread.publish()
     monkeypatch.setattr(RobustMutex, "held", held)
-    monkeypatch.setattr(wait.Backoff, "sleep", told_meanwhile)
+    monkeypatch.setattr(wait.Backoff, "sleep", aborted_meanwhile)
     for does in (lambda: spread.fetch(0, 0), lambda: spread.push(0, 0, 1.0)):
         mine.board.store(Word.ABORT, 0)
         with pytest.raises(PeerLostError, match="aborted by rank 13: rank 13 died in epoch 1") as caught:
@@ -149,9 +130,8 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate,
         spread.publish()
         for me in range(4):
             for unit in group.units[:2]:
-                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
                 for _ in range(epoch):
-                    group.members[me].pusher.push(unit, gradients)
+                    spread.push(me, unit.index, 10.0**me)
         for me in range(4):
             NodeSums(group.members[me].protocol, spread.heaps[me]).gather([True, True, False])
             for unit in group.units[:2]:
@@ -180,15 +160,14 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
         for me in (3, 2, 1, 0):
             with lanes[me].lane("fetch"):
                 group.members[me].shards.fetch(spec, outs[me])
-        for me in range(4):  # whoever read for its host has settled before it said so
+        for me in range(4):  # the rank that read for its host has settled before it said so
             with lanes[me].lane("fetch"):
                 lanes[me].settle()
             assert outs[me][0].view(4, -1).tolist() == [[10.0 * epoch + owner] * 8 for owner in range(4)]
         for me in range(4):
             for unit in group.units[:2]:
-                gradients = [Gradient(i, torch.full((4 * p.numel,), 10.0**me)) for i, p in enumerate(unit.params)]
                 with lanes[me].lane("push"):
-                    group.members[me].pusher.push(unit, gradients)
+                    spread.push(me, unit.index, 10.0**me)
         for me in range(4):
             NodeSums(group.members[me].protocol, spread.heaps[me]).gather([True, True, False])
             for unit in group.units[:2]:
@@ -196,7 +175,7 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
     spread.close()
 
 
-def test_units_that_nobody_used_do_not_cross(spread: Spread) -> None:
+def test_units_that_no_rank_used_do_not_cross(spread: Spread) -> None:
     spread.publish()
     NodeSums(spread.group.members[0].protocol, spread.heaps[0]).gather([False, False, False])
     assert not spread.engines[0].reads
@@ -259,7 +238,7 @@ def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread
     assert {rank for rank, _ in spread.engines[0].reads} == {16}
 
 
-def test_a_read_ahead_that_fails_ends_the_job_for_who_waits_for_it(
+def test_a_read_ahead_that_fails_ends_the_job_of_the_ranks_that_wait_for_it(
     spread: Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank itself too: it may come to the unit when the thread has claimed it already."""

@@ -1,40 +1,31 @@
-"""Twin of odc/hosts/sums.py: members of two hosts in one process, with an engine that copies between their heaps."""
+"""Sums that leave a host while others still push: members of two hosts in one process, and an engine that copies."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.linked import HOSTS
 from support.members import BF16, HeapGroup
-from support.spread import HOSTS, LAYOUT, Spread
+from support.spread import LAYOUT, Spread
 
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol import Word
 from odc.settings import Accumulate, Settings
 
-ALL = [True, True, True]
 
-
-@pytest.fixture
-def spread() -> Iterator[Spread]:
-    made = Spread()
-    yield made
-    made.close()
-
-
-def look(spread: Spread) -> None:
-    """What the daemons do when they are notified."""
+def notify(spread: Spread) -> None:
+    """Do what the daemons do when they are notified."""
     for sums in spread.sums:
         sums.announce()
 
 
 def bring(spread: Spread, me: int = 0) -> None:
-    """What the daemon of `me` does with the SUMMED that have come."""
+    """Do what the daemon of `me` does with the messages of sums that have come."""
     grid = spread.group.layouts[me].grid
-    for member, epoch, counts in spread.told:
+    for member, epoch, counts in spread.summed:
         if member in grid.partners:
             spread.readers[me].note_summed(member, epoch, counts)
 
@@ -46,7 +37,7 @@ def values(spread: Spread, me: int, unit: int) -> list[float]:
 
 
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_at_the_end_whatever_was_not_told_crosses_once(accumulate: Accumulate) -> None:
+def test_at_the_end_what_has_not_crossed_does_once(accumulate: Accumulate) -> None:
     spread = Spread(accumulate)
     for epoch in (1, 2):
         spread.publish()
@@ -66,15 +57,15 @@ def test_a_unit_may_leave_when_all_ranks_of_the_host_have_had_their_last_push(sp
     spread.publish()
     spread.push(2, 1, 1.0)
     spread.push(2, 1, 2.0, last=True)
-    look(spread)
-    assert not spread.told, "rank 3 may still push"
-    assert not spread.group.notified, "nobody is woken in vain"
+    notify(spread)
+    assert not spread.summed, "rank 3 may still push"
+    assert not spread.group.notified, "no rank is woken in vain"
     spread.push(3, 1, 4.0, last=True)
     assert spread.group.notified == [2, 3], "both whose sums are complete"
-    look(spread)
-    assert spread.told == [(2, 1, {1: 3}), (3, 1, {1: 3})]
-    look(spread)
-    assert len(spread.told) == 2, "once an epoch"
+    notify(spread)
+    assert spread.summed == [(2, 1, {1: 3}), (3, 1, {1: 3})]
+    notify(spread)
+    assert len(spread.summed) == 2, "once an epoch"
     bring(spread)
     spread.push(2, 0, 8.0)
     spread.finish([True, True, False])
@@ -90,15 +81,15 @@ def test_a_rank_without_pushes_ends_all_units_and_nothing_leaves_that_was_not_pu
     spread.group.members[3].pusher.end(spread.group.units)
     spread.push(2, 2, 1.0, last=True)
     spread.group.members[2].pusher.end(spread.group.units)
-    look(spread)
-    assert spread.told == [(2, 1, {2: 1}), (3, 1, {2: 1})]
+    notify(spread)
+    assert spread.summed == [(2, 1, {2: 1}), (3, 1, {2: 1})]
 
 
 def test_what_is_pushed_after_the_last_push_is_not_lost(spread: Spread) -> None:
     spread.publish()
     for me in (2, 3):
         spread.push(me, 0, 1.0, last=True)
-    look(spread)
+    notify(spread)
     bring(spread)
     spread.await_reads(0, 1)
     spread.push(3, 0, 5.0)
@@ -108,22 +99,22 @@ def test_what_is_pushed_after_the_last_push_is_not_lost(spread: Spread) -> None:
     assert len(spread.engines[0].reads) == 2, "the sum crosses again"
 
 
-def test_the_next_epoch_begins_with_nothing_told(spread: Spread) -> None:
+def test_the_next_epoch_begins_with_no_sums(spread: Spread) -> None:
     for _ in range(2):
         spread.publish()
         for me in (2, 3):
             spread.push(me, 0, 1.0, last=True)
-        look(spread)
+        notify(spread)
         bring(spread)
         spread.finish([True, False, False])
         spread.readers[0].gather([True, False, False])
         assert values(spread, 0, 0) == [0.0, 2.0]
-    assert [told[1] for told in spread.told] == [1, 1, 2, 2]
+    assert [sent[1] for sent in spread.summed] == [1, 1, 2, 2]
     spread.readers[0].note_summed(2, 2, {1: 1})
     assert len(spread.engines[0].reads) == 2, "of an epoch that is over nothing is read"
 
 
-def test_a_rank_of_an_earlier_epoch_tells_nothing_of_the_next(spread: Spread) -> None:
+def test_a_rank_of_an_earlier_epoch_announces_nothing_of_the_next(spread: Spread) -> None:
     spread.publish()
     for me in (2, 3):
         spread.push(me, 0, 1.0)
@@ -133,14 +124,14 @@ def test_a_rank_of_an_earlier_epoch_tells_nothing_of_the_next(spread: Spread) ->
     for me in (2, 3):
         spread.group.members[me].pusher.end(spread.group.units)
     spread.sums[2].announce()
-    assert not spread.told
+    assert not spread.summed
 
 
 def test_a_read_that_fails_early_is_made_again_and_raises_in_the_end(spread: Spread) -> None:
     spread.publish()
     for me in (2, 3):
         spread.push(me, 0, 1.0, last=True)
-    look(spread)
+    notify(spread)
     failed = threading.Event()
     read = spread.engines[0].read
 
@@ -149,7 +140,7 @@ def test_a_read_that_fails_early_is_made_again_and_raises_in_the_end(spread: Spr
         raise PeerLostError("connection reset", culprit=16)
 
     spread.engines[0].read = fails  # type: ignore[method-assign]
-    spread.group.layouts[0].mine.board.store(Word.ABORT, 1)  # so that nobody waits for the link to explain it
+    spread.group.layouts[0].mine.board.store(Word.ABORT, 1)  # so that no thread waits for the link to explain it
     bring(spread)
     assert failed.wait(60)
     spread.group.layouts[0].mine.board.store(Word.ABORT, 0)
@@ -163,7 +154,7 @@ def test_an_abandoned_minibatch_leaves_no_read_behind(spread: Spread) -> None:
     spread.publish()
     for me in (2, 3):
         spread.push(me, 0, 1.0, last=True)
-    look(spread)
+    notify(spread)
     going, goes_on = threading.Event(), threading.Event()
     read = spread.engines[0].read
 
@@ -190,7 +181,7 @@ def test_sums_are_rounded_once_as_they_leave() -> None:
             spread.push(me, 0, value)
         for me in (2, 3):
             spread.push(me, 2, 1 + 2.0**-6, last=True)
-        look(spread)
+        notify(spread)
         bring(spread)
         if wrong:
             spread.push(3, 2, 2.0**-6)

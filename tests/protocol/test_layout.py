@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.members import BF16, F32, F64, HeapGroup, Layout
 
-from odc.errors import LayoutMismatchError
 from odc.memory import MUTEX_BYTES
 from odc.protocol import UnitSpec
 from odc.protocol.layout import Ring
@@ -83,22 +82,6 @@ def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
         assert all(bool((tensor == 3.0).all()) for tensor in out)
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_no_rank_holds_a_whole_model(accumulate: Accumulate) -> None:
-    shards, layers, numel = 8, 64, 8 * 4096
-    layout = [[("w", numel // shards, BF16)]] * layers
-    with HeapGroup(layout, shards, settings=Settings(accumulate=accumulate)) as group:
-        assert group.layouts[0].heap.nbytes < layers * numel * BF16.itemsize
-
-
-def test_staging_does_not_grow_with_the_depth_of_the_model() -> None:
-    def staging(layers: int) -> int:
-        with HeapGroup([[("w", 5000, F32)]] * layers, 3) as group:
-            return group.layouts[0].ledger()["staging"]
-
-    assert staging(1) == staging(7) > 0
-
-
 @given(st.lists(st.integers(0, 300_000), max_size=4), st.integers(64, 16_384).map(lambda n: n * 64))
 def test_a_ring_has_two_slots_at_least_and_twice_the_largest_chunk_at_most(sizes: list[int], block: int) -> None:
     units = [UnitSpec.build(i, "u", [("p", numel, F32)], F32) for i, numel in enumerate(sizes)]
@@ -135,54 +118,6 @@ def test_no_two_views_overlap(accumulate: Accumulate, reproducible: bool) -> Non
         for mark, view in enumerate(views):
             assert torch.equal(view, torch.full_like(view, mark + 1)), f"view {mark} was overwritten"
         assert all(layout.peer(1).board.load(word) == 0 for word in range(BOARD_WORDS))
-
-
-def test_a_peer_sees_what_the_owner_wrote() -> None:
-    with HeapGroup(LAYOUT, 2) as group:
-        mine, peer = group.layouts
-        unit = mine.units[0]
-        mine.peer(0).published(unit, 1).copy_(torch.tensor([1.5, -2.0, 3.0]))
-        mine.peer(0).accumulator(unit).fill_(4.0)
-        assert peer.peer(0).published(unit, 1).tolist() == [1.5, -2.0, 3.0]
-        assert peer.peer(0).accumulator(unit).tolist() == [4.0] * 8
-        assert peer.peer(1).published(unit, 1).tolist() == [0.0] * 3, "the peer's own region is another one"
-        assert (
-            mine.peer(0).published(unit, 0).data_ptr()
-            == mine.peer(0).published_bytes(unit).data_ptr() + unit.params[0].published_offset
-        )
-
-
-def test_locks_are_one_a_unit_and_member() -> None:
-    with HeapGroup(LAYOUT, 2, settings=Settings(timeout_s=0.05)) as group:
-        layout = group.layouts[0]
-        with layout.peer(1).mutex(layout.units[0]).held(1.0):
-            with layout.peer(1).mutex(layout.units[1]).held(1.0), layout.peer(0).mutex(layout.units[0]).held(1.0):
-                pass
-            with pytest.raises(RuntimeError, match="unit 'u0' on rank 13"):
-                layout.peer(1).mutex(layout.units[0]).acquire(0.05)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Settings(reproducible=True),
-        Settings(accumulate="direct"),
-        Settings(staging_block_bytes=8192),
-    ],
-)
-def test_ranks_with_other_settings_cannot_attach(other: Settings) -> None:
-    with HeapGroup(LAYOUT, 2) as group, HeapGroup(LAYOUT, 2, settings=other) as strangers:
-        group.layouts[1], strangers.layouts[1] = strangers.layouts[1], group.layouts[1]
-        with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            group.layouts[0].peer(1).attach()
-
-
-def test_ranks_with_the_same_sizes_but_other_names_cannot_attach() -> None:
-    renamed = [[("a", 5, F32), ("x", 3, BF16)], *LAYOUT[1:]]
-    with HeapGroup(LAYOUT, 2) as group, HeapGroup(renamed, 2) as strangers:
-        group.layouts[1], strangers.layouts[1] = strangers.layouts[1], group.layouts[1]
-        with pytest.raises(LayoutMismatchError, match="rank 10 and rank 13"):
-            group.layouts[0].peer(1).attach()
 
 
 def test_settings_that_may_differ_between_ranks_do_not_keep_them_apart() -> None:

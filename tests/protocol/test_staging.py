@@ -95,19 +95,6 @@ def test_what_was_told_is_no_news(group: HeapGroup) -> None:
     inbox.take()
 
 
-def test_a_full_ring_keeps_what_it_holds(group: HeapGroup) -> None:
-    box, inbox = Outbox(group.layouts[1], 0), Inbox(group.layouts[0], 1)
-    for number in range(SLOTS):
-        put(box, torch.full((SLOT // 4,), float(number)))
-        box.post(group.units[0], number, SLOT // 4, F32)
-    assert box.credit() == 0
-    for number in range(SLOTS):
-        (piece,) = pieces(inbox)
-        assert piece.first == number
-        assert torch.equal(piece.values, torch.full((SLOT // 4,), float(number)))
-        inbox.take()
-
-
 def test_rings_of_different_pairs_are_apart(group: HeapGroup) -> None:
     boxes = {
         (source, owner): Outbox(group.layouts[source], owner)

@@ -5,14 +5,13 @@ import subprocess
 import threading
 
 import pytest
-import torch
 from support.daemons import LAYOUT, aborts, descriptors, settle, within
 from support.members import HeapGroup
 
 from odc.memory import ProcessHandle
 from odc.net.listener import list_listeners
 from odc.net.requests import ask
-from odc.protocol import Gradient, Word
+from odc.protocol import Word
 from odc.runtime import Daemon, Service
 
 THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
@@ -21,18 +20,18 @@ THREAD_ERROR = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 # accumulating --------------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_of_the_bell_has_everything_added(group: HeapGroup, server: Daemon) -> None:
+def test_a_notification_makes_the_daemon_add_all_blocks(group: HeapGroup, server: Daemon) -> None:
     server.serve(group.services[0])
     for _ in range(2):
-        group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
-        group.members[2].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
+        group.push(1)
+        group.push(2)
     server.notify()
     group.members[0].protocol.await_accumulated()
     assert group.layouts[0].peer(0).accumulator(group.units[0]).tolist() == [4.0] * 8
 
 
 def test_what_was_posted_before_a_root_is_served_is_added_then(group: HeapGroup, server: Daemon) -> None:
-    group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(24))])
+    group.push(1)
     server.serve(group.services[0])
     group.members[0].protocol.await_accumulated()
 
@@ -44,7 +43,7 @@ def test_serves_several_roots(server: Daemon) -> None:
             group.publish_all()
             server.serve(group.services[0])
         for group in (first, second):
-            group.members[1].pusher.push(group.units[0], [Gradient(0, torch.ones(16))])
+            group.push(1)
         server.notify()
         for group in (first, second):
             group.members[0].protocol.await_accumulated()
@@ -129,18 +128,6 @@ def test_one_death_aborts_every_root_that_watched_it(server: Daemon, victim: sub
         assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
 
 
-def test_the_death_of_a_peer_of_a_dismissed_root_is_nobodys_business(
-    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
-) -> None:
-    server.serve(group.services[0])
-    server.watch(group.services[0], 1, victim.pid)
-    server.dismiss(group.services[0])()
-    victim.kill()
-    victim.wait()
-    settle(server)
-    assert aborts(group) == [0, 0, 0]
-
-
 def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
 ) -> None:
@@ -167,14 +154,20 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     assert aborts(group) == [0, 0, 0]
 
 
-def test_a_watch_that_comes_after_the_dismissal_is_dropped(
-    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]
+@pytest.mark.parametrize("early", [True, False])
+def test_a_peer_of_a_dismissed_root_is_not_watched(
+    group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes], early: bool
 ) -> None:
+    """`early`: the watch begins before the dismissal, and else after it."""
     server.serve(group.services[0])
-    server.dismiss(group.services[0])()
-    before = descriptors()
-    server.watch(group.services[0], 1, victim.pid)
     settle(server)
+    before = descriptors()
+    if early:
+        server.watch(group.services[0], 1, victim.pid)
+    server.dismiss(group.services[0])()
+    if not early:
+        server.watch(group.services[0], 1, victim.pid)
+        settle(server)
     assert within(60.0, lambda: descriptors() <= before)
     victim.kill()
     victim.wait()
@@ -211,7 +204,7 @@ def test_deaths_are_noticed_where_the_kernel_refuses_pidfds(
     assert within(60.0, lambda: all(aborts(group)))
 
 
-def test_the_own_process_is_not_watched(group: HeapGroup, server: Daemon) -> None:
+def test_a_members_own_process_is_not_watched(group: HeapGroup, server: Daemon) -> None:
     """A world of one process, as in these tests, must not keep a descriptor for each of its members."""
     server.serve(group.services[0])
     settle(server)

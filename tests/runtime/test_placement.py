@@ -13,7 +13,6 @@ from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, announce_failure, announce_process
 from odc.net.address import own_address
 from odc.protocol import RankGrid
-from odc.protocol.grid import refuse_unsupported
 from odc.runtime.placement import locate
 
 
@@ -50,20 +49,6 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
     announce_failure(one, "ValueError: no tokenizer", 1)
     with pytest.raises(PeerLostError, match="aborted by rank 1: ValueError: no tokenizer"):
         locate(one, RankGrid((0, 1), 2, 0))
-
-
-def test_what_does_not_work_over_hosts_is_refused() -> None:
-    def refuse(grid: RankGrid, kernels: str = "torch") -> None:
-        refuse_unsupported(grid, kernels=kernels)
-
-    refuse(RankGrid((0, 1), 2, 0), kernels="triton")
-    spread = RankGrid((0, 1), 2, 0, (0, 1))
-    refuse(spread)
-    refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 0, 1, 1)))
-    with pytest.raises(UnsupportedError, match="triton"):
-        refuse(spread, kernels="triton")
-    with pytest.raises(UnsupportedError, match="keep each replica on one host"):
-        refuse(RankGrid((0, 1, 2, 3), 2, 0, (0, 1, 0, 1)))
 
 
 def test_the_address_is_of_the_interface_that_the_store_is_reached_by() -> None:

@@ -13,15 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
-from support.members import F32, HeapGroup
+from support.members import F32, HeapGroup, member_of_pool
 from support.ranks import RankPool
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
-from odc.memory import ShmHeap
-from odc.protocol import HeapLayout, Outcome, RankGrid, UnitSpec, Word
+from odc.protocol import Outcome, Word
 from odc.protocol.queue import Claimed, Queue, progress
-from odc.runtime import Daemon, Endpoint, Rendezvous, Service
-from odc.runtime.connect import RootEvents
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, F32)]]
@@ -104,25 +101,10 @@ def test_each_microbatch_is_claimed_once_in_any_order_of_events(
 
 
 def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[list[int]]:
-    """Claims of this rank by epoch, with naps in between; heap and server as `odc.fsdp` builds them."""
-    import torch.distributed as dist
-
-    from odc.fsdp import default_store
-
+    """Claims of this rank by epoch, with pauses in between."""
     chosen = Settings(timeout_s=60.0, queue_bytes=ROOM)
-    units = [UnitSpec.build(0, "u", LAYOUT[0], F32)]
-    grid = RankGrid(tuple(range(world)), world, rank)
-    events = RootEvents(
-        lambda doing: endpoint.protocol.waiter.check(doing), lambda member, pid: server.watch(service, member, pid)
-    )
-    meet = Rendezvous(default_store(), "queue", grid, 60.0, events)
-    layout = HeapLayout(ShmHeap("queue", grid.ranks, rank, meet.connect, 60.0), grid, units, chosen, "test")
-    endpoint = Endpoint(layout, meet.notify)
-    service, server = Service("queue", layout), Daemon(rank)
-    server.serve(service)
-    meet.announce(server.address, service.token, layout.heap.digest, units)
     draw, found = random.Random(rank), list[list[int]]()
-    try:
+    with member_of_pool(rank, world, "queue", LAYOUT, chosen) as endpoint:
         for epoch in range(1, epochs + 1):
             endpoint.shards.publish([[torch.zeros(4)]], [False])
             assert endpoint.queue is not None
@@ -138,13 +120,7 @@ def live_in_a_process(rank: int, world: int, epochs: int, count: int) -> list[li
             endpoint.protocol.await_done(epoch)
             endpoint.protocol.complete()
             endpoint.protocol.read_all()
-        dist.barrier()
-        return found
-    finally:
-        layout.peer(rank).board.store(Word.LEFT, 1)
-        server.close()
-        meet.close()
-        layout.close()
+    return found
 
 
 def test_racing_processes_claim_each_microbatch_once(ranks: Any) -> None:

@@ -1,13 +1,13 @@
-"""Twin of odc/protocol/reduction.py: replicas in one process, on one host or each on its own, that meet on threads."""
+"""Sums of replicas, on one host or each on its own: members of one process, a thread each."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from support.members import F32, HeapGroup
+from support.spread import Copies
 
 from odc.errors import PeerLostError
 from odc.hosts.heaps import RemoteHeaps
@@ -19,20 +19,6 @@ LAYOUT = [[("w", 7, F32)], [("b", 2, F32)], [("unused", 64, F32)]]
 USED = [True, True, False]
 
 
-class Wires:
-    """An engine that copies between heaps and counts bytes."""
-
-    only_into_own = False
-
-    def __init__(self, group: HeapGroup) -> None:
-        self.group, self.nbytes = group, 0
-
-    def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
-        heap: Any = self.group.layouts[self.group.ranks.index(rank)].heap
-        into.copy_(heap.whole(heap.me)[offset : offset + into.numel()])
-        self.nbytes += into.numel()
-
-
 def gradient(member: int, unit: UnitSpec) -> torch.Tensor:
     draw = torch.Generator().manual_seed(100 * member + 10 * unit.index)
     return torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
@@ -42,32 +28,32 @@ def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
     """Two shards, gradients that fp32 adds up otherwise in another order; and the bytes that each replica reads."""
     hosts = tuple(member // 2 for member in range(2 * replicas)) if spread else ()
     group = HeapGroup(LAYOUT, 2, replicas=replicas, settings=Settings(timeout_s=60.0), hosts=hosts)
-    wires = [Wires(group) for _ in group.members]
+    engines = [Copies(group, me) for me in range(len(group.members))]
     for member, layout in enumerate(group.layouts):
         layout.mine.board.store(Word.PUBLISHED, 1)
         group.members[member].protocol.epoch = 1
         for unit in group.units:
             layout.mine.accumulator(unit).copy_(gradient(member, unit))
-        for other in layout.grid.remote:  # as if it had said so already: here nobody reads before
+        for other in layout.grid.remote:  # as if it had stored the word before: here no thread reads it earlier
             layout.peer(other).board.store(Word.REDUCED, 0)
 
     def gather(member: int) -> None:
         protocol = group.members[member].protocol
-        heaps = RemoteHeaps("group", wires[member], protocol)  # type: ignore[arg-type]
-        summed = protocol.end_reducing
+        heaps = RemoteHeaps("group", engines[member], protocol)  # type: ignore[arg-type]
+        end_reducing = protocol.end_reducing
 
-        def told() -> None:
-            summed()
+        def mirrored() -> None:
+            end_reducing()
             for layout in group.layouts:
                 if member in layout.grid.remote:
                     layout.peer(member).board.store(Word.REDUCED, 1)
 
-        protocol.end_reducing = told  # type: ignore[method-assign]
+        protocol.end_reducing = mirrored  # type: ignore[method-assign]
         Replicas(protocol, heaps).gather(USED)
 
     with ThreadPoolExecutor(len(group.members)) as threads:
         list(threads.map(gather, range(len(group.members))))
-    return group, [one.nbytes for one in wires]
+    return group, [one.nbytes for one in engines]
 
 
 def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:

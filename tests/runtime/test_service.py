@@ -3,11 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import PeerLostError
-from odc.protocol import Gradient, RootState, Word
+from odc.protocol import RootState, Word
 from odc.settings import Settings
 from odc.trace import PUSH, recorder
 
@@ -20,17 +19,13 @@ def group() -> Iterator[HeapGroup]:
         yield group
 
 
-def push(group: HeapGroup, member: int, value: float) -> None:
-    group.members[member].pusher.push(group.units[0], [Gradient(0, torch.full((24,), value))])
-
-
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_a_drain_takes_a_quarter_of_the_ring_of_every_source(group: HeapGroup, owner: int) -> None:
     """So that a rank which pushes much does not hold up the others."""
     service, sources = group.services[owner], [member for member in range(3) if member != owner]
     for value in (1.0, 2.0):
-        push(group, sources[0], value)
-        push(group, sources[1], 10 * value)
+        group.push(sources[0], value)
+        group.push(sources[1], 10 * value)
     sums = []
     while service.drain():
         sums.append(group.layouts[owner].peer(owner).accumulator(group.units[0])[0].item())
@@ -41,13 +36,13 @@ def test_a_drain_takes_a_quarter_of_the_ring_of_every_source(group: HeapGroup, o
 
 
 def test_blocks_of_one_source_do_not_wait_for_another(group: HeapGroup) -> None:
-    push(group, 2, 5.0)
+    group.push(2, 5.0)
     assert group.services[0].drain()
     assert group.layouts[0].peer(0).accumulator(group.units[0]).tolist() == [5.0] * 8
 
 
 def test_what_the_server_adds_is_recorded_on_its_lane(group: HeapGroup) -> None:
-    push(group, 1, 1.0)
+    group.push(1, 1.0)
     recorder().clear()
     group.services[0].drain()
     (span,) = recorder().spans()
@@ -60,7 +55,7 @@ def test_there_is_nothing_to_drain_where_pushers_add() -> None:
         assert group.services[0].status()["slots"] == 0
 
 
-def test_a_death_is_told_to_everybody_with_the_rank_and_its_epoch(group: HeapGroup) -> None:
+def test_a_death_aborts_every_member_with_the_rank_and_its_epoch(group: HeapGroup) -> None:
     group.publish(1)
     group.members[1].protocol.board.store(Word.DONE, 1)
     group.services[0].peer_died(1)
@@ -75,7 +70,7 @@ def test_a_rank_that_had_left_has_not_died(group: HeapGroup) -> None:
     assert [group.layouts[0].peer(member).board.load(Word.ABORT) for member in range(3)] == [0, 0, 0]
 
 
-def test_an_abort_attaches_to_nobody() -> None:
+def test_an_abort_attaches_to_no_peer() -> None:
     """The daemon must not wait for a rank that may never come up."""
     with HeapGroup([[("w", 8, F32)]], 3) as group:
         group.layouts[0].peer(2).attach()
@@ -85,7 +80,7 @@ def test_an_abort_attaches_to_nobody() -> None:
         assert aborted == [11, 0, 11]
 
 
-def test_only_who_knows_the_token_gets_the_heap(group: HeapGroup) -> None:
+def test_only_the_token_opens_the_heap(group: HeapGroup) -> None:
     service, heap = group.services[0], group.layouts[0].heap
     assert service.token != group.services[1].token
     assert len(service.token) >= 32
@@ -94,16 +89,16 @@ def test_only_who_knows_the_token_gets_the_heap(group: HeapGroup) -> None:
     assert service.answer_attach({"token": service.token}) == {"nbytes": heap.nbytes, "digest": heap.digest}
 
 
-def test_status_says_where_the_rank_is(group: HeapGroup) -> None:
+def test_status_shows_the_state_of_the_rank(group: HeapGroup) -> None:
     board, service = group.members[0].protocol.board, group.services[0]
     idle = service.status()
     assert (idle["root"], idle["rank"], idle["ranks"], idle["epoch"], idle["done"]) == ("group", 10, 3, 1, 0)
     assert (idle["state"], idle["waits_for"], idle["waits_in_epoch"]) == ("closed", None, None)
     assert idle["heap_bytes"] == group.layouts[0].heap.nbytes
     assert (idle["slots"], idle["slots_in_use"]) == (2 * group.layouts[0].ring.slots, 0)
-    push(group, 1, 1.0)
-    push(group, 2, 1.0)
-    push(group, 2, 1.0)
+    group.push(1, 1.0)
+    group.push(2, 1.0)
+    group.push(2, 1.0)
     board.store(Word.STATE, RootState.FINISHING)
     board.store(Word.MICROBATCH, 4)
     board.store(Word.FETCHED, 77)
@@ -123,8 +118,8 @@ def test_a_state_that_this_version_does_not_know_is_no_error(group: HeapGroup) -
     assert group.services[0].status()["state"] == "unknown"
 
 
-def test_who_waits_for_another_host_by_the_mirror_of_a_rank_that_has_left_and_ended_is_told() -> None:
-    """An error may end a rank before its daemon has hung up, and nobody writes its mirrors any more."""
+def test_a_wait_on_the_mirrors_of_a_rank_that_has_left_and_ended_names_it() -> None:
+    """An error may end a rank before its daemon has hung up, and its mirrors are written no more."""
     with HeapGroup([[("w", 8, F32)]], 4, settings=Settings(timeout_s=60.0), hosts=(0, 0, 1, 1), by_hand=True) as group:
         group.attach_local()
         group.members[1].protocol.leave("ValueError: no such page", 19)

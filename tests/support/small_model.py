@@ -35,7 +35,7 @@ def toy(folder: Path, /, **changes: Any) -> GrpoConfig:
     """A job on a model made in `folder`."""
     model = folder / "model.json"
     model.write_text(json.dumps(CONFIG))
-    fields: dict[str, Any] = {"model": str(model), "objective": "odc", "response_tokens": 24, "max_tokens": 64}
+    fields: dict[str, Any] = {"model": str(model), "response_tokens": 24, "max_tokens": 64}
     return GrpoConfig(**(fields | {"steps": 3, "lr": 1e-2, "timeout_s": 250.0} | changes))
 
 

@@ -12,20 +12,20 @@ from odc.errors import PeerLostError
 from odc.hosts.cache import NodeCache
 from odc.hosts.heaps import RemoteHeaps
 from odc.hosts.sums import EarlySums, HostSums
-from odc.protocol import Gradient, Word
+from odc.protocol import Word
 from odc.protocol.fetch import PublishedShards
 from odc.settings import Accumulate, Settings
 from odc.worker import Worker
-from support.members import F32, HeapGroup
+from support.linked import HOSTS
+from support.members import F32, HeapGroup, room
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
-HOSTS = (0, 0, 1, 1)
 
 
 class Copies:
     """An engine of `me` that reads the heap of the other member; it counts."""
 
-    def __init__(self, group: HeapGroup, me: int, only_into_own: bool) -> None:
+    def __init__(self, group: HeapGroup, me: int, only_into_own: bool = False) -> None:
         self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
         self.fails, self.only_into_own = False, only_into_own
 
@@ -43,7 +43,7 @@ class Copies:
 class Spread:
     """A group on two hosts, whose mirrors are written by hand, or on two nodes of one host.
 
-    `told` are the SUMMED that its members have said.
+    `summed` are the messages of readable sums that its members have sent: member, epoch, pushes by unit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Spread:
         self.group.attach_local()
         self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
         self.workers, self.sums, self.readers = list[Worker](), list[HostSums](), list[EarlySums]()
-        self.told: list[tuple[int, int, dict[int, int]]] = []  # member, epoch, pushes by unit
+        self.summed: list[tuple[int, int, dict[int, int]]] = []
         for me, member in enumerate(self.group.members):
             engine = Copies(self.group, me, only_into_own)
             self.workers.append(Worker("odc-ahead"))
@@ -64,11 +64,11 @@ class Spread:
             member.shards = PublishedShards(member.protocol, self.caches[-1].fill)
             self.engines.append(engine)
             self.heaps.append(heaps)
-            self.readers.append(EarlySums(member.protocol, heaps, self.workers[-1], functools.partial(self._tell, me)))
+            self.readers.append(EarlySums(member.protocol, heaps, self.workers[-1], functools.partial(self._send, me)))
             self.sums.append(self.readers[-1].sums)
 
-    def _tell(self, member: int, epoch: int, counts: dict[int, int]) -> None:
-        self.told.append((member, epoch, dict(counts)))
+    def _send(self, member: int, epoch: int, counts: dict[int, int]) -> None:
+        self.summed.append((member, epoch, dict(counts)))
 
     def publish(self, value: float = 0.0) -> None:
         for member in range(4):
@@ -76,25 +76,24 @@ class Spread:
         self.mirror(Word.PUBLISHED)
 
     def mirror(self, word: Word) -> None:
-        """What links do with a word of every member."""
+        """Copy a word of every member into its mirrors, as links do."""
         for layout in self.group.layouts:
             for other in layout.grid.remote:
                 layout.peer(other).board.store(word, self.group.layouts[other].mine.board.load(word))
 
     def push(self, me: int, unit: int, value: float, *, last: bool = False) -> None:
         """Member `me` pushes `value` in every element of a unit."""
-        spec, pusher = self.group.units[unit], self.group.members[me].pusher
-        pusher.push(spec, [Gradient(i, torch.full((4 * p.numel,), value)) for i, p in enumerate(spec.params)])
+        self.group.push(me, value, unit)
         if last:
-            pusher.end([spec])
+            self.group.members[me].pusher.end([self.group.units[unit]])
 
     def await_reads(self, me: int, count: int) -> None:
-        """Until the threads of `me` have read so often."""
+        """Wait until the threads of `me` have read so often."""
         reads = self.engines[me].reads
         self.group.members[me].protocol.await_reads(2, "it", lambda: len(reads) == count, lambda: time.sleep(0.001))
 
     def finish(self, used: list[bool]) -> None:
-        """All members are DONE, and complete what the others read."""
+        """Make all members DONE, and complete what the others read."""
         for me, member in enumerate(self.group.members):
             for layout in self.group.layouts:
                 if layout.grid.is_remote(me):
@@ -108,7 +107,7 @@ class Spread:
 
     def fetch(self, me: int, unit: int) -> list[float]:
         spec = self.group.units[unit]
-        out = [torch.full((4 * param.numel,), -1.0) for param in spec.params]
+        out = room(spec, 4)
         self.group.members[me].shards.fetch(spec, out)
         return [values.item() for values in out[0].view(4, -1)[:, 0]]
 

@@ -1,7 +1,7 @@
 """Reinforcement learning: GRPO on a causal language model, rollouts in a process of their own."""
 
-from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.objective import Objective, grpo_advantages, kl_estimate, objective_named, policy_losses
+from odc.experiments.config import GrpoConfig
+from odc.experiments.grpo.objective import grpo_advantages, grpo_loss, kl_estimate, policy_losses
 from odc.experiments.grpo.samples import Sample, Task, UpperHalf
 from odc.experiments.grpo.step import GrpoResult, GrpoStep
 from odc.experiments.grpo.workload import GrpoWorkload, run, run_rank
@@ -11,13 +11,12 @@ __all__ = [
     "GrpoResult",
     "GrpoStep",
     "GrpoWorkload",
-    "Objective",
     "Sample",
     "Task",
     "UpperHalf",
     "grpo_advantages",
+    "grpo_loss",
     "kl_estimate",
-    "objective_named",
     "policy_losses",
     "run",
     "run_rank",

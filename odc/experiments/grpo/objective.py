@@ -7,19 +7,15 @@ of the whole minibatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from odc.balance import Cost, Plan, quadratic
 from odc.balance.karmarkar_karp import karmarkar_karp
-from odc.errors import ConfigError, PlanError
-from odc.experiments.grpo.config import GrpoConfig
+from odc.errors import PlanError
+from odc.experiments.config import GrpoConfig
 
 #: What verl weighs a sample of l tokens with.
 VERL_WORKLOAD: Cost = quadratic(24576, 1)
@@ -61,70 +57,24 @@ def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
     return (apart.exp() - apart - 1).clamp(-10, 10)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """Whose formulae a job uses: `advantages` as `grpo_advantages`, and `loss`.
+def grpo_loss(
+    config: GrpoConfig,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    reference: Tensor | None,
+    advantages: Tensor,
+    tokens: int,
+    ranks: int,
+) -> Tensor:
+    """The loss of one microbatch's response tokens [T], a scalar; `reference` gives the KL term, None leaves it out.
 
-    `loss(log_probs, old_log_probs, reference or None, advantages, tokens, ranks)` is a scalar, of the response tokens
-    [T] of one microbatch, scaled so that FSDP's average over `ranks` is the mean over the minibatch's `tokens`.
+    It is scaled so that FSDP's average over `ranks` is the mean over the minibatch's `tokens`.
     """
-
-    name: str
-    advantages: Callable[[Tensor, Sequence[int]], Tensor]
-    loss: Callable[[Tensor, Tensor, Tensor | None, Tensor, int, int], Tensor]
-
-
-def objective_named(config: GrpoConfig) -> Objective:
-    """The objective that `config` asks for; raises `ConfigError` if verl is asked for and not installed."""
-    installed = find_spec("verl") is not None
-    if config.objective == "verl" and not installed:
-        raise ConfigError("objective verl needs verl: pip install verl, or use --objective odc, the same formulae")
-    return _verl(config) if installed and config.objective != "odc" else _own(config)
-
-
-def _own(config: GrpoConfig) -> Objective:
-    def loss(
-        log_probs: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, tokens: int, ranks: int
-    ) -> Tensor:
-        losses = policy_losses(
-            log_probs, old, advantages, low=config.clip_low, high=config.clip_high, dual=config.clip_dual
-        )
-        if reference is not None:
-            losses = losses + config.kl * kl_estimate(log_probs, reference)
-        return losses.sum() * (ranks / tokens)
-
-    return Objective("odc", grpo_advantages, loss)
-
-
-def _verl(config: GrpoConfig) -> Objective:
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo import core_algos
-
-    clips = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high, "clip_ratio_c": config.clip_dual}
-    clips["clip_ratio"] = config.clip_low
-
-    def advantages(rewards: Tensor, groups: Sequence[int]) -> Tensor:
-        mask = torch.ones(len(rewards), 1)
-        found, _ = core_algos.compute_grpo_outcome_advantage(
-            rewards.clone()[:, None], mask, np.asarray(groups), _EPSILON
-        )
-        return torch.as_tensor(found)[:, 0]
-
-    def loss(
-        log_probs: Tensor, old: Tensor, reference: Tensor | None, advantage: Tensor, tokens: int, ranks: int
-    ) -> Tensor:
-        batch: dict[str, Any] = {"dp_size": ranks, "batch_num_tokens": tokens}
-        chosen = OmegaConf.create(clips | {"global_batch_info": batch})
-        mask = torch.ones_like(log_probs, dtype=torch.bool)[None]
-        found, _ = core_algos.compute_policy_loss_vanilla(
-            old[None], log_probs[None], advantage[None], mask, "token-mean", chosen
-        )
-        if reference is not None:
-            apart = core_algos.kl_penalty(log_probs[None], reference[None], "low_var_kl")
-            found = found + config.kl * core_algos.agg_loss(apart, mask, "token-mean", **batch)
-        return torch.as_tensor(found)
-
-    return Objective("verl", advantages, loss)
+    clips = {"low": config.clip_low, "high": config.clip_high, "dual": config.clip_dual}
+    losses = policy_losses(log_probs, old_log_probs, advantages, **clips)
+    if reference is not None:
+        losses = losses + config.kl * kl_estimate(log_probs, reference)
+    return losses.sum() * (ranks / tokens)
 
 
 def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -> Plan:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from odc import handover
 from odc.errors import DataError, OdcError, WaitTimeoutError
-from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.config import GrpoConfig
 from odc.experiments.grpo.samples import Response, Sample, Task
 
 _POLL_S = 0.2

@@ -21,8 +21,8 @@ from odc.arms import arm_named
 from odc.balance import Plan, cost_from_config
 from odc.blocks import blocks_of
 from odc.experiments.arms import run_minibatch, shard_model
-from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.objective import kl_estimate, objective_named, verl_plan
+from odc.experiments.config import GrpoConfig
+from odc.experiments.grpo.objective import grpo_advantages, grpo_loss, kl_estimate, verl_plan
 from odc.experiments.grpo.rollout import SampleFeed
 from odc.experiments.grpo.samples import (
     ResponsePart,
@@ -67,9 +67,7 @@ class GrpoStep(StepRecord):
 
 @dataclass(frozen=True)
 class GrpoResult(JobResult[GrpoStep]):
-    """One rank's result; `steps` are the same on all but for seconds. The library `objective` gave the formulae."""
-
-    objective: str = ""
+    """One rank's result; `steps` are the same on all but for seconds."""
 
     def summary(self) -> str:
         if not self.steps:
@@ -77,7 +75,7 @@ class GrpoResult(JobResult[GrpoStep]):
         first, last = self.steps[0], self.steps[-1]
         return (
             f"step {last.step}: reward {first.reward:.3f} -> {last.reward:.3f}, response {last.response_tokens:.1f} "
-            f"tokens, loss {last.loss:.4f}, kl {last.kl:.4f} ({self.objective}'s objective)"
+            f"tokens, loss {last.loss:.4f}, kl {last.kl:.4f}"
         )
 
 
@@ -99,7 +97,7 @@ class GrpoTrainer(Trainer):
     splitter: Splitter | None = None  # only under an arm that splits samples
 
     def __init__(self, config: GrpoConfig, task: Task | None) -> None:
-        self.config, self.arm, self.objective = config, arm_named(config.arm), objective_named(config)
+        self.config, self.arm = config, arm_named(config.arm)
         fields = config_of(model_source(config.model))
         self.cost = cost_from_config(fields)
         self.task = task or UpperHalf(fields["vocab_size"], config.prompts, config.prompt_tokens, config.seed)
@@ -139,7 +137,7 @@ class GrpoTrainer(Trainer):
             self.feed.close()
 
     def result(self, measured: JobResult[Any]) -> GrpoResult:
-        return GrpoResult(**vars(measured), objective=self.objective.name)
+        return GrpoResult(**vars(measured))
 
     def step(self, number: int, between: Callable[[], None] | None = None) -> GrpoStep:
         assert self.feed is not None
@@ -176,7 +174,7 @@ class GrpoTrainer(Trainer):
 
     def _updates(self, samples: Sequence[Sample], between: Callable[[], None] | None) -> list[UpdateOutcome]:
         rewards = torch.tensor([sample.reward for sample in samples])
-        advantages = self.objective.advantages(rewards, [sample.group for sample in samples]).tolist()
+        advantages = grpo_advantages(rewards, [sample.group for sample in samples]).tolist()
         outcomes = []
         for m in range(self.config.minibatches):  # prompts are dealt to them
             chosen = [i for i, sample in enumerate(samples) if sample.group % self.config.minibatches == m]
@@ -238,9 +236,8 @@ class GrpoTrainer(Trainer):
                     losses.append(0.0)
                     return
                 log_probs = token_log_probs(logits, part.labels)
-                loss = self.objective.loss(
-                    log_probs, batch.log_probs, batch.reference, batch.advantages, tokens, dist.get_world_size()
-                )
+                given = (batch.log_probs, batch.reference, batch.advantages, tokens, dist.get_world_size())
+                loss = grpo_loss(self.config, log_probs, *given)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 if batch.reference is not None:

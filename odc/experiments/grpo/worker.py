@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from odc.errors import ConfigError
-from odc.experiments.config import threads_per_rank
-from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.config import GrpoConfig, threads_per_rank
 from odc.experiments.grpo.samples import Response
 from odc.experiments.preflight import model_source
 from odc.experiments.text.model import build_model

@@ -13,7 +13,7 @@ import torch
 from odc.arms import arm_named
 from odc.errors import ConfigError
 from odc.experiments import job
-from odc.experiments.grpo.config import GrpoArm, GrpoConfig
+from odc.experiments.config import GrpoArm, GrpoConfig
 from odc.experiments.grpo.samples import Task
 from odc.experiments.grpo.step import GrpoResult, GrpoTrainer
 from odc.experiments.preflight import check_output, model_source, unwritten_file, writable_folder

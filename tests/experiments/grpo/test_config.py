@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from odc.errors import ConfigError
-from odc.experiments.grpo.config import GrpoConfig
+from odc.experiments.config import GrpoConfig
 from odc.experiments.grpo.samples import UpperHalf
 
 

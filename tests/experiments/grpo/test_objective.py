@@ -2,20 +2,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.errors import ConfigError
-from odc.experiments.grpo.config import GrpoConfig
-from odc.experiments.grpo.objective import Objective, grpo_advantages, kl_estimate, objective_named, policy_losses
-
-needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: make test-integrations")
-
+from odc.experiments.config import GrpoConfig
+from odc.experiments.grpo.objective import grpo_advantages, grpo_loss, kl_estimate, policy_losses
 
 # the formulae, a number at a time, as the papers have them -----------------------------------------------------------
 
@@ -70,8 +69,11 @@ def draw(count: int, seed: int) -> tuple[torch.Tensor, ...]:
     return log_probs, old, reference, torch.randn(count, generator=generator)
 
 
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, int], torch.Tensor]
+
+
 def loss_and_gradient(
-    objective: Objective, parts: list[slice], ranks: int, with_kl: bool
+    objective: Loss, parts: list[slice], ranks: int, with_kl: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of 60 tokens in `parts`, one microbatch each, averaged over ranks as FSDP does."""
     log_probs, old, reference, advantages = draw(60, 1)
@@ -79,7 +81,7 @@ def loss_and_gradient(
     total = torch.zeros(())
     for part in parts:
         chosen = reference[part] if with_kl else None
-        loss = objective.loss(leaf[part], old[part], chosen, advantages[part], 60, ranks) / ranks
+        loss = objective(leaf[part], old[part], chosen, advantages[part], 60, ranks) / ranks
         loss.backward()
         total += loss.detach()
     assert leaf.grad is not None
@@ -92,7 +94,7 @@ MANY = [slice(0, 7), slice(7, 41), slice(41, 42), slice(42, 60)]
 
 @pytest.mark.parametrize("with_kl", [False, True])
 def test_however_tokens_are_split_the_loss_is_the_mean_over_all(with_kl: bool) -> None:
-    objective = objective_named(GrpoConfig(objective="odc", kl=0.1))
+    objective = partial(grpo_loss, GrpoConfig(kl=0.1))
     for ranks in (1, 3):
         for left, right in zip(
             loss_and_gradient(objective, ONE, 1, with_kl),
@@ -105,22 +107,46 @@ def test_however_tokens_are_split_the_loss_is_the_mean_over_all(with_kl: bool) -
 # verl's own functions ------------------------------------------------------------------------------------------------
 
 
-@needs_verl
+def of_verl(config: GrpoConfig) -> Loss:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo import core_algos
+
+    clips = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high, "clip_ratio_c": config.clip_dual}
+    clips["clip_ratio"] = config.clip_low
+
+    def loss(
+        log_probs: torch.Tensor,
+        old: torch.Tensor,
+        reference: torch.Tensor | None,
+        advantages: torch.Tensor,
+        tokens: int,
+        ranks: int,
+    ) -> torch.Tensor:
+        batch: dict[str, Any] = {"dp_size": ranks, "batch_num_tokens": tokens}
+        chosen = OmegaConf.create(clips | {"global_batch_info": batch})
+        mask = torch.ones_like(log_probs, dtype=torch.bool)[None]
+        given = (old[None], log_probs[None], advantages[None], mask, "token-mean", chosen)
+        found, _ = core_algos.compute_policy_loss_vanilla(*given)
+        if reference is not None:
+            apart = core_algos.kl_penalty(log_probs[None], reference[None], "low_var_kl")
+            found = found + config.kl * core_algos.agg_loss(apart, mask, "token-mean", **batch)
+        return torch.as_tensor(found)
+
+    return loss
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: make test-integrations")
 @pytest.mark.filterwarnings("ignore")
 def test_as_verl_has_it() -> None:
+    from verl.trainer.ppo import core_algos
+
     config = GrpoConfig(clip_low=0.2, clip_high=0.28, clip_dual=2.0, kl=0.1)
-    own, verl = (objective_named(config.with_(objective=name)) for name in ("odc", "auto"))
-    assert (own.name, verl.name) == ("odc", "verl")
     rewards, groups = torch.rand(13), [0] * 5 + [1] * 4 + [2] * 3 + [3]
-    torch.testing.assert_close(own.advantages(rewards, groups), verl.advantages(rewards, groups), rtol=1e-6, atol=1e-6)
+    mask = torch.ones(len(rewards), 1)
+    found, _ = core_algos.compute_grpo_outcome_advantage(rewards.clone()[:, None], mask, np.asarray(groups), 1e-6)
+    torch.testing.assert_close(grpo_advantages(rewards, groups), torch.as_tensor(found)[:, 0], rtol=1e-6, atol=1e-6)
     for with_kl in (False, True):
         for parts, ranks in ((ONE, 1), (MANY, 3)):
-            left, right = (loss_and_gradient(one, parts, ranks, with_kl) for one in (own, verl))
+            both = (partial(grpo_loss, config), of_verl(config))
+            left, right = (loss_and_gradient(one, parts, ranks, with_kl) for one in both)
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
-def test_without_verl() -> None:
-    assert objective_named(GrpoConfig(objective="auto")).name == "odc"
-    with pytest.raises(ConfigError, match="pip install verl"):
-        objective_named(GrpoConfig(objective="verl"))

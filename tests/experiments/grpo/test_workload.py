@@ -38,7 +38,7 @@ def run_of(computes: list[list[int]]) -> ArmRun:
         )
         for number in (1, 2)
     ]  # fmt: skip
-    results = [GrpoResult(rank, steps, 300 << 20, 120 << 20, 100 << 20, objective="odc") for rank in range(2)]
+    results = [GrpoResult(rank, steps, 300 << 20, 120 << 20, 100 << 20) for rank in range(2)]
     return ArmRun(results, measure(spans, 2, 4))
 
 

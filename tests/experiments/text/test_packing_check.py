@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.experiments import job
+from odc.experiments.config import GrpoConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
-from odc.experiments.grpo.config import GrpoConfig
 from odc.experiments.grpo.workload import GrpoWorkload
 from odc.experiments.launch import JobFailedError
 from odc.experiments.text.loss import use_document_loss
