@@ -16,15 +16,19 @@ class WordSink(Protocol):
 
     def stored(self, index: int, value: int) -> None:
         """A word of this rank's board."""
+        return
 
     def refresh(self) -> None:
         """Called now and then by a thread that waits, for words that need not be sent at once."""
+        return
 
     def send_counts(self, counts: torch.Tensor) -> None:
         """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE; may wait for a slow host."""
+        return
 
     def send_words(self, host: int, region: str, first: int, values: Sequence[int]) -> None:
         """Words of an arena, to one host: those from `first` on of this rank's `region`."""
+        return
 
 
 class NoOtherHosts(WordSink):

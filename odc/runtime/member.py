@@ -98,7 +98,7 @@ class Endpoint:
             self.protocol.share_counts(self.pusher.counts)
         if outcome is Outcome.ABANDONED:
             with lanes.lane("push"):
-                self.pusher.post_all()
+                self.pusher.route.post_all()
                 lanes.settle()  # also what a push had asked for that was cut short: the next begin zeroes the sums
             with lanes.lane("server"):
                 lanes.settle()
