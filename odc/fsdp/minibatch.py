@@ -137,7 +137,7 @@ class Minibatch:
         if not partial:
             self._iteration.forget_order()
         self._flush()
-        self._member.layout.attach_all()  # before DONE: a peer may end right after it has seen DONE
+        self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
         outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
         self._member.done(outcome, self.given_up or "")
         self._set(RootState.FINISHING)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from odc.memory import Words
 from odc.protocol.grid import RankGrid
-from odc.protocol.peers.remote import arena_requests
 from odc.protocol.protocol import MemberProtocol
+from odc.protocol.regions import arena_requests
 from odc.protocol.words import ARENA_TABLE, ARENA_TAKEN, EntryWord, Word
 
 _COPIED = "arena/copied"

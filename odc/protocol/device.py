@@ -16,7 +16,7 @@ from odc.movers.choice import device_mover
 from odc.movers.cuda import Values
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.push import Gradient, HostRoute, Route
+from odc.protocol.push import Gradient, HostRoute, PushRoute
 from odc.protocol.ring import Inbox
 from odc.protocol.units import UnitSpec
 from odc.trace import PUSH, recorder
@@ -60,7 +60,7 @@ def _runs(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
 
 
-class DeviceRoute(Route):
+class DeviceRoute(PushRoute):
     """All owners at once, on a device. Returns from a push when the device has done it, as every route does.
 
     `host` goes from owner to owner, where that is all that the mover or the slots allow.

@@ -67,6 +67,13 @@ class MemberProtocol:
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
         self._stepped = self._stepped_before = False  # since the epoch was published, and between it and the last
 
+    def attach_all(self) -> None:
+        """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
+        for member in self.grid.members:
+            self.layout.peer(member).attach()
+        for member in self.grid.local:
+            self.layout.heap.whole(member)
+
     def touch(self, doing: str) -> None:
         """PROGRESS, for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
         self.board.store(Word.PROGRESS, self.board.load(Word.PROGRESS) + 1)

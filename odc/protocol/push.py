@@ -13,8 +13,8 @@ import torch
 
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol.accumulate import Adder
-from odc.protocol.layout import WIRE_DTYPES
 from odc.protocol.protocol import MemberProtocol
+from odc.protocol.regions import WIRE_DTYPES
 from odc.protocol.ring import Outbox
 from odc.protocol.units import Piece, UnitSpec
 from odc.protocol.words import Word
@@ -51,7 +51,7 @@ def pieces_for(unit: UnitSpec, gradients: Sequence[Gradient], shard: int) -> Ite
             yield Piece(spec.accumulator_offset, values)
 
 
-class Route(ABC):
+class PushRoute(ABC):
     """How gradients reach their owners: `push` again and again and, after one that was cut short, `post_all`. All calls
     come from one thread at a time.
     """
@@ -69,7 +69,7 @@ class Route(ABC):
         """Let the owners see every filled slot; where a push was cut short on a device, some wait to be shown."""
 
 
-class HostRoute(Route):
+class HostRoute(PushRoute):
     """From owner to owner, block by block. `notify` wakes the daemon of a member."""
 
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
@@ -179,7 +179,7 @@ class Pusher:
         epoch: the newest epoch in which it pushed anything.
     """
 
-    def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None], route: Route | None = None) -> None:
+    def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None], route: PushRoute | None = None) -> None:
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self.route = route or HostRoute(protocol, notify)
         self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
@@ -188,7 +188,7 @@ class Pusher:
         self._ended: tuple[int, set[int]] = (0, set())  # epoch, and units of which this rank has stored LAST in it
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
-        """As `Route.push`; a push that is complete is counted."""
+        """As `PushRoute.push`; a push that is complete is counted."""
         sent, counted = self.route.push(unit, gradients), self._counted
         start, end = self._layout.param_base[unit.index : unit.index + 2]
         if len(gradients) == end - start:  # a parameter has one gradient

@@ -53,7 +53,7 @@ class Reduction(ABC):
         return
 
 
-class Alone(Reduction):
+class OneOwner(Reduction):
     """Every shard has one owner, to which all its gradients are pushed."""
 
     def gather(self, used: Sequence[bool]) -> None:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from odc.protocol.check import ProtocolChecks
-from odc.protocol.layout import HEADER_WORDS, WIRE_DTYPES, HeapLayout
+from odc.protocol.layout import HeapLayout
+from odc.protocol.regions import HEADER_WORDS, WIRE_DTYPES
 from odc.protocol.units import Piece, UnitSpec
 
 _WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}

@@ -26,7 +26,7 @@ from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import HOME, MemberProtocol, abort
 from odc.protocol.push import HostRoute, Pusher
 from odc.protocol.queue import Queue
-from odc.protocol.reduction import Alone, Reduction, Replicas
+from odc.protocol.reduction import OneOwner, Reduction, Replicas
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Outcome
 from odc.runtime.connect import Rendezvous, RootEvents
@@ -78,7 +78,7 @@ class Endpoint:
             return EarlySums(self.protocol, self.heaps, ahead, None if links is None else links.send_summed)
         if self.grid.nodes.shards_span_hosts:
             return NodeSums(self.protocol, self.heaps)
-        return Replicas(self.protocol, self.heaps) if len(self.grid.replica_group) > 1 else Alone(self.protocol)
+        return Replicas(self.protocol, self.heaps) if len(self.grid.replica_group) > 1 else OneOwner(self.protocol)
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.

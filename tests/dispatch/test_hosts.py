@@ -111,7 +111,7 @@ def leaves_what_is_unread(rank: int, world: int) -> None:
         arena.done("rows", 1, 0)
         arena.leave()
         return
-    arena._words._protocol.layout.attach_all()
+    arena._words._protocol.attach_all()
     meeting = arena._member._hosts
     assert meeting is not None
     arena.leave()

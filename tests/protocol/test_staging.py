@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.protocol import Inbox, Outbox, Piece
-from odc.protocol.layout import Ring
+from odc.protocol.regions import Ring
 from odc.settings import Settings
 
 SLOT = 128  # bytes

@@ -23,7 +23,7 @@ def regions(group: HeapGroup) -> set[str]:
     """Regions that hold words, without their numbers."""
     heap = group.layouts[0].heap
     assert isinstance(heap, ShmHeap)
-    return {name for name, _ in group.layouts[0]._requests()}
+    return {name for name, _ in group.layouts[0].requests()}
 
 
 def test_every_word_has_a_rule() -> None:
