@@ -43,7 +43,9 @@ class Settings:
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
             key-value store is reached. May differ between ranks. In a job on one host an address has ranks listen there
-            for readers of exported weights on other hosts; "", and the three that follow, are ignored.
+            for readers of exported weights on other hosts; "", and the four that follow, are ignored.
+        ports: first and last port of a range in which each rank listens for other hosts, at one port each; None lets
+            the system choose.
         secret_file: path of a file, with the same content on every host, whose bytes a process must know to be admitted
             by the job's other hosts; "" relies on the job's store alone.
         lost_after_s: seconds after which a host that answers nothing ends the job, 1 to 3600; shorter interruptions of
@@ -71,6 +73,7 @@ class Settings:
     trace: bool = True
     kernels: Kernels = "auto"
     address: str = ""
+    ports: tuple[int, int] | None = None
     secret_file: str = ""
     sums_dtype: SumsDtype = "accumulator"
     engine: EngineName = "auto"
@@ -105,6 +108,10 @@ class Settings:
         ):
             if not _is_whole(value := getattr(self, name)) or value < least:
                 raise ValueError(f"{name} must be a whole number of {what}, {least} or more, not {value!r}")
+        if self.ports is not None and not _is_range(self.ports):
+            raise ValueError(
+                f"ports must be the first and the last of a range, 1 to 65535, or None, not {self.ports!r}"
+            )
         block = self.staging_block_bytes
         if block is not None and (not _is_whole(block) or block < 4096 or block % 64):
             raise ValueError(f"staging_block_bytes must be at least 4096 and a multiple of 64, not {block!r}")
@@ -125,3 +132,9 @@ def _is_number(value: object) -> bool:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(_is_whole(port) for port in value):
+        return False
+    return bool(1 <= value[0] <= value[1] <= 65535)

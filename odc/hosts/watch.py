@@ -104,7 +104,7 @@ class HostWatch:
                 found = self._network.store.find(_key(rank))
                 if found is not None and not self._closed:
                     address, port = json.loads(found)
-                    connection = self._network.dial_at((address, port), rank, PURPOSE, timeout_s=0.0)
+                    connection = self._network.dial(rank, PURPOSE, address=(address, port), timeout_s=0.0)
                     self._reactor.call(functools.partial(self._adopt, connection, rank))
 
     def _welcome(self, connection: socket.socket, rank: int) -> None:

@@ -14,20 +14,19 @@ import termios
 
 from odc.deadlines import LINK_SEND_S
 from odc.memory import close_after_fork
-from odc.net.keep_alive import keep_alive, silent_for_long
 from odc.net.messages import Message, encode
+from odc.net.tcp import keep_alive, limit_calls, silent_for_long
 from odc.settings import LOST_AFTER_S
 
 #: Bytes of the other end's buffer that are left to words: more than those of the two epochs that ranks may be apart.
 RESERVED = 1 << 14
-_TIMEVAL = struct.Struct("ll")
 _WINDOW = struct.Struct("228xI")  # tcpi_snd_wnd in Linux's struct tcp_info, from 5.4 on
 _HEARD = struct.Struct("52xII")  # tcpi_last_data_recv and tcpi_last_ack_recv there, milliseconds ago
 _CLOSED = b"\7"  # TCP_CLOSE, its tcpi_state
 
 
 class HostLink:
-    """One connection, to `member`. The daemon receives; who sends sees to it that it is one at a time."""
+    """One connection, to `member`. The daemon receives; callers of `send` take turns."""
 
     def __init__(self, member: int, connection: socket.socket, lost_after_s: float = LOST_AFTER_S) -> None:
         self.member, self._connection = member, connection
@@ -35,12 +34,10 @@ class HostLink:
         close_after_fork(self)
 
     def wait_for_network(self, lost_after_s: float) -> None:
-        """Have the link end once the other host has acknowledged nothing for so long (see `keep_alive`)."""
+        """End the link once the other host has acknowledged nothing for so long (see `keep_alive`)."""
         self._lost_after_s = lost_after_s
         keep_alive(self._connection, lost_after_s)
-        seconds, rest = divmod(lost_after_s + LINK_SEND_S, 1)
-        limit = _TIMEVAL.pack(int(seconds), int(rest * 1e6))
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        limit_calls(self._connection, socket.SO_SNDTIMEO, lost_after_s + LINK_SEND_S)
 
     def fileno(self) -> int:
         return self._connection.fileno()

@@ -191,25 +191,12 @@ def bind_unix(address: str) -> socket.socket:
 
     OSError if it is taken.
     """
-    where = abstract(address)
+    where, made = abstract(address), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        return _bind(socket.AF_UNIX, where)
+        made.bind(where)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen at {address!r}: {os.strerror(error.errno or 0)}") from error
-
-
-def bind_tcp(address: str) -> socket.socket:
-    """A socket at `address`, of one of this host's interfaces, at a port that the system chooses."""
-    return _bind(socket.AF_INET6 if ":" in address else socket.AF_INET, (address, 0))
-
-
-def _bind(family: socket.AddressFamily, address: object) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.bind(address)  # type: ignore[arg-type]  # of either family
-    except BaseException:
         made.close()
-        raise
+        raise OSError(error.errno, f"cannot listen at {address!r}: {os.strerror(error.errno or 0)}") from error
     return made
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,8 @@ from odc.deadlines import (
     Deadline,
 )
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.net.address import own_address
 from odc.net.conversation import Conversation, HungUpError, converse
-from odc.net.engines import PURPOSE, Engine, make_engine
+from odc.net.engines import PURPOSE, Check, Engine, make_engine, no_check
 from odc.net.handshake import (
     READER,
     Admitted,
@@ -36,22 +34,18 @@ from odc.net.handshake import (
     job_secret,
     secret_for,
 )
-from odc.net.listener import Listener, bind_tcp, remedy
+from odc.net.listener import Listener, remedy
 from odc.net.reactor import Reactor
 from odc.net.store import JobStore
+from odc.net.tcp import bind, own_address
 from odc.settings import LOST_AFTER_S, Settings
 
 _TRIES = 6  # where the other end hangs up during the handshake
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
-_LISTENING = ("address", "secret_file")  # settings that a listener keeps
+_LISTENING = ("address", "ports", "secret_file")  # settings that a listener keeps
 _FIXED = (*_LISTENING, "lost_after_s")
 
 Welcome = Callable[[socket.socket, int], None]
-Check = Callable[[str], None]
-
-
-def no_check(doing: str) -> None:
-    """Check nothing."""
 
 
 class HostNetwork:
@@ -62,23 +56,21 @@ class HostNetwork:
     """
 
     def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings) -> None:
-        self.rank, self.store, self.pid = (
-            rank,
-            JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank),
-            os.getpid(),
-        )
+        self.rank, self.store = rank, JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
         address = own_address(store, settings.address)
         self._settings = settings
         self._engine: Engine | None = None
         self._secret = job_secret(self.store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
         try:
-            listening = bind_tcp(address)
+            listening = bind(address, settings.ports)
             self.address = address, int(listening.getsockname()[1])
             name = f"{address}:{self.address[1]}"
             self._listener = Listener(reactor, listening, name, self._begin, self._welcome)
         except OSError as error:
             other = "set Settings(address=...) to an address of this host that the others reach"
+            if error.errno == errno.EADDRINUSE:
+                other = "widen the range in Settings(ports=...): each rank of a host takes one"
             raise UnsupportedError(
                 f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
@@ -110,7 +102,9 @@ class HostNetwork:
         kept = {name: getattr(self._settings, name) for name in _LISTENING}
         self._settings = dataclasses.replace(settings, **kept)
         self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
-        self._engine = engine = make_engine(settings, self.rank, self._dial_engine, self.address[0])
+        self._engine = engine = make_engine(
+            settings, self.rank, lambda other, check: self.dial(other, PURPOSE, check), self.address[0]
+        )
         self.expect(PURPOSE, engine.adopt)
         self.store.set(_key(self.rank), json.dumps(self.address))
 
@@ -151,29 +145,30 @@ class HostNetwork:
 
     # connections to other ranks ----------------------------------------------------------------------------------
 
-    def dial(self, rank: int, purpose: str, check: Check = no_check) -> socket.socket:
+    def dial(
+        self,
+        rank: int,
+        purpose: str,
+        check: Check = no_check,
+        address: tuple[str, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> socket.socket:
         """A connection to the listener of `rank` (global), for `purpose`; blocking.
 
-        Waits for the rank to listen and to answer; `check`, given what this rank is doing, may raise to end that.
-        Raises WaitTimeoutError if it does not, PeerLostError if it is gone or does not belong to this job.
+        Waits for the rank to listen, unless its `address` is known, and for `timeout_s`, which is the store's unless
+        given, for it to answer; `check`, given what this rank is doing, may raise to end that. Raises WaitTimeoutError
+        if it does not, PeerLostError if it is gone or does not belong to this job.
         """
-        return self.dial_at(self.address_of(rank, check), rank, purpose, self.store.timeout_s, check)
-
-    def dial_at(
-        self, address: tuple[str, int], rank: int, purpose: str, timeout_s: float, check: Check = no_check
-    ) -> socket.socket:
-        """As `dial`, at an address that is known; a rank that does not answer is asked for `timeout_s`."""
-        return dial(address, self._secret, self.rank, rank, purpose, timeout_s, check, self.lost_after_s)
-
-    def _dial_engine(self, rank: int, check: Check) -> socket.socket:
-        return self.dial(rank, PURPOSE, check)
+        where = address or self.address_of(rank, check)
+        limit_s = self.store.timeout_s if timeout_s is None else timeout_s
+        return dial(where, self._secret, self.rank, rank, purpose, limit_s, check, self.lost_after_s)
 
     def address_of(self, rank: int, check: Check = no_check) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         doing = f"waiting for rank {rank} to listen for other hosts"
         late = f"rank {self.rank}, {doing}: it has not in {self.store.timeout_s:g} s"
-        said = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
-        address, port = json.loads(said)
+        found = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
+        address, port = json.loads(found)
         return str(address), int(port)
 
     def export_secret(self, identity: str) -> bytes:

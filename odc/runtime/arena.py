@@ -72,7 +72,7 @@ class Arena:
 
     Without `hosts` all ranks share this host, and construction does not wait. With it they may be on several, which
     equally many share; construction waits until every rank has called `fully_shard` or made such an arena, and raises
-    as `locate` does. Of `hosts` address, secret_file, engine and lost_after_s count, and only where this process
+    as `locate` does. Of `hosts` address, ports, secret_file, engine and lost_after_s count, where this process
     has no listener yet.
 
     Of members for which `absent` holds none is waited for: they neither put nor read any more, and `get` raises
@@ -110,6 +110,7 @@ class Arena:
             accumulate="direct",
             timeout_s=timeout_s,
             address=network.address,
+            ports=network.ports,
             secret_file=network.secret_file,
             engine=network.engine,
             lost_after_s=network.lost_after_s,

@@ -18,9 +18,9 @@ from odc.errors import LayoutMismatchError, PeerLostError, aborted_by
 from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
-from odc.net.engines import SocketEngine
+from odc.net.engines import Check, Engine
 from odc.net.handshake import READER, export_purpose
-from odc.net.network import Check, dial
+from odc.net.network import dial
 from odc.protocol.peers.board import REASON_BYTES
 from odc.protocol.words import BOARD_WORDS, Word
 from odc.runtime.connect import ask_member
@@ -144,7 +144,7 @@ class WeightEngine:
         def connect(rank: int, check: Check) -> socket.socket:
             return dial(listeners[rank], secret, READER, rank, export_purpose(root), timeout_s, check)
 
-        self.sockets = SocketEngine(READER, connect, timeout_s)
+        self.sockets = Engine(READER, connect, timeout_s)
 
     def close(self) -> None:
         self.sockets.close()

@@ -15,7 +15,7 @@ from support.hosts import Hosts, need_hosts
 from support.ranks import RankPool
 
 from odc.errors import UnsupportedError
-from odc.net.engines import choice, choose_engine
+from odc.net.engines import choose_engine, nixl
 from odc.net.engines.nixl import EXTRA, installed, interface_of, rdma_devices
 
 ENGINES = (
@@ -126,16 +126,16 @@ def test_a_host_that_cannot_be_reached_is_lost(two: Hosts, engine: str) -> None:
 
 
 def test_plain_tcp_where_there_is_no_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "rdma_devices", list)
+    monkeypatch.setattr(nixl, "rdma_devices", list)
     assert choose_engine("auto") == choose_engine("sockets") == "sockets"
 
 
 def test_nixl_where_it_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(choice, "rdma_devices", lambda: ["mlx5_0"])
-    monkeypatch.setattr(choice, "installed", lambda: "nixl_cu13")
+    monkeypatch.setattr(nixl, "rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(nixl, "installed", lambda: "nixl_cu13")
     assert choose_engine("auto") == choose_engine("nixl") == "nixl"
     assert choose_engine("sockets") == "sockets"
-    monkeypatch.setattr(choice, "installed", lambda: None)
+    monkeypatch.setattr(nixl, "installed", lambda: None)
     assert choose_engine("auto") == "sockets"
     assert "mlx5_0" in caplog.text and EXTRA in caplog.text
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[nixl\]"):

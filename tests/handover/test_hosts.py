@@ -26,7 +26,7 @@ from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
 from odc.handover.handle import WeightHandle
 from odc.hosts.exposing import BOARD, READER_WORDS, board_name
-from odc.net.engines.engine import no_check
+from odc.net.engines.connections import no_check
 from odc.net.engines.nixl import EXTRA, installed
 from odc.net.engines.server import DESCRIBE, REFUSED, request
 from odc.net.handshake import READER

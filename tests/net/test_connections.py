@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from odc.net.engines.connections import Answers
-from odc.net.engines.engine import no_check
+from odc.net.engines.connections import Answers, no_check
 from odc.net.engines.server import LENGTH, READ, request
 
 KIB = 1 << 10
@@ -53,7 +52,8 @@ def test_an_answer_comes_whole_and_no_receive_sleeps_on_less_than_is_left(nbytes
     sent = bytes(i % 251 for i in range(nbytes))
     connection: Any = Sleeper(LENGTH.pack(nbytes) + sent, most)
     into = bytearray(nbytes)
-    answers = Answers(connection, 0, 1, 60.0, "memory", no_check)
+    answers = Answers(0, 1, 60.0, "memory", no_check)
+    answers.connection = connection
     assert answers.ask(request(READ, "region", 0, nbytes), memoryview(into)) == nbytes
     assert bytes(into) == sent
 
@@ -61,7 +61,8 @@ def test_an_answer_comes_whole_and_no_receive_sleeps_on_less_than_is_left(nbytes
 def test_a_large_answer_takes_few_calls_and_few_wakes() -> None:
     nbytes = 4096 * KIB
     connection: Any = Sleeper(LENGTH.pack(nbytes) + bytes(nbytes), nbytes * 2)
-    answers = Answers(connection, 0, 1, 60.0, "memory", no_check)
+    answers = Answers(0, 1, 60.0, "memory", no_check)
+    answers.connection = connection
     answers.ask(request(READ, "region", 0, nbytes), memoryview(bytearray(nbytes)))
     assert len(connection.calls) <= 4
     assert connection.calls[0][0] >= 256 * KIB

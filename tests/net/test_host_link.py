@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 from support.hosts import Hosts, need_hosts
 
-from odc.net.engines.engine import set_for_reader, set_for_server
 from odc.net.host_link import HostLink, side_to_blame
-from odc.net.keep_alive import keep_alive
 from odc.net.messages import StoredWord
+from odc.net.tcp import keep_alive, set_for_reader, set_for_server
 from odc.protocol import Word
 from odc.settings import LOST_AFTER_S
 

@@ -19,7 +19,8 @@ from support.extent import up_to
 from support.listeners import ByHand, Family, Tcp, Unix, reactor
 
 from odc.net import listener as module
-from odc.net.listener import bind_tcp, bind_unix, list_listeners
+from odc.net.listener import bind_unix, list_listeners
+from odc.net.tcp import bind
 
 FAMILIES = [Unix, Tcp]
 HELLO = 108  # bytes of a hello: all that a peer without the secret receives
@@ -178,7 +179,7 @@ def test_an_address_can_be_taken_once_and_again_after_close() -> None:
         bind_unix(family.name)
     bind_unix(family.name).close()
     with pytest.raises(OSError):
-        bind_tcp("192.0.2.77")
+        bind("192.0.2.77")
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "a\0b", "a@b", "a\n", "é", "x" * 101])

@@ -207,11 +207,27 @@ def test_a_rank_that_cannot_listen_is_told_what_helps(code: int, cure: str, monk
         def no_socket(*unused: object) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(network, "bind_tcp", no_socket)
+        monkeypatch.setattr(network, "bind", no_socket)
     with pytest.raises(
         UnsupportedError, match=rf"rank 5 cannot listen at 192.0.2.77 \(.*{os.strerror(code)}\); {cure}$"
     ):
         HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 5, Settings(address="192.0.2.77"))
+
+
+def test_each_rank_takes_one_port_of_a_range(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        store, ports = dist.HashStore(), (port, port + 1)
+        try:
+            one = make(store, 0, ports=ports)
+        except UnsupportedError:
+            pytest.skip(f"port {port + 1} is taken by another process")
+        assert one.network.address == ("127.0.0.1", port + 1)
+        with pytest.raises(
+            UnsupportedError,
+            match=rf"rank 1 cannot .* every port from {port} to {port + 1} is taken\); widen the range",
+        ):
+            make(store, 1, ports=ports)
 
 
 def test_another_limit_than_the_first_is_refused_and_the_default_is_none(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/placement.py and odc/net/address.py."""
+"""Twin of odc/runtime/placement.py and odc/net/tcp.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, announce_failure, announce_process
-from odc.net.address import own_address
+from odc.net.tcp import own_address
 from odc.protocol import RankGrid
 from odc.runtime.placement import locate
 

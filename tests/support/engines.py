@@ -24,8 +24,8 @@ from odc.deadlines import Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import HostLanes, Lanes
 from odc.net.conversation import converse
-from odc.net.engines import PURPOSE, Dial, Engine, NixlEngine, SocketEngine
-from odc.net.engines.engine import Check
+from odc.net.engines import PURPOSE, Check, Engine, NixlEngine
+from odc.net.engines.connections import Dial
 from odc.net.engines.staging import Stages
 from odc.net.handshake import answer_handshake, begin_handshake
 from support.rank_worker import tell
@@ -54,7 +54,7 @@ def make(engine: str, rank: int, dial: Dial, timeout_s: float, address: str) -> 
     """The engine of this name; "staged" are sockets that take the host's memory for a device's."""
     if engine == "nixl":
         return NixlEngine(rank, dial, timeout_s, address)
-    return SocketEngine(rank, dial, timeout_s, StagesOfHosts() if engine == "staged" else None)
+    return Engine(rank, dial, timeout_s, stages=StagesOfHosts() if engine == "staged" else None)
 
 
 class Meeting:
@@ -285,7 +285,7 @@ def read_with_little_patience(rank: int, world: int, engine: str, name: str) -> 
         into = torch.empty(100, dtype=torch.uint8)
         mine.read(1 - rank, "heap", 0, into)
         dist.barrier()
-        mine._timeout_s = mine._connections.timeout_s = 1.0  # type: ignore[attr-defined]
+        mine._connections._timeout_s = 1.0
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return None

@@ -13,9 +13,10 @@ from typing import Any
 from odc.deadlines import CONVERSATION_S, Deadline
 from odc.net.conversation import converse
 from odc.net.handshake import Admitted, PeerCredentials, answer_handshake, begin_handshake
-from odc.net.listener import Listener, bind_tcp
+from odc.net.listener import Listener
 from odc.net.reactor import Reactor, Registration
 from odc.net.requests import ask, frame, serve_requests
+from odc.net.tcp import bind
 
 SECRET = b"s" * 32
 PATIENCE_S = 60.0
@@ -132,7 +133,7 @@ class Tcp(Family):
         self._address = "", 0
 
     def listen(self, loop: Any, limit_s: float = CONVERSATION_S) -> Listener[Any]:
-        listening = bind_tcp("127.0.0.1")
+        listening = bind("127.0.0.1")
         self._address = listening.getsockname()
         return Listener(loop, listening, "tcp", lambda one: answer_handshake(SECRET, 7), self._welcome, limit_s)
 

@@ -38,7 +38,7 @@ class OnDemandExchange:
             all that a rank sends in one step nobody waits for room.
         timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
-        hosts: its address, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
+        hosts: its address, ports, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
 
     Waits until all ranks have called `fully_shard` or make an exchange.
     """

@@ -5,26 +5,59 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from odc.deadlines import POOL_CHECK_S, Deadline
-from odc.errors import WaitTimeoutError
+from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import close_after_fork
-from odc.net.engines.engine import MOST_ANSWERED, Check, Dial, hang_up, lost, reading, set_for_reader
-from odc.net.engines.server import ASK, LENGTH, REFUSED, request
+from odc.net.engines.server import LENGTH, REFUSED
+from odc.net.handshake import READER
+from odc.net.tcp import hang_up, set_for_reader
 
-_MOST_CONNECTIONS = 4  # to one rank
 _LEAST_PER_WAKE, _MOST_PER_WAKE = 1 << 16, 1 << 19  # bytes that come before a thread that reads is woken
 
+#: Raises if the job was aborted, given what this rank is doing.
+Check = Callable[[str], None]
+#: Connects to the engine of a rank (global); tries again, and raises, as `HostNetwork.dial` does.
+Dial = Callable[[int, Check], socket.socket]
 
+
+def no_check(doing: str) -> None:
+    """Check nothing."""
+
+
+@dataclass
 class Answers:
-    """What one rank answers on one connection, to one thread."""
+    """What `rank` answers on one connection to one thread of rank `me`, which reads `what`."""
 
-    def __init__(
-        self, connection: socket.socket, me: int, rank: int, timeout_s: float, what: str, check: Check
-    ) -> None:
-        self.connection = connection
-        self._me, self._rank, self._timeout_s, self._what, self._check = me, rank, timeout_s, what, check
+    me: int
+    rank: int
+    timeout_s: float
+    what: str
+    check: Check
+    connection: socket.socket = field(init=False)
+
+    def check_on(self) -> None:
+        """Raise what `check` raises."""
+        self.check(f"reading {self.what} of rank {self.rank}")
+
+    def lost(self, why: object) -> PeerLostError:
+        """The error of a read that found the other rank gone."""
+        return PeerLostError(f"{self._reading()}: {why}", culprit=self.rank)
+
+    def refused(self, region: str, offset: int, nbytes: int) -> PeerLostError:
+        """The error of a read of bytes that the other rank does not expose."""
+        return self.lost(f"it exposes no {nbytes} bytes at {offset} of {region!r} (any more)")
+
+    def late(self) -> WaitTimeoutError:
+        """The error of a read that takes too long."""
+        text = f"{self._reading()}: nothing has come for {self.timeout_s:g} s"
+        return WaitTimeoutError(f"{text}; raise Settings.timeout_s if it is only slow", culprit=self.rank)
+
+    def _reading(self) -> str:
+        reader = "reader" if self.me == READER else f"rank {self.me}"
+        return f"{reader}, reading {self.what} of rank {self.rank}"
 
     def ask(self, request: bytes, into: memoryview) -> int:
         """Send a request and fill `into` with the answer; returns how many bytes the rank says that it has.
@@ -45,7 +78,7 @@ class Answers:
         self._fill([into])
 
     def _fill(self, views: list[memoryview], header: bytearray | None = None) -> None:
-        deadline, received = Deadline(self._timeout_s, 0), 0
+        deadline, received = Deadline(self.timeout_s, 0), 0
         views = [view for view in views if len(view)]
         while views:
             try:
@@ -62,9 +95,9 @@ class Answers:
             if views:
                 if count > 0:
                     views[0] = views[0][count:]
-                self._check(f"reading {self._what} of rank {self._rank}")
+                self.check_on()
                 if deadline.passed(received):
-                    raise late(self._me, self._rank, self._what, self._timeout_s)
+                    raise self.late()
 
     def _next(self, views: list[memoryview]) -> list[memoryview]:
         """What to receive in one call, of all that is awaited: the thread is woken when much has come, not by each
@@ -79,12 +112,10 @@ class Answers:
 
 
 class Connections:
-    """Connections to the servers of other ranks, each lent to one thread at a time."""
+    """Connections to the servers of other ranks, at most so many to one, each lent to one thread at a time."""
 
-    def __init__(
-        self, me: int, dial: Dial, timeout_s: float, lost_after_s: float, most: int = _MOST_CONNECTIONS
-    ) -> None:
-        self.me, self.timeout_s, self._lost_after_s = me, timeout_s, lost_after_s
+    def __init__(self, me: int, dial: Dial, timeout_s: float, lost_after_s: float, most: int) -> None:
+        self._me, self._timeout_s, self._lost_after_s = me, timeout_s, lost_after_s
         self._dial, self._most = dial, most
         self._changed = threading.Condition()
         self._idle: dict[int, list[socket.socket]] = {}
@@ -99,52 +130,45 @@ class Connections:
 
         `what` and `check` are as in `Engine.read`. OSError becomes PeerLostError.
         """
-        connection = self._take(rank, what, check)
+        answers = Answers(self._me, rank, self._timeout_s, what, check)
+        connection = answers.connection = self._take(answers)
         try:
-            yield Answers(connection, self.me, rank, self.timeout_s, what, check)
-        except OSError as error:
-            self._discard(rank, connection)
-            raise lost(self.me, rank, what, error) from error
-        except BaseException:
-            self._discard(rank, connection)
+            yield answers
+        except BaseException as error:
+            with self._changed:
+                self._all.get(rank, set()).discard(connection)
+                hang_up(connection)
+                self._changed.notify_all()
+            if isinstance(error, OSError):
+                raise answers.lost(error) from error
             raise
         with self._changed:
             if connection in self._all.get(rank, ()):
                 self._idle.setdefault(rank, []).append(connection)
             self._changed.notify_all()
 
-    def ask(self, rank: int, name: str, what: str, check: Check) -> bytes:
-        """As `Engine.ask`."""
-        with self.lend(rank, what, check) as answers:
-            length = answers.ask(request(ASK, name), memoryview(b""))
-            if length > MOST_ANSWERED:  # `REFUSED` is
-                raise lost(self.me, rank, what, f"it does not answer {name!r} (any more)")
-            found = bytearray(length)
-            answers.receive(memoryview(found))
-        return bytes(found)
-
-    def _take(self, rank: int, what: str, check: Check) -> socket.socket:
-        deadline = Deadline(self.timeout_s)
+    def _take(self, answers: Answers) -> socket.socket:
+        deadline, rank = Deadline(self._timeout_s), answers.rank
         with self._changed:
             while True:
                 if self._closed:
-                    raise lost(self.me, rank, what, "this rank's engine is closed")
+                    raise answers.lost("this rank's engine is closed")
                 if idle := self._idle.get(rank):
                     return idle.pop()
                 if len(self._all.get(rank, ())) + self._pending.get(rank, 0) < self._most:
                     self._pending[rank] = self._pending.get(rank, 0) + 1
                     break
                 self._changed.wait(POOL_CHECK_S)
-                check(f"reading {what} of rank {rank}")
+                answers.check_on()
                 if deadline.passed():
-                    raise late(self.me, rank, what, self.timeout_s)
+                    raise answers.late()
         made: socket.socket | None = None
         try:
-            connection = self._dial(rank, lambda doing: check(f"reading {what} of rank {rank}"))
+            connection = self._dial(rank, lambda doing: answers.check_on())
             set_for_reader(connection, self._lost_after_s)
             made = connection
         except OSError as error:
-            raise lost(self.me, rank, what, f"no connection to it ({error})") from error
+            raise answers.lost(f"no connection to it ({error})") from error
         finally:
             with self._changed:
                 self._pending[rank] -= 1
@@ -153,20 +177,8 @@ class Connections:
                 self._changed.notify_all()
         return made
 
-    def _discard(self, rank: int, connection: socket.socket) -> None:
-        with self._changed:
-            self._all.get(rank, set()).discard(connection)
-            hang_up(connection)
-            self._changed.notify_all()
-
     def close(self) -> None:
         self._closed = True  # without the lock, which a thread of a forked child's parent may hold
         for some in list(self._all.values()):
             for connection in list(some):
                 connection.close()
-
-
-def late(me: int, rank: int, what: str, timeout_s: float) -> WaitTimeoutError:
-    """The error of a read that takes too long."""
-    said = f"{reading(me, rank, what)}: nothing has come for {timeout_s:g} s"
-    return WaitTimeoutError(f"{said}; raise Settings.timeout_s if it is only slow", culprit=rank)

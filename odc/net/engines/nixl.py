@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +27,10 @@ import torch
 
 from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
 from odc.errors import UnsupportedError, install
-from odc.net.engines.connections import Answers, Connections, late
-from odc.net.engines.engine import Check, Dial, lost, no_check, refuse_odd, refused
-from odc.net.engines.server import DESCRIBE, REFUSED, RegionServer, request
-from odc.settings import LOST_AFTER_S
+from odc.net.engines.connections import Answers, Dial
+from odc.net.engines.engine import Engine
+from odc.net.engines.server import DESCRIBE, REFUSED, request
+from odc.settings import LOST_AFTER_S, EngineName, Settings
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 EXTRA = install("nixl")
@@ -43,6 +44,7 @@ _TCP_SETTINGS = {
 _MOST_READS = 16  # of one rank at a time
 _DESCRIPTION = struct.Struct("!QQI4s")  # address, bytes, device, kind; NIXL's metadata follows
 _SIOCGIFADDR = 0x8915
+_log = logging.getLogger(__name__)
 
 
 def installed() -> str | None:
@@ -131,8 +133,8 @@ class _Remote:
     kind: str
 
 
-class NixlEngine:
-    """An `Engine` by NIXL, for CPU and CUDA memory. Raises UnsupportedError where NIXL is not installed or loads not.
+class NixlEngine(Engine):
+    """An engine by NIXL, for CPU and CUDA memory. Raises UnsupportedError where NIXL is not installed or loads not.
 
     A destination within exposed memory needs no registration; any other is registered for the time of the read.
     """
@@ -140,125 +142,90 @@ class NixlEngine:
     name, only_into_own = "nixl", True
 
     def __init__(self, me: int, dial: Dial, timeout_s: float, address: str, lost_after_s: float = LOST_AFTER_S) -> None:
-        self.me, self._timeout_s, self._pid = me, timeout_s, os.getpid()
+        super().__init__(me, dial, timeout_s, lost_after_s, describe=self._describe, most_connections=_MOST_READS)
+        self._pid = os.getpid()
         self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
-        self._server = RegionServer(lost_after_s, self._describe)
-        self._connections = Connections(me, dial, timeout_s, lost_after_s, _MOST_READS)
         self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
         self._known: dict[tuple[int, str], _Remote] = {}
         self._lock = threading.Lock()
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
-        refuse_odd(memory)
-        self._server.expose(region, memory)
+        super().expose(region, memory)
         try:
             self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
         except Exception as error:  # NIXL's own errors share no base
-            self._server.withdraw(region)
+            super().withdraw(region)
             raise UnsupportedError(
                 f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} ({error}); "
                 "Settings(engine='sockets') reads them too"
             ) from error
 
-    def answer(self, name: str, function: Callable[[], bytes]) -> None:
-        self._server.answer(name, function)
-
     def withdraw(self, name: str) -> None:
-        self._server.withdraw(name)
+        super().withdraw(name)
         found = self._registered.pop(name, None)
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
-
-    def adopt(self, connection: socket.socket, rank: int, only: Mapping[str, range] | None = None) -> None:
-        self._server.adopt(connection, rank, only)
 
     def _describe(self, region: str) -> bytes:
         memory, registration = self._registered[region]
         where = _DESCRIPTION.pack(memory.data_ptr(), memory.numel(), _device(memory), _kind(memory).encode())
         return where + bytes(self._agent.get_partial_agent_metadata(registration, inc_conn_info=True))
 
-    def read(
-        self,
-        rank: int,
-        region: str,
-        offset: int,
-        into: torch.Tensor,
-        *,
-        what: str = "memory",
-        check: Check = no_check,
-    ) -> None:
-        refuse_odd(into)
-        with self._connections.lend(rank, what, check) as answers:
-            remote = self._known.get((rank, region)) or self._ask(answers, rank, region, what)
-            if offset + into.numel() > remote.nbytes:
-                raise refused(self.me, rank, what, region, offset, into.numel())
-            if into.numel():
-                with self._registration_of(into):
-                    self._transfer(answers.connection, rank, remote, offset, into, what, check)
+    def _bring(self, answers: Answers, region: str, offset: int, into: torch.Tensor) -> bool:
+        remote = self._known.get((answers.rank, region)) or self._ask(answers, region)
+        if offset + into.numel() > remote.nbytes:
+            return False
+        if into.numel():
+            with self._registration_of(into):
+                self._transfer(answers, remote, offset, into)
+        return True
 
-    def _ask(self, answers: Answers, rank: int, region: str, what: str) -> _Remote:
+    def _ask(self, answers: Answers, region: str) -> _Remote:
         """What the rank says of its region."""
         length = answers.ask(request(DESCRIBE, region), memoryview(b""))
         if length == REFUSED:
-            raise refused(self.me, rank, what, region, 0, 0)
+            raise answers.refused(region, 0, 0)
         if length < _DESCRIPTION.size:
             raise UnsupportedError(
-                f"rank {self.me}, reading {what} of rank {rank}: it does not read by NIXL; install it there too "
-                f"({EXTRA}), or set Settings(engine='sockets') on every rank"
+                f"rank {self.me}, reading {answers.what} of rank {answers.rank}: it does not read by NIXL; install it "
+                f"there too ({EXTRA}), or set Settings(engine='sockets') on every rank"
             )
-        said = bytearray(length)
-        answers.receive(memoryview(said))
-        address, nbytes, device, kind = _DESCRIPTION.unpack_from(said)
-        with self._failing(rank, what), self._lock:
-            agent = self._agent.add_remote_agent(bytes(said[_DESCRIPTION.size :]))
+        described = bytearray(length)
+        answers.receive(memoryview(described))
+        address, nbytes, device, kind = _DESCRIPTION.unpack_from(described)
+        with _failing(answers), self._lock:
+            agent = self._agent.add_remote_agent(bytes(described[_DESCRIPTION.size :]))
         name = agent.decode() if isinstance(agent, bytes) else str(agent)
-        remote = self._known[rank, region] = _Remote(name, address, nbytes, device, kind.decode())
+        remote = self._known[answers.rank, region] = _Remote(name, address, nbytes, device, kind.decode())
         return remote
 
-    def _transfer(
-        self,
-        connection: socket.socket,
-        rank: int,
-        remote: _Remote,
-        offset: int,
-        into: torch.Tensor,
-        what: str,
-        check: Check,
-    ) -> None:
-        agent, deadline = self._agent, Deadline(self._timeout_s)
+    def _transfer(self, answers: Answers, remote: _Remote, offset: int, into: torch.Tensor) -> None:
+        agent, deadline = self._agent, Deadline(answers.timeout_s)
         backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
-        with self._failing(rank, what):
+        with _failing(answers):
             source = [(remote.address + offset, into.numel(), remote.device)]
             ours = agent.get_xfer_descs([_place(into)[:3]], _kind(into))
             theirs = agent.get_xfer_descs(source, remote.kind)
             handle = agent.initialize_xfer("READ", ours, theirs, remote.agent)
-        look = Deadline(READ_CHECK_S)
+        next_check = Deadline(READ_CHECK_S)
         try:
-            with self._failing(rank, what):
+            with _failing(answers):
                 state = agent.transfer(handle)
             while state == "PROC":
                 backoff.sleep()
-                if look.passed():
-                    look = Deadline(READ_CHECK_S)
-                    refuse_dead(connection)
-                    check(f"reading {what} of rank {rank}")
+                if next_check.passed():
+                    next_check = Deadline(READ_CHECK_S)
+                    refuse_dead(answers.connection)
+                    answers.check_on()
                     if deadline.passed():
-                        raise late(self.me, rank, what, self._timeout_s)
-                with self._failing(rank, what):
+                        raise answers.late()
+                with _failing(answers):
                     state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise lost(self.me, rank, what, f"NIXL says {state}")
+                raise answers.lost(f"NIXL says {state}")
         finally:
             with contextlib.suppress(Exception):  # of a transfer that failed: NIXL gives it up later
                 agent.release_xfer_handle(handle)
-
-    @contextlib.contextmanager
-    def _failing(self, rank: int, what: str) -> Iterator[None]:
-        """NIXL's own errors, which share no base, as the loss of `rank`."""
-        try:
-            yield
-        except Exception as error:
-            raise lost(self.me, rank, what, f"{type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
     def _registration_of(self, into: torch.Tensor) -> Iterator[None]:
@@ -273,15 +240,20 @@ class NixlEngine:
         finally:
             self._agent.deregister_memory(registration)
 
-    def ask(self, rank: int, name: str, *, what: str = "an answer", check: Check = no_check) -> bytes:
-        return self._connections.ask(rank, name, what, check)
-
     def close(self) -> None:
-        self._connections.close()
-        self._server.close()
+        super().close()
         if os.getpid() == self._pid:
             for region in list(self._registered):
                 self.withdraw(region)
+
+
+@contextlib.contextmanager
+def _failing(answers: Answers) -> Iterator[None]:
+    """NIXL's own errors, which share no base, as the loss of the rank that is read."""
+    try:
+        yield
+    except Exception as error:
+        raise answers.lost(f"{type(error).__name__}: {error}") from error
 
 
 def refuse_dead(connection: socket.socket) -> None:
@@ -303,3 +275,25 @@ def _device(memory: torch.Tensor) -> int:
 
 def _kind(memory: torch.Tensor) -> str:
     return "VRAM" if memory.device.type == "cuda" else "DRAM"
+
+
+def choose_engine(wanted: EngineName) -> EngineName:
+    """The engine that `wanted` comes to on this host: "nixl" where there is an RDMA device, else "sockets".
+
+    Raises UnsupportedError where NIXL is wanted and not installed. Every host of a job should come to the same one.
+    """
+    if wanted == "nixl":
+        if installed() is None:
+            raise UnsupportedError(f"reading from other hosts by NIXL, which is not installed here: {EXTRA}")
+        return "nixl"
+    devices = rdma_devices() if wanted == "auto" else []
+    if devices and installed() is None:
+        _log.warning("this host has RDMA (%s), but NIXL is not installed: plain TCP is used (%s)", devices[0], EXTRA)
+    return "nixl" if devices and installed() is not None else "sockets"
+
+
+def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
+    """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
+    if choose_engine(settings.engine) == "nixl":
+        return NixlEngine(me, dial, settings.timeout_s, address, settings.lost_after_s)
+    return Engine(me, dial, settings.timeout_s, settings.lost_after_s)

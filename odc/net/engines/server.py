@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 
 from odc.memory import close_after_fork
-from odc.net.engines.engine import bytes_of, hang_up, set_for_server
-from odc.net.engines.staging import Stages
+from odc.net.engines.staging import Stages, bytes_of
+from odc.net.tcp import hang_up, set_for_server
 
 READ, DESCRIBE, ASK = b"read", b"desc", b"call"
 REQUEST = struct.Struct("!4sQQ16s")
@@ -78,10 +78,8 @@ class RegionServer:
     Any thread may call any method. `stages` are for what lies on a device.
     """
 
-    def __init__(
-        self, lost_after_s: float, describe: Callable[[str], bytes] | None = None, stages: Stages | None = None
-    ) -> None:
-        self._lost_after_s, self._describe, self._stages = lost_after_s, describe, stages or Stages()
+    def __init__(self, lost_after_s: float, describe: Callable[[str], bytes] | None, stages: Stages) -> None:
+        self._lost_after_s, self._describe, self._stages = lost_after_s, describe, stages
         self._regions: dict[bytes, tuple[str, torch.Tensor]] = {}
         self._functions: dict[bytes, Callable[[], bytes]] = {}
         self._lock = threading.Lock()

@@ -14,10 +14,21 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 
 from odc.memory import Lanes
-from odc.net.engines.engine import bytes_of
 
 CHUNK_BYTES = 512 << 10
 _KEPT = 16  # stages that no read uses now, of a device
+
+
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 CPU tensor, which stays alive with them."""
+    refuse_odd(memory)
+    return memoryview(memory.numpy())  # type: ignore[arg-type]  # an array has a buffer
+
+
+def refuse_odd(memory: torch.Tensor) -> None:
+    """Raise ValueError unless `memory` is uint8 [n] and contiguous."""
+    if memory.dtype is not torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+        raise ValueError(f"an engine moves contiguous uint8 [n], not {memory.dtype} {list(memory.shape)}")
 
 
 class Stage:
@@ -32,7 +43,7 @@ class Stage:
         self._views = [bytes_of(chunk) for chunk in self._chunks]
 
     def fill(self, into: torch.Tensor, receive: Callable[[memoryview], None]) -> None:
-        """Have `receive` called with every piece of host memory for it to fill, and copy what it brings to `into`.
+        """Call `receive` with every piece of host memory for it to fill, and copy what it brings to `into`.
 
         Returns when all has arrived on the device; whatever `receive` raises ends it.
         """
@@ -47,7 +58,7 @@ class Stage:
             self.settle()
 
     def pieces(self, memory: torch.Tensor) -> Generator[memoryview]:
-        """The bytes of `memory`, piece by piece; who asks for the next one needs the last no longer."""
+        """The bytes of `memory`, piece by piece; asking for the next one gives the last one back."""
         parts = memory.split(CHUNK_BYTES) if memory.numel() else ()
         try:
             self._fetch(0, parts[0]) if parts else None
