@@ -115,7 +115,7 @@ class Minibatch:
 
     def _claimed_last(self) -> bool:
         queue = self._member.queue
-        return queue is not None and self._member.sums is not None and queue.in_last()
+        return queue is not None and self._member.layout.spans_hosts and queue.in_last()
 
     def finalized(self, group: FetchedGroup) -> None:
         """A last backward is over for `group`; the last of all groups ends the minibatch.
