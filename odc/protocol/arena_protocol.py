@@ -22,7 +22,7 @@ class ArenaWords:
         put     wait: the readers' COPIED >= the channel's last step | write | OFFSET, NBYTES, SIGNATURE | STEP
         get     wait: the owner's STEP | copy | COPIED, on the owner
 
-    COPIED of a channel and a reader says up to which step that reader has copied it; the reader alone writes it.
+    COPIED of a channel and a reader is the last step that the reader has copied; the reader alone writes it.
     `channel` is a number, `reader` and `owner` are members.
 
     `absent(member)` is whether a member will put and copy nothing more.

@@ -161,7 +161,7 @@ class Regions:
 
 
 def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
-    """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
+    """Raise `UnsupportedError` where sums cannot be rounded as the settings ask; on one host none cross."""
     if not regions.grid.remote or sums_dtype == "accumulator":
         return
     where = f"rank {regions.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
