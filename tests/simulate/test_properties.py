@@ -11,10 +11,28 @@ from hypothesis import strategies as st
 from support.extent import up_to
 from support.steps import TRANSPORTS, steps
 
-from odc.balance import Plan, SplitSample, lb_mini, lower_bound, quadratic
-from odc.simulate import ARMS, Cluster, Step, even_model, simulate, simulate_plan
+from odc.balance import Plan, SplitSample, compiled, lb_mini, lower_bound, quadratic
+from odc.simulate import ARMS, Cluster, Step, even_model, event_loops, simulate, simulate_plan
 
 _few = settings(max_examples=up_to(50), deadline=None)
+
+
+@pytest.mark.thorough
+@settings(max_examples=up_to(50), deadline=None)
+@given(data=st.data())
+def test_the_same_to_the_bit_compiled_and_interpreted(data: st.DataObject) -> None:
+    pytest.importorskip("numba", reason="needs the fast extra")
+    step = data.draw(steps())
+    cluster, queues = step.cluster, data.draw(st.sampled_from(["none", "cache", "owner"]))
+    if step.transport in ("on demand", "dynamic") and queues != "none":
+        skew = float(cluster.ranks) if queues == "owner" else 1.0
+        step = replace(step, cluster=replace(cluster, node_cache=queues == "cache", owner_skew=skew))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "WORTH", 0)
+        assert compiled.loops_of(event_loops, 0)[1]
+        fast = simulate(step)
+        patch.setattr(compiled, "_numba", lambda: None)
+        assert fast == simulate(step)
 
 
 def on_ranks(step: Step) -> list[float]:
