@@ -1,4 +1,4 @@
-"""What the simulator predicts for measured exchanges between hosts is what is stored, with the bytes of the formulas."""
+"""What the simulator predicts for measured exchanges is what is stored, with the bytes of the formulas."""
 
 from __future__ import annotations
 
