@@ -50,7 +50,7 @@ def _also_preloaded(environment: Environment) -> tuple[str, ...]:
         return ("odc.movers.triton", "support.promises")
     found = list[str]()
     if "odc.experiments.launch" in sys.modules:
-        found += ["odc.experiments.job", "odc.experiments.text.workload"]
+        found += ["odc.experiments.job", "odc.experiments.text.step"]
     if not {"transformers", "support.split_jobs"}.isdisjoint(sys.modules):
         found += ["transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2"]
     return tuple(found)
