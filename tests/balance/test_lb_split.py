@@ -135,6 +135,13 @@ def test_a_cap_outweighs_the_floor_and_what_fits_nowhere_is_refused():
         lb_split([10], 4, 300, floor=0)
 
 
+def test_contiguous_pieces_of_unequal_length_keep_the_cap():
+    """Of two contiguous pieces of equal cost the first holds 342 of the 483 tokens; zig-zag pieces hold half each."""
+    assert max(lb_split([483], 2, 301, quadratic(0, 1), floor=1).splits[0].tokens) <= 301
+    with pytest.raises(PlanError, match="neither whole nor in 2 pieces"):
+        lb_split([483], 2, 301, quadratic(0, 1), floor=1, one_slice=True)
+
+
 def test_gangs_wait_for_each_other_in_the_plans_figures():
     """Rank 1 holds pieces of both samples: the second starts when the first has ended on all its ranks."""
     splits = [SplitSample(0, [0, 1], zigzag(8, 2), [4.0, 4.0]), SplitSample(1, [1, 2], zigzag(6, 2), [3.0, 3.0])]
