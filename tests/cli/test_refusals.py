@@ -60,6 +60,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2-localsort, "),
         (["--skip", "3"], "odc: skip must leave a step to measure: it is 3, steps is 3"),
     ],
+    "grpo": [(["--group", "1"], "odc: group must be a whole number, 2 or more, not 1")],
     "compare-grpo": [
         (["--arms", "odc-dynamic"], "arms must be different ones of fsdp2,"),
         (["--skip", "20"], "skip must leave a step to measure"),
@@ -88,8 +89,8 @@ def right(command: str, folder: Path) -> list[object]:
         return ["--lengths", lengths]
     if command == "simulate":
         return ["--ranks", 2, "--minibatches", 1, "--samples-per-rank", 2]
-    output = [] if command in ("bench", "train") else ["--output", folder / "out"]
-    if command in ("bench", "compare-grpo"):
+    output = [] if command in ("bench", "grpo", "train") else ["--output", folder / "out"]
+    if command in ("bench", "grpo", "compare-grpo"):
         return output
     if command == "train-mm":
         pytest.importorskip("soundfile", reason="needs the multimodal extra")

@@ -8,7 +8,7 @@ import torch
 from odc.experiments.machine import machine, steal, versions
 
 
-def test_facts_are_this_machines_and_name_nobody() -> None:
+def test_facts_are_this_machines_and_hold_no_names() -> None:
     facts = machine()
     assert facts["cores"] == len(os.sched_getaffinity(0))
     assert isinstance(facts["memory_bytes"], int) and facts["memory_bytes"] > 1 << 28

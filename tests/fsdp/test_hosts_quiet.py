@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.host_ranks import HostPools, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 
 from odc import Settings, fully_shard
@@ -24,7 +23,7 @@ from odc.errors import PeerLostError
 from odc.fsdp import root_of
 from odc.net.network import HostNetwork
 from odc.protocol import Word
-from odc.protocol.protocol import NoOtherHosts
+from odc.protocol.sink import NoOtherHosts
 from odc.runtime import daemon
 
 QUIET_S = 1.0
@@ -77,7 +76,7 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
         assert time.monotonic() < end, f"rank {rank}: {woken} run though no rank asks for anything"
     dist.barrier()
     member = root_of(model).member
-    alone = not daemon(rank)._networks and isinstance(member.protocol.links, NoOtherHosts)
+    alone = not daemon(rank)._networks and isinstance(member.protocol.sink, NoOtherHosts)
     return [thread.name for thread in threads], alone
 
 
@@ -91,7 +90,7 @@ def test_threads_are_as_documented_and_none_runs_while_nothing_is_asked(host_ran
         assert not alone
 
 
-def test_on_one_host_there_is_neither_network_nor_link(ranks: Callable[[int], RankPool]) -> None:
+def test_on_one_host_there_is_neither_network_nor_link(ranks: Pools) -> None:
     for names, alone in ranks(2).run(idle):
         assert {"odc-server", "odc-store"} <= set(names), names
         assert alone
