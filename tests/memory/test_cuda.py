@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.conformance import DEADLINE_S, sealed
-from support.memory_files import without_a_device
+from support.heaps import without_a_device
+from support.on_ranks import on_ranks
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
@@ -26,9 +27,10 @@ from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaLanes
 
 
-def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
+@on_ranks(2)
+def test_words_and_data_lie_apart(rank: int, world: int) -> None:
     regions = (("flags", 128), ("large", 1 << 20))
-    with sealed(without_a_device, identity, rank, world, regions) as heap:
+    with sealed(without_a_device, "wordsanddata", rank, world, regions) as heap:
         data, words = heap.address(rank, "large"), heap.address(rank, "flags")
         start = int(heap.base_addresses()[rank])
         assert start <= data < start + (1 << 20), "data lies in the device's memory"
@@ -40,10 +42,6 @@ def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
         assert heap.bytes_by_name().items() >= dict(regions).items(), heap.bytes_by_name()
         assert heap.nbytes > os.fstat(heap.fd).st_size + (1 << 20) - 1, "both memories count"
         dist.barrier()
-
-
-def test_words_and_data_lie_apart(ranks) -> None:
-    ranks(2).run(keeps_words_and_data_apart, uuid.uuid4().hex[:12])
 
 
 def meets_before_mapping(rank: int, world: int, identity: str) -> list[str]:
@@ -108,7 +106,7 @@ def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
         ),
     ],
 )
-def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, why: str, said: str) -> None:
+def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str, said: str) -> None:
     import re
 
     message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, why)[1]
@@ -145,7 +143,7 @@ def maps_on(rank: int, world: int, identity: str, devices: list[str], shared: bo
     [(["0 GPU-a", "1 GPU-b"], False, False), (["0 GPU-a", "0 GPU-b"], False, True), (["0 GPU-a"] * 2, True, False)],
     ids=["all visible", "one visible each", "shared for tests"],
 )
-def test_torch_is_told_where_equal_numbers_are_different_devices(
+def test_torch_knows_where_equal_numbers_are_different_devices(
     ranks, devices: list[str], shared: bool, same_numbers: bool
 ) -> None:
     assert ranks(2).run(maps_on, uuid.uuid4().hex[:12], devices, shared) == [same_numbers] * 2
