@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from support.members import BF16, F32, F64, HeapGroup, Layout
@@ -12,8 +10,6 @@ from torch import nn
 
 import odc
 from odc.fsdp.collect import push_counts, reduced, write_gradients
-from odc.hosts.node import RemoteHeaps
-from odc.runtime.replicas import gather_replicas
 from odc.settings import Settings
 
 LAYOUT: Layout = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
@@ -57,20 +53,6 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool, dty
         fill(group, 1, VALUES)
         assert torch.equal(reduced(group.layouts[1], group.units[0], 3.0), torch.tensor(VALUES, dtype=dtype) / 3.0)
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == VALUES, "the accumulator itself stays"
-
-
-def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits() -> None:
-    with HeapGroup(LAYOUT, 2, replicas=3) as group:
-        same_shard = (1, 3, 5)
-        group.publish_all()
-        for member, value in zip(same_shard, [1e8, -1e8, 1.0], strict=True):
-            fill(group, member, [value] * 6)
-        fill(group, 0, [77.0] * 6)  # of the other shard
-        protocols, used = [group.members[member].protocol for member in same_shard], [True, False]
-        with ThreadPoolExecutor(len(same_shard)) as threads:  # each waits for the others to add their parts up
-            list(threads.map(lambda one: gather_replicas(one, RemoteHeaps("group", None, one), used), protocols))
-        for member in same_shard:
-            assert reduced(group.layouts[member], group.units[0], 2.0).tolist() == [0.5] * 6
 
 
 def test_used_and_trained_parameters_get_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
