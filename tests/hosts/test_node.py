@@ -184,7 +184,7 @@ def test_units_that_no_rank_used_do_not_cross(spread: Spread) -> None:
     assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
 
 
-def test_the_ledger_says_what_hosts_cost() -> None:
+def test_the_ledger_shows_the_cost_of_hosts() -> None:
     with (
         HeapGroup(LAYOUT, 4) as one,
         HeapGroup(LAYOUT, 4, hosts=HOSTS) as two,

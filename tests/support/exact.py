@@ -160,7 +160,7 @@ def changed_by_rounding(
 
 
 def await_sums_in_backward(model: Any) -> list[int]:
-    """Have the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
+    """Make the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
     while backward goes on where it is known to be the last. Returns the epochs in which they have.
     """
     from odc.fsdp import root_of
