@@ -185,6 +185,8 @@ def test_collect_waits_for_every_rank_and_for_its_server(two: list[Rank]) -> Non
         rank.machine.begin()
     two[0].heaps.by_hand = True
     two[1].push(0, 1.0)
+    with pytest.raises(OdcError, match=r"rank 10: collect\(\) without done\(\) in epoch 1"):
+        two[0].machine.collect()
     two[0].machine.done()
     with two[0].heaps.late("rank 13 to finish epoch 1"):
         two[0].machine.collect()
