@@ -202,8 +202,9 @@ def lb_dynamic(
 
     Short samples share a microbatch until it holds a rank's share of the tokens divided by `per_rank`; longer ones
     stand alone, and none is empty. Which rank computes which microbatch is decided while the minibatch runs
-    (`odc.runtime.queue`); the plan returned here is list scheduling by the cost model, at most 4/3 - 1/(3 ranks) of the
-    best plan of these microbatches (Graham 1969). `queue_of` gives the list. Arguments and errors as `lb_mini`, and:
+    (`odc.protocol.queue`); the plan returned here is list scheduling by the cost model, at most 4/3 - 1/(3 ranks) of
+    the best plan of these microbatches (Graham 1969). `queue_of` gives the list. Arguments and errors as `lb_mini`,
+    and:
 
     Args:
         per_rank: microbatches that an average rank computes, at least 1; fewer where samples are few or the longest

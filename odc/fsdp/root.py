@@ -96,7 +96,7 @@ class Root:
     def map_peers(self) -> None:
         """On a device map every peer now: mapping is collective, but first fetches of two roots come in any order."""
         if self.layout.heap.lanes.asynchronous:
-            self.layout.attach_all()
+            self.member.protocol.attach_all()
 
     def before_forward(self) -> None:
         """The root's module is about to run: count the microbatch, refuse weights changed since they were published."""

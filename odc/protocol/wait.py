@@ -40,7 +40,7 @@ class Waiter:
     """Waits for words of a root's members, from any thread.
 
     `abort` is given a reason and the culprit's global rank; `note` is given the global rank that is waited for, and
-    None when the wait is over. `checks` learn of every wait.
+    None when the wait is over. `refresh` is called now and then by a thread that waits. `checks` learn of every wait.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class Waiter:
         layout: HeapLayout,
         abort: Callable[[str, int], None],
         note: Callable[[int | None], None],
+        refresh: Callable[[], None],
         checks: ProtocolChecks | None = None,
     ) -> None:
         self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
         self._board, self._checks = layout.mine.board, checks
-        self._pushed = layout.pushed_board if layout.grid.remote else None
+        self._refresh, self._over_hosts = refresh, bool(layout.grid.remote)
 
     def check(self, doing: str) -> None:
         """Raise `PeerLostError` if a rank aborted the job."""
@@ -60,8 +61,8 @@ class Waiter:
             self._raise_abort(self._grid.me, doing)
 
     def await_reason(self, doing: str) -> None:
-        """Have the daemon say why a peer was lost, as its links and handles know who died or which host has vanished:
-        raise PeerLostError as `check` does, or return if it says nothing for five seconds. Never on its own thread.
+        """Wait until the daemon stores ABORT with the cause of a loss, which its links and handles know: raises
+        PeerLostError as `check` does, or returns after five seconds without one. Never on the daemon's thread.
         """
         deadline, backoff = Deadline(REASON_S), Backoff(REASON_POLL_S, REASON_LONGEST_POLL_S)
         while not deadline.passed():
@@ -81,7 +82,7 @@ class Waiter:
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
-        `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
+        `member` is whose progress makes it true; `what` it has to do follows "waiting for" in messages; `lane` is the
         thread's in the trace; `pause` sleeps between two checks, a tenth of a second at most, where another thread of
         this rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
@@ -105,7 +106,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of a board to be `least` or more. Over hosts its writer must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        pause = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
+        pause = functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S) if self._over_hosts else None
         self.until(ready, member, what, lane=lane, pause=pause, word=Word(index).name)
 
     def _poll(
@@ -113,7 +114,7 @@ class Waiter:
     ) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
-        longest = WORD_LONGEST_SLEEP_S if self._pushed is None else WORD_LONGEST_OVER_HOSTS_S
+        longest = WORD_LONGEST_OVER_HOSTS_S if self._over_hosts else WORD_LONGEST_SLEEP_S
         backoff = Backoff(WORD_FIRST_SLEEP_S, longest, yields=0 if pause else _YIELDS)
         sleep = pause or backoff.sleep
         while True:
@@ -124,11 +125,10 @@ class Waiter:
                 self._raise_abort(self._grid.me, f"waiting for {what}")
             if backoff.yielding:
                 continue
-            if self._pushed is not None:
-                self._pushed.refresh()
+            self._refresh()
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
-            # LEFT is written after the member's last other word, so a second look decides.
+            # LEFT is written after the member's last other word, so a second load decides.
             if not may_leave and peer.load(Word.LEFT) and not ready():
                 self._raise_left(member, what)
             if deadline.passed(peer.load(Word.PROGRESS)):

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Word(IntEnum):
-    """Index of a word on a rank's board. Unless said otherwise the rank itself writes it."""
+    """Index of a word on a rank's board. Unless noted otherwise the rank itself writes it."""
 
     PUBLISHED = 0  # newest epoch whose shards can be fetched
     DONE = 1  # newest epoch in which the rank will neither fetch nor push any more
@@ -23,7 +23,7 @@ class Word(IntEnum):
     WAITING = 12  # 0, or 1 + global rank of the peer that this rank waits for
     WAITING_EPOCH = 13  # the epoch in which it waits
     OFFERED = 14  # newest epoch for which the rank's microbatches are in the queue
-    PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
+    PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job load it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
     GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
     REDUCED = 18  # newest epoch for which the rank has added up its part of its replicas' accumulators
@@ -33,7 +33,7 @@ BOARD_WORDS = 24  # room for a third cache line
 
 
 class ClaimWord(IntEnum):
-    """Index of a word beside the queue of microbatches (see `odc.runtime.queue`)."""
+    """Index of a word beside the queue of microbatches (see `odc.protocol.queue`)."""
 
     CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it, of another host by asking
     MINE = 1  # microbatches that this member has claimed, for `odc status`
@@ -47,6 +47,9 @@ class EntryWord(IntEnum):
     OFFSET = 1  # where in the owner's arena it begins
     NBYTES = 2
     SIGNATURE = 3  # what the owner and its readers must agree on; 0 if nothing
+
+
+ARENA_TABLE, ARENA_TAKEN = "arena/table", "arena/taken"  # regions of words that other hosts keep mirrors of
 
 
 class RootState(IntEnum):

@@ -22,7 +22,7 @@ from odc.worker import in_background
 class HostConnections:
     """The members of one root on other hosts, from this rank's side.
 
-    `abort(reason, culprit)` ends the job; `attend(link, read)` has the daemon call `read` when the link is readable.
+    `abort(reason, culprit)` ends the job; `attend(link)` lets the daemon read the link.
     """
 
     def __init__(
@@ -30,13 +30,12 @@ class HostConnections:
         identity: str,
         layout: HeapLayout,
         network: HostNetwork,
+        links: Links,
         abort: Callable[[str, int], None],
-        attend: Callable[[HostLink, Callable[[], bool]], None],
+        attend: Callable[[HostLink], None],
     ) -> None:
         self._layout, self._grid = layout, layout.grid
-        self._network, self._abort, self._attend = network, abort, attend
-        self.links = Links(layout, abort, network.lost_after_s)
-        self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
+        self._network, self.links, self._abort, self._attend = network, links, abort, attend
         self._purpose = f"link {identity}"
         self._closed = False
         network.expect(self._purpose, self._accepted)
@@ -74,20 +73,20 @@ class HostConnections:
     def _link(self, partner: int, connection: socket.socket) -> None:
         link = self.links.add(partner, connection)
         if link is not None:
-            self._attend(link, self.links.reader(link))
+            self._attend(link)
 
     def ended(self, rank: int, reason: str, culprit: int) -> None:
         """A rank of the job has ended, maybe one of this root's that was not linked yet. On the daemon's thread."""
         if rank in self._grid.ranks:
             self.links.ended(self._grid.ranks.index(rank), reason, culprit)
 
-    def needed_by(self) -> list[int]:
-        """Members that may still read this rank's memory from another host, need its links, or have not heard all that
-        it has sent. Does not wait.
+    def needed_by(self, unread: Callable[[], list[int]] = list) -> list[int]:
+        """Members that may still read this rank's memory from another host, need its links, or have not acknowledged
+        all that it has sent. Does not wait. `unread()` are members that have to read what this rank shows in an arena.
         """
         if not self._layout.units:
-            return self._needed_by_arena() or self.links.unacknowledged()
-        board, grid, found = self._layout.pushed_board, self._grid, self.links.unacknowledged()
+            return unread() + self._needed_by_arena() or self.links.unacknowledged()
+        board, grid, found = self._layout.mine.board, self._grid, self.links.unacknowledged()
         for member in grid.remote:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):
@@ -100,17 +99,13 @@ class HostConnections:
         return found
 
     def _needed_by_arena(self) -> list[int]:
-        """Other hosts must have read its entries and heard that it shuts down, and ranks of this host look into the
+        """Other hosts must have heard that it shuts down, and ranks of this host look into the
         mirrors that its daemon writes until they shut down too.
         """
         there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
         here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
         unacknowledged = [partner for partner in there if not self.links.up(partner)]
-        return (
-            self.unread()
-            + unacknowledged
-            + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
-        )
+        return unacknowledged + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
 
     def close(self) -> None:
         """Hang up; on the daemon's thread, or when there is none."""

@@ -22,7 +22,7 @@ class PieceMinibatch:
         self._machine, self._rank = root.minibatch, root.rank
         self.epoch = root.minibatch.epoch
         self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
-        root.layout.attach_all()  # every rank comes to this minibatch; afterwards reading a board never waits
+        root.member.protocol.attach_all()  # every rank comes to this minibatch; afterwards reading a board never waits
 
     @property
     def open(self) -> bool:

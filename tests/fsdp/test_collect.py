@@ -33,7 +33,7 @@ def fill(group: HeapGroup, member: int, values: list[float]) -> None:
 
 
 def write(group: HeapGroup, params: list[Param], used: list[bool], divide: float = 1.0) -> None:
-    write_gradients(group.layouts[0], group.units[0], params, used, divide)  # type: ignore[arg-type]
+    write_gradients(group.members[0].reduction, group.units[0], params, used, divide)  # type: ignore[arg-type]
 
 
 def test_counts_are_summed_over_all_members_by_parameter() -> None:
@@ -51,7 +51,9 @@ def test_counts_are_summed_over_all_members_by_parameter() -> None:
 def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool, dtype: torch.dtype) -> None:
     with HeapGroup(LAYOUT, 2, settings=Settings(reproducible=reproducible)) as group:
         fill(group, 1, VALUES)
-        assert torch.equal(reduced(group.layouts[1], group.units[0], 3.0), torch.tensor(VALUES, dtype=dtype) / 3.0)
+        assert torch.equal(
+            reduced(group.members[1].reduction, group.units[0], 3.0), torch.tensor(VALUES, dtype=dtype) / 3.0
+        )
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == VALUES, "the accumulator itself stays"
 
 

@@ -93,7 +93,7 @@ def apart(rank: int, world: int, skipped: str) -> bool:
     ("skipped", "needed"),
     [
         ("PublishedShards.publish", True),
-        ("DevicePusher.push", True),
+        ("DeviceRoute.push", True),
         ("DeviceDrain.__call__", True),
         ("no function", False),
     ],

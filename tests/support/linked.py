@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from odc.hosts.links import Links
+from odc.runtime import Endpoint
 from support.members import HeapGroup
 
 HOSTS = (0, 0, 1, 1)  # members 0 and 2 are partners, and 1 and 3
@@ -29,6 +30,8 @@ class Linked:
         self.aborts: dict[int, list[tuple[str, int]]] = {me: [] for me in members}
         self.readers, self.filenos = dict[int, Callable[[], bool]](), dict[int, int]()
         self.links = {me: Links(group.layouts[me], self._abort(me)) for me in members}
+        for me, links in self.links.items():
+            group.members[me] = Endpoint(group.layouts[me], group.notify, links=links)
 
     def _abort(self, me: int) -> Callable[[str, int], None]:
         def abort(reason: str, culprit: int) -> None:
