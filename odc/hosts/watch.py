@@ -18,12 +18,13 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from odc.deadlines import STORE_ENDING_S
 from odc.errors import OdcError
 from odc.memory import close_after_fork
 from odc.net.host_link import HostLink, side_to_blame
+from odc.net.liveness import Liveness, Loss
 from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
@@ -33,9 +34,6 @@ from odc.worker import in_background
 
 PURPOSE = "watch"
 _LIMITS: dict[type[Message], int] = {Watching: 0, RankEnded: REASON_BYTES}
-
-#: Given the rank that ended, why, and the rank to blame.
-Ended = Callable[[int, str, int], None]
 
 
 def neighbours(rank: int) -> list[int]:
@@ -63,25 +61,27 @@ class _Neighbour:
 
 
 class HostWatch:
-    """This rank's watch over its `neighbours`, by connections to the listener of `network`.
-
-    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that notices it.
-    Raises as a JobStore does.
+    """This rank's watch over its `neighbours`, by connections to the listener of `network`: reports those that end
+    without a good-bye, and passes the first report of every lost rank on around the ring. Raises as a JobStore does.
     """
 
     def __init__(
-        self, reactor: Reactor, network: HostNetwork, neighbours: Sequence[int], lost_after_s: float, ended: Ended
+        self,
+        reactor: Reactor,
+        network: HostNetwork,
+        liveness: Liveness,
+        neighbours: Sequence[int],
+        lost_after_s: float,
     ) -> None:
         self._reactor, self._network, self._rank = reactor, network, network.rank
-        self._neighbours, self._lost_after_s, self._ended = neighbours, lost_after_s, ended
+        self._liveness, self._neighbours, self._lost_after_s = liveness, neighbours, lost_after_s
         self._lock = threading.Lock()
         self._connected: list[_Neighbour] = []
         self._closed = False
-        self.dead: dict[int, tuple[str, int]] = {}  # why, and whom to blame
         network.expect(PURPOSE, self._welcome)
+        liveness.follow(PURPOSE, self._pass_on)
         close_after_fork(self)
-        network.store.set(_key(self._rank), json.dumps(network.address))
-        in_background("odc-watch", self._dial)
+        self.announce()
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
@@ -97,9 +97,14 @@ class HostWatch:
 
     # connections -------------------------------------------------------------------------------------------------
 
+    def announce(self) -> None:
+        """Publish where this rank listens now, and connect to the neighbours that it does not watch yet."""
+        self._network.store.set(_key(self._rank), json.dumps(self._network.address))
+        in_background("odc-watch", self._dial)
+
     def _dial(self) -> None:
         """Connect to the neighbours that listen already; the others will connect to this rank."""
-        for rank in self._neighbours:
+        for rank in set(self._neighbours) - self.watched():
             with contextlib.suppress(OdcError):  # also where it is stopped
                 found = self._network.store.find(_key(rank))
                 if found is not None and not self._closed:
@@ -121,9 +126,8 @@ class HostWatch:
                 return
             self._connected.append(neighbour)
             _send(neighbour.link, Watching(until_now=0))
-            known = list(self.dead.items())
-        for dead, (reason, culprit) in known:
-            _send(neighbour.link, _message(dead, reason, culprit))
+        for loss in self._liveness.losses():
+            _send(neighbour.link, _message(loss))
         read = functools.partial(self._read, neighbour)
         neighbour.reading = self._reactor.on_readable(neighbour.link.fileno(), read)
 
@@ -142,7 +146,7 @@ class HostWatch:
     def _take(self, neighbour: _Neighbour, message: Message) -> None:
         match message:
             case RankEnded(rank, culprit, reason):
-                self.report(rank, reason, culprit)
+                self._liveness.report(Loss(rank, culprit, reason))
             case Watching(until_now):
                 neighbour.watches, neighbour.left = True, bool(until_now)
 
@@ -160,7 +164,7 @@ class HostWatch:
         else:
             named, other = self._cut_off(rank)
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
-        self.report(rank, reason, named)
+        self._liveness.report(Loss(rank, named, reason))
         # The daemon, on whose thread this is, must not wait for the store.
         store = self._network.store.within(STORE_ENDING_S)
         in_background("odc-watch", functools.partial(announce_failure, store, reason, named))
@@ -173,16 +177,10 @@ class HostWatch:
         named, _ = side_to_blame(known - silent, silent, min(known))
         return (rank, self._rank) if rank in named else (self._rank, rank)
 
-    def report(self, rank: int, reason: str, culprit: int) -> None:
-        """Note that `rank` has ended, and pass it on around the ring. On any thread; does not wait."""
-        with self._lock:
-            if self._closed or rank in self.dead:
-                return
-            self.dead[rank] = reason, culprit
-            links = [neighbour.link for neighbour in self._connected]
-        for link in links:
-            _send(link, _message(rank, reason, culprit))
-        self._ended(rank, reason, culprit)
+    def _pass_on(self, loss: Loss) -> None:
+        if self._liveness.is_first(loss):
+            for neighbour in self._connected:
+                _send(neighbour.link, _message(loss))
 
     # ending ------------------------------------------------------------------------------------------------------
 
@@ -203,12 +201,12 @@ class HostWatch:
 
 
 def _send(link: HostLink, message: Message) -> None:
-    with contextlib.suppress(OSError):  # its end is noticed by who reads
+    with contextlib.suppress(OSError):  # the loop notices its end as it reads
         link.send(message)
 
 
-def _message(rank: int, reason: str, culprit: int) -> RankEnded:
-    return RankEnded(rank, culprit, reason.encode()[:REASON_BYTES].decode("utf-8", "ignore"))
+def _message(loss: Loss) -> RankEnded:
+    return RankEnded(loss.rank, loss.culprit, loss.text().encode()[:REASON_BYTES].decode("utf-8", "ignore"))
 
 
 def _key(rank: int) -> str:

@@ -57,39 +57,33 @@ class HostNetwork:
 
     def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings) -> None:
         self.rank, self.store = rank, JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
-        address = own_address(store, settings.address)
-        self._settings = settings
+        self._reactor, self._settings, self._torch_store = reactor, settings, store
         self._engine: Engine | None = None
-        self._secret = job_secret(self.store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
+        self._listener = self._listen()
+
+    def _listen(self) -> Listener[Admitted]:
+        settings = self._settings
+        address = own_address(self._torch_store, settings.address)
+        self._secret = job_secret(self.store, settings.secret_file)
         try:
             listening = bind(address, settings.ports)
             self.address = address, int(listening.getsockname()[1])
             name = f"{address}:{self.address[1]}"
-            self._listener = Listener(reactor, listening, name, self._begin, self._welcome)
+            return Listener(self._reactor, listening, name, self._begin, self._welcome)
         except OSError as error:
             other = "set Settings(address=...) to an address of this host that the others reach"
             if error.errno == errno.EADDRINUSE:
                 other = "widen the range in Settings(ports=...): each rank of a host takes one"
             raise UnsupportedError(
-                f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
+                f"rank {self.rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
-
-    def suits(self, settings: Settings) -> bool:
-        """Whether this is where a root with `settings` would listen. The defaults name no place."""
-        return not self._other(settings, _LISTENING)
-
-    def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
-        """The first of these settings that differs from this listener's and is not the default; "" if none does."""
-        for name in names:
-            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
-                return name
-        return ""
 
     def open(self, settings: Settings) -> None:
         """Let roots with `settings` use it: make the engine and publish the address, if no root has yet.
 
-        Raises UnsupportedError if one has, and `settings` name another address, secret file or lost_after_s.
+        A listener that was made for the watch, by the settings of another module, moves where these say otherwise.
+        Raises UnsupportedError if a root uses it, and `settings` name another address, secret file or lost_after_s.
         """
         if self._engine is not None:
             if name := self._other(settings, _FIXED):
@@ -99,14 +93,25 @@ class HostNetwork:
                     "or exchange, these settings"
                 )
             return
+        if self._other(settings, _LISTENING):
+            self._settings = settings
+            self._reactor.call(self._listener.close)
+            self._listener = self._listen()
         kept = {name: getattr(self._settings, name) for name in _LISTENING}
         self._settings = dataclasses.replace(settings, **kept)
         self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
-        self._engine = engine = make_engine(
-            settings, self.rank, lambda other, check: self.dial(other, PURPOSE, check), self.address[0]
+        self._engine = make_engine(
+            settings, self.rank, lambda rank, check: self.dial(rank, PURPOSE, check), self.address[0]
         )
-        self.expect(PURPOSE, engine.adopt)
+        self.expect(PURPOSE, self._engine.adopt)
         self.store.set(_key(self.rank), json.dumps(self.address))
+
+    def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
+        """The first of these settings that differs from this listener's and is not the default; "" if none does."""
+        for name in names:
+            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
+                return name
+        return ""
 
     @property
     def opened(self) -> bool:

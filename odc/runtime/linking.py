@@ -12,8 +12,10 @@ from collections.abc import Callable
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
 from odc.net.host_link import HostLink
+from odc.net.liveness import Loss
 from odc.net.network import HostNetwork
 from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import abort
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
 from odc.worker import in_background
@@ -22,7 +24,8 @@ from odc.worker import in_background
 class HostConnections:
     """The members of one root on other hosts, from this rank's side.
 
-    `abort(reason, culprit)` ends the job; `attend(link, read)` has the daemon call `read` when the link is readable.
+    `report` is that of the table of lost ranks; `attend(link, read)` lets the daemon call `read` when the link is
+    readable.
     """
 
     def __init__(
@@ -30,12 +33,12 @@ class HostConnections:
         identity: str,
         layout: HeapLayout,
         network: HostNetwork,
-        abort: Callable[[str, int], None],
+        report: Callable[[Loss], None],
         attend: Callable[[HostLink, Callable[[], bool]], None],
     ) -> None:
         self._layout, self._grid = layout, layout.grid
-        self._network, self._abort, self._attend = network, abort, attend
-        self.links = Links(layout, abort, network.lost_after_s)
+        self._network, self._attend = network, attend
+        self.links = Links(layout, report, network.lost_after_s)
         self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
         self._purpose = f"link {identity}"
         self._closed = False
@@ -59,7 +62,7 @@ class HostConnections:
                     self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
-                self._abort(str(error), culprit_of(error, self._grid.rank))
+                abort(self._layout, str(error), culprit_of(error, self._grid.rank))
 
     def _accepted(self, connection: socket.socket, rank: int) -> None:
         """On the daemon's thread."""
@@ -75,11 +78,6 @@ class HostConnections:
         link = self.links.add(partner, connection)
         if link is not None:
             self._attend(link, self.links.reader(link))
-
-    def ended(self, rank: int, reason: str, culprit: int) -> None:
-        """A rank of the job has ended, maybe one of this root's that was not linked yet. On the daemon's thread."""
-        if rank in self._grid.ranks:
-            self.links.ended(self._grid.ranks.index(rank), reason, culprit)
 
     def needed_by(self) -> list[int]:
         """Members that may still read this rank's memory from another host, need its links, or have not heard all that

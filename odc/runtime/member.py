@@ -16,6 +16,7 @@ from odc.hosts.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
 from odc.hosts.sums import HostSums, SumsReader
 from odc.memory import ShmHeap, SymmetricHeap
 from odc.net.engines import Engine
+from odc.net.host_link import HostLink
 from odc.protocol.device import DevicePusher
 from odc.protocol.grid import RankGrid
 from odc.protocol.layout import HeapLayout
@@ -125,23 +126,25 @@ class Member(Endpoint):
             server.notify() if member == grid.me else rendezvous.notify(member)
 
         super().__init__(layout, notify, network.engine if network is not None and grid.remote else None)
-        self._service = service = Service(identity, self.layout, self.sums)
-        self._exposed: ExposedHeap | None = None
         self._hosts: HostConnections | None = None
+        if network is not None and grid.remote:
+            self._hosts = HostConnections(identity, layout, network, server.liveness.report, self._attend)
+            self.protocol.links = self._hosts.links
+            if self.reader is not None:
+                self._hosts.links.summed = self.reader.told
+        self._service = service = Service(identity, self.layout, self.sums, self.links)
+        self._exposed: ExposedHeap | None = None
         if network is not None:
             at_home = settings.queue_bytes > 0 and grid.me == HOME
             answers = queue_answers(identity, self.protocol) if at_home else {}
             self._exposed = ExposedHeap(identity, layout, network, answers)
-        if network is not None and grid.remote:
-            attend = functools.partial(server.attend, service)
-            self._hosts = HostConnections(identity, layout, network, service.abort, attend)
-            self.protocol.links = self._hosts.links
-            if self.reader is not None:
-                self._hosts.links.summed = self.reader.told
         rendezvous.check = self.protocol.waiter.check
         rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
         rendezvous.on_failure = service.abort
-        server.serve(service, None if self._hosts is None else self._hosts.ended)
+        server.serve(service)
+
+    def _attend(self, link: HostLink, read: Callable[[], bool]) -> None:
+        self._daemon.attend(self._service, link, read)
 
     @property
     def links(self) -> Links | None:

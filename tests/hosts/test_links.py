@@ -268,7 +268,7 @@ def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> 
 @pytest.mark.parametrize(("me", "other"), [(2, 0), (0, 2)])
 def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, other: int) -> None:
     linked.join()
-    linked.links[me]._lost(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
+    linked.links[me]._end(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
     ((reason, culprit),) = linked.aborts[me]
     assert reason.startswith("the host of ranks 16, 19 cannot be reached any more from that of ranks 10, 13 in epoch 0")
     assert culprit == 16

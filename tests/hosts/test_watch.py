@@ -18,6 +18,7 @@ from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
 from odc.net import JobStore, network
 from odc.net.conversation import converse
 from odc.net.handshake import begin_handshake
+from odc.net.liveness import Liveness, Loss
 from odc.net.messages import PushCounts, Watching, encode
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
@@ -39,13 +40,16 @@ class Rank:
         settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S, lost_after_s=20.0)
         self._reactor = Reactor(f"rank {rank}", lambda error: None, self._close)
         self.network = HostNetwork(self._reactor, store, rank, settings)
-        self.watch = HostWatch(self._reactor, self.network, around, 20.0, self._end)
+        self.liveness = Liveness(self._reactor)
+        self.liveness.follow("this test", self._end)
+        self.watch = HostWatch(self._reactor, self.network, self.liveness, around, 20.0)
         self._good_bye = True
 
-    def _end(self, *what: Any) -> None:
-        with self.noticed:
-            self.ended.append(what)
-            self.noticed.notify_all()
+    def _end(self, loss: Loss) -> None:
+        if self.liveness.is_first(loss):
+            with self.noticed:
+                self.ended.append((loss.rank, loss.text(), loss.culprit))
+                self.noticed.notify_all()
 
     def watches(self, *ranks: int) -> None:
         """Wait until it watches these neighbours, and no others."""
@@ -134,7 +138,7 @@ def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
 
 def test_an_error_is_told_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
     ranks = ring(make)
-    ranks[2].watch.report(2, "ValueError: no such token", 3)
+    ranks[2].liveness.report(Loss(2, 3, "ValueError: no such token"))
     ranks[2].end(good_bye=True)
     for rank in (ranks[0], ranks[1], ranks[3]):
         assert rank.until_ended(2) == [(2, "ValueError: no such token", 3)]
