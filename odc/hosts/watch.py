@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import threading
@@ -81,7 +80,7 @@ class HostWatch:
         network.expect(PURPOSE, self._welcome)
         liveness.follow(PURPOSE, self._pass_on)
         close_after_fork(self)
-        self.announce()
+        self.connect()
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
@@ -97,19 +96,17 @@ class HostWatch:
 
     # connections -------------------------------------------------------------------------------------------------
 
-    def announce(self) -> None:
-        """Publish where this rank listens now, and connect to the neighbours that it does not watch yet."""
-        self._network.store.set(_key(self._rank), json.dumps(self._network.address))
+    def connect(self) -> None:
+        """Connect to the neighbours that listen already, and are not watched yet; the others will connect to this rank.
+        On a thread that ends then.
+        """
         in_background("odc-watch", self._dial)
 
     def _dial(self) -> None:
-        """Connect to the neighbours that listen already; the others will connect to this rank."""
         for rank in set(self._neighbours) - self.watched():
             with contextlib.suppress(OdcError):  # also where it is stopped
-                found = self._network.store.find(_key(rank))
-                if found is not None and not self._closed:
-                    address, port = json.loads(found)
-                    connection = self._network.dial(rank, PURPOSE, address=(address, port), timeout_s=0.0)
+                connection = None if self._closed else self._network.dial_if_listening(rank, PURPOSE)
+                if connection is not None:
                     self._reactor.call(functools.partial(self._adopt, connection, rank))
 
     def _welcome(self, connection: socket.socket, rank: int) -> None:
@@ -207,7 +204,3 @@ def _send(link: HostLink, message: Message) -> None:
 
 def _message(loss: Loss) -> RankEnded:
     return RankEnded(loss.rank, loss.culprit, loss.text().encode()[:REASON_BYTES].decode("utf-8", "ignore"))
-
-
-def _key(rank: int) -> str:
-    return f"odc/watch/{rank}"

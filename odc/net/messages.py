@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -92,17 +92,6 @@ class Watching:
 Message = (
     StoredWord | GivenReason | GivenUp | PushCounts | EntryWords | TakenWords | ReadableSums | RankEnded | Watching
 )
-_CLASSES: tuple[type[Message], ...] = (
-    StoredWord,
-    GivenReason,
-    GivenUp,
-    PushCounts,
-    EntryWords,
-    TakenWords,
-    ReadableSums,
-    RankEnded,
-    Watching,
-)
 
 
 class MalformedMessageError(ValueError):
@@ -136,7 +125,7 @@ class _Code:
         return self.of(*values)
 
 
-_CODES = {of: _Code(kind, of) for kind, of in enumerate(_CLASSES, start=1)}
+_CODES: dict[type[Message], _Code] = {of: _Code(kind, of) for kind, of in enumerate(get_args(Message), start=1)}
 
 
 def encode(message: Message) -> bytes:

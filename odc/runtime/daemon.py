@@ -105,7 +105,10 @@ class Daemon:
     def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
         """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
 
-        def begin() -> Registration:
+        def begin() -> Registration | None:
+            if link.fileno() < 0:
+                return None
+
             def call() -> None:
                 if not read():
                     reading.cancel()
@@ -113,7 +116,7 @@ class Daemon:
             reading = self._reactor.on_readable(link.fileno(), call)
             return reading
 
-        self._register(service, lambda: begin() if link.fileno() >= 0 else None)
+        self._register(service, begin)
 
     def _register(self, service: Service, begin: Callable[[], Registration | None]) -> None:
         def register() -> None:
@@ -132,7 +135,7 @@ class Daemon:
             before = network.address
             network.open(settings)
             if self._watch is not None and network.address != before:
-                self._watch.announce()
+                self._watch.connect()
             return network
 
     def watch_hosts(self, store: Any, settings: Settings | None) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from odc.deadlines import Deadline
-from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.hosts.watch import PURPOSE, HostWatch, neighbours
 from odc.net import JobStore, network
 from odc.net.conversation import converse
 from odc.net.handshake import begin_handshake
 from odc.net.liveness import Liveness, Loss
 from odc.net.messages import PushCounts, Watching, encode
-from odc.net.network import HostNetwork
+from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
 from odc.net.store import failure
 from odc.settings import Settings

@@ -250,3 +250,15 @@ def test_a_listener_that_no_root_uses_yet_suits_all_that_would_listen_alike() ->
     with pytest.raises(UnsupportedError, match="with address='127.0.0.1' and not '127.0.0.2'"):
         one.open(Settings(address="127.0.0.2"))
     one.close()
+
+
+def test_a_listener_that_no_root_uses_yet_moves_so_that_a_rank_has_one_port() -> None:
+    store = dist.HashStore()
+    one = HostNetwork(cast(Reactor, ByHand()), store, 0, Settings(address="127.0.0.1"))
+    before = one.address
+    one.open(Settings(address="127.0.0.2", engine="sockets"))
+    assert one.address[0] == "127.0.0.2"
+    assert json.loads(store.get(_key(0))) == list(one.address)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(before)
+    one.close()
