@@ -87,7 +87,7 @@ class HostNetwork:
         """Let roots with `settings` use it: make the engine, if no root has yet.
 
         A listener that was made for the watch, by the settings of another module, moves where these say otherwise.
-        Raises UnsupportedError if a root uses it, and `settings` name another address, range, secret file or lost_after_s.
+        Raises UnsupportedError if a root uses it, and `settings` name other places, another secret or lost_after_s.
         """
         if self._engine is not None:
             if name := self._other(settings, _FIXED):

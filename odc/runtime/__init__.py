@@ -7,8 +7,8 @@ from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
 from odc.runtime.fetch import PublishedShards
+from odc.runtime.linking import locate
 from odc.runtime.member import Endpoint, Member
-from odc.runtime.placement import locate
 from odc.runtime.queue import Claimed, Queue
 from odc.runtime.reading import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 from odc.runtime.replicas import parts

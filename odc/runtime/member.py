@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from odc.hosts.exposing import ExposedHeap
 from odc.hosts.links import Links
 from odc.hosts.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
 from odc.hosts.sums import HostSums, SumsReader
@@ -27,7 +26,7 @@ from odc.protocol.words import Outcome
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import daemon
 from odc.runtime.fetch import PublishedShards
-from odc.runtime.linking import HostConnections
+from odc.runtime.linking import ExposedHeap, HostConnections
 from odc.runtime.queue import Queue
 from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
